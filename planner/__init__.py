@@ -14,6 +14,5 @@ loop             the search for one division of a batch: bound, solve, round, lo
 planning         a machine's plan, which is never worse than that of the lesser machine in it
 questions        the largest model, what more hardware is worth, how long drives last
 plan_file        the plan as a file
-training_keys    which settings of DeepSpeed, accelerate and the Trainer are taken into account
 training_files   settings from configurations of DeepSpeed, accelerate and the Hugging Face Trainer
 """

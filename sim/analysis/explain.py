@@ -118,7 +118,7 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True)
-class Cause:
+class _Cause:
     """What an op waited for."""
 
     op: int
@@ -137,13 +137,13 @@ class _Causes:
         self.before: dict[int, int] = {i: j for ops in self.graph.streams for j, i in pairwise(ops)}
         """On the op's stream."""
 
-    def of(self, i: int) -> list[Cause]:
+    def of(self, i: int) -> list[_Cause]:
         """Of one op, each that it waited for once."""
         others: dict[int, Reason] = dict.fromkeys(self.graph.inputs[i], "input")
         if i in self.before:
             others.setdefault(self.before[i], "stream")
         start_ns = self.spans[i].start_ns
-        causes = {j: Cause(j, reason, start_ns - self.spans[j].end_ns) for j, reason in others.items()}
+        causes = {j: _Cause(j, reason, start_ns - self.spans[j].end_ns) for j, reason in others.items()}
         if self.spans[i].waited_memory_ns > 0:
             # the ends at that moment that gave bytes back in a tier where it has a request. Where none did, it stood
             # behind another one in the order of grants (rule 3), which had waited for some end at that moment
@@ -151,7 +151,7 @@ class _Causes:
             freed = [j for j in ended if not self._given_back[j].isdisjoint(self.graph.needs[i])]
             for j in freed or ended:
                 if j not in causes or causes[j].slack_ns > 0:
-                    causes[j] = Cause(j, "memory", 0)
+                    causes[j] = _Cause(j, "memory", 0)
         return list(causes.values())
 
     @cached_property
@@ -208,7 +208,7 @@ def critical_path(schedule: Schedule, trace: Trace) -> tuple[Stretch, ...]:
     path: list[Stretch] = []
     seen: set[int] = set()
 
-    def rank(cause: Cause) -> tuple[int, bool, int]:
+    def rank(cause: _Cause) -> tuple[int, bool, int]:
         """Of several that ended at the same moment: the one that took time, and rather the own stream's."""
         is_momentary, reasons = spans[cause.op].duration_ns == 0, ("stream", "input", "memory")
         return abs(cause.slack_ns), is_momentary, reasons.index(cause.reason)

@@ -12,7 +12,8 @@ import pytest
 from tierplan.cli import main
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.prediction import predict
-from tierplan.planner.training_files import Configured, read_training_file
+from tierplan.planner.training_files import read_training_file
+from tierplan.planner.training_files.configured import Configured
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training
 from tierplan.studies.evaluate import machine_of, training_of

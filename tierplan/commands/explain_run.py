@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from tierplan.planner.policies import check_name
-    from tierplan.planner.training_files import Configured, read_training_file
+    from tierplan.planner.training_files import read_training_file
+    from tierplan.planner.training_files.configured import Configured
     from tierplan.studies.evaluate import machine_of, training_of
     from tierplan.studies.slow_step.explain import explain_run
     from tierplan.studies.slow_step.measured import MeasuredStep, read_kineto, read_log

@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from tierplan import __version__
-from tierplan.planner.training_files import flat
+from tierplan.planner.training_files.reading import flat
 
 
 class StudyError(ValueError):

@@ -25,7 +25,7 @@ from tierplan.studies.study import Point
 
 if TYPE_CHECKING:
     from tierplan.hwmodels.machine import Machine
-    from tierplan.planner.training_files import Configured
+    from tierplan.planner.training_files.configured import Configured
     from tierplan.sim.workloads.workload import Training, Workload
 
 MODEL = "config.json, a folder that holds one, or a name such as gpt-13b"

@@ -15,7 +15,7 @@ from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.plan import Plan
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.prediction import Prediction, predict, predict_plan
-from tierplan.planner.training_files import Configured
+from tierplan.planner.training_files.configured import Configured
 from tierplan.sim.output.text import format_frac
 from tierplan.sim.workloads.workload import Workload, WorkloadError
 from tierplan.studies.defaults import load_or_trace

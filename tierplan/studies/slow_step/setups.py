@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import NVME_READ, NVME_WRITE, parse_stream
 from tierplan.planner.policies.options import has_nvme
-from tierplan.planner.training_files import Configured
+from tierplan.planner.training_files.configured import Configured
 from tierplan.sim.workloads.workload import Training, Workload, WorkloadError
 
 COMPUTE, LINKS, DRIVES, CORES, PEERS = "GPU", "host links", "drives", "host cores", "links between GPUs"

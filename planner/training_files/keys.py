@@ -20,8 +20,8 @@ def unaccounted(says: Mapping[str, object], known: Known) -> list[str]:
     return sorted(key for key, value in says.items() if not _is_known(key, value, says, known))
 
 
-def _is_known(key: str, value: object, says: Mapping[str, object], known: Known) -> bool:
-    parts = key.split(".")
+def _is_known(setting: str, value: object, says: Mapping[str, object], known: Known) -> bool:
+    parts = setting.split(".")
     sections = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
     if value in (None, AUTO) or any(says.get(f"{section}.enabled") is False for section in sections):
         return True

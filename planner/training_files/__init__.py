@@ -1,0 +1,71 @@
+"""Training settings from the files that people have: DeepSpeed's JSON, accelerate's YAML, the Trainer's arguments.
+
+    read_training_file(path, base)    any of the three, told apart by what they hold
+    read_deepspeed(path, base)        a DeepSpeed configuration
+
+They say the settings and the policy that a file amounts to on one machine. What it does not have (sequence length,
+attention, whatever is `auto`) is taken from `base`.
+
+    reading       files and settings, read as the tools read them
+    configured    what a file amounts to, and the notes on what is not simulated
+    keys          which settings are taken into account
+    deepspeed     DeepSpeed's configuration, alone or inside another file
+    fsdp          PyTorch's FSDP, as accelerate and the Trainer set it up
+    accelerate    what `accelerate config` writes
+    trainer       the Trainer's arguments
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from tierplan.planner.training_files.accelerate import of_accelerate_config
+from tierplan.planner.training_files.configured import Configured, unaccounted_note
+from tierplan.planner.training_files.deepspeed import DEEPSPEED_ONLY, of_deepspeed
+from tierplan.planner.training_files.keys import OF_ACCELERATE, OF_TRAINER
+from tierplan.planner.training_files.reading import flat, read, read_beside
+from tierplan.planner.training_files.trainer import TRAINER_ONLY, of_trainer_arguments
+from tierplan.sim.workloads.workload import Training, WorkloadError
+
+ADAPTERS = {
+    "finetuning_type", "lora_r", "lora_rank", "quantization_bit", "peft_config", "use_peft", "use_lora", "load_in_4bit",
+    "load_in_8bit",
+}  # fmt: skip
+
+
+def read_training_file(path: str | Path, base: Training) -> Configured:
+    """What a configuration of DeepSpeed, accelerate or the Hugging Face Trainer asks for.
+
+    Raises `WorkloadError` for another file, and for settings that nothing here has (adapters, several machines).
+    """
+    path = Path(path)
+    raw = read(path)
+    adapters = sorted(key for key in ADAPTERS if raw.get(key))
+    if adapters and (raw.get("finetuning_type") != "full" or len(adapters) > 1):
+        raise WorkloadError(
+            f"{path} has {adapters[0]}: {raw[adapters[0]]!r}; steps are explained where all parameters are trained "
+            "in 32 or 16 bits, not for adapters or a quantised base"
+        )
+    if "distributed_type" in raw or "compute_environment" in raw:
+        found = of_accelerate_config(raw, base, path)
+        return replace(found, notes=(*found.notes, *unaccounted_note(flat(raw), OF_ACCELERATE)))
+    if TRAINER_ONLY & raw.keys():
+        if isinstance(fsdp := raw.get("fsdp_config"), str):
+            raw["fsdp_config"] = read_beside(fsdp, path)
+        found = of_trainer_arguments(raw, base, path)
+        return replace(found, notes=(*found.notes, *unaccounted_note(flat(raw), OF_TRAINER)), left_open=())
+    if DEEPSPEED_ONLY & raw.keys():
+        return of_deepspeed(raw, base, str(path))
+    raise WorkloadError(
+        f"{path} is no configuration of DeepSpeed (zero_optimization, train_micro_batch_size_per_gpu), of accelerate "
+        "(distributed_type) or of the Trainer (per_device_train_batch_size); give one of these"
+    )
+
+
+def read_deepspeed(path: str | Path, base: Training) -> Configured:
+    """The training settings and the policy of a DeepSpeed configuration on one GPU.
+
+    Raises `WorkloadError` for a file that is none, or a setting that no policy has.
+    """
+    return of_deepspeed(read(Path(path)), base, str(path))

@@ -1,0 +1,69 @@
+"""What a configuration amounts to, and what is said of settings that are not simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from tierplan.planner.training_files.keys import Known, unaccounted
+from tierplan.planner.training_files.reading import flat, section_of
+from tierplan.sim.workloads.workload import Training, WorkloadError
+
+OF_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configured:
+    """What a configuration file asks for."""
+
+    training: Training
+    policy: str
+    """The name of the policy that does the same."""
+    options: Mapping[str, str]
+    """The policy's settings."""
+    notes: tuple[str, ...] = ()
+    """What was left out of account, or filled in."""
+    devices: int | None = None
+    """GPUs that the file is of; None where it does not say."""
+    why_devices: str = ""
+    """What it says of them."""
+    left_open: tuple[str, ...] = OF_STEP
+    """Of these two settings, those that the file does not say."""
+    says: Mapping[str, object] = field(default_factory=dict)
+    """All that the file says, by dotted key: `zero_optimization.overlap_comm`."""
+
+
+UNSAID = "no {}: it is set in the model, if at all; {} is made again in backward here"
+
+MIXED: tuple[Literal["bf16"], Literal["fp16"]] = ("bf16", "fp16")
+
+
+def mixed_precision(base: Training, mixed: str) -> tuple[Training, tuple[str, ...]]:
+    """The settings with autocast to a format, or without, and what is assumed for that without DeepSpeed and FSDP."""
+    if mixed == "no":
+        copy = "" if base.dtype == "fp32" else f", with{'' if base.master_weights else 'out'} an fp32 copy"
+        said = "no mixed precision: a model is trained as it was loaded, which is not said and taken as "
+        return base, (f"{said}{base.dtype}{copy} (--dtype, --no-master-weights)",)
+    said = (
+        f"{mixed} is autocast of fp32 parameters and gradients, simulated as {mixed} with an fp32 copy: as much "
+        "memory, but GPUs exchange half the bytes"
+    )
+    return replace(base, dtype=mixed, master_weights=True), (said,)  # type: ignore[arg-type]
+
+
+def check_one_of(bf16: bool, fp16: bool) -> None:
+    if bf16 and fp16:
+        raise WorkloadError("bf16 and fp16 are both enabled; a model is trained in one of them, so disable the other")
+
+
+def unaccounted_note(says: Mapping[str, object], known: Known) -> tuple[str, ...]:
+    """The note that names what is not taken into account, if there is any."""
+    names = unaccounted(says, known)
+    return (f"not taken into account: {', '.join(names)}",) if names else ()
+
+
+def unused_note(raw: Mapping[str, object], key: str, why: str) -> tuple[str, ...]:
+    """The note that a section of a file says something and is not used there."""
+    says_something = any(value not in (None, False, 0) for value in flat(section_of(raw, key)).values())
+    return (f"{key} is not used: {why}",) if says_something else ()

@@ -1,0 +1,209 @@
+"""DeepSpeed's configuration, alone or inside another file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from tierplan.planner.training_files.configured import (
+    MIXED,
+    OF_STEP,
+    UNSAID,
+    Configured,
+    check_one_of,
+    unaccounted_note,
+)
+from tierplan.planner.training_files.keys import AUTO, OF_DEEPSPEED
+from tierplan.planner.training_files.reading import count, flag, flat, norm, read_beside, section_of
+from tierplan.sim.workloads.workload import Training, WorkloadError
+
+OFFLOAD_PLACES = {"cpu": "host", "nvme": "nvme", "none": "device"}
+
+PER_GPU = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""DeepSpeed's names of `OF_STEP`."""
+
+DEEPSPEED_ONLY = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"}
+
+
+def of_deepspeed(raw: Mapping[str, object], base: Training, path: str, of_trainer: bool | None = None) -> Configured:
+    """The Trainer recomputes by its own setting, `of_trainer`, and never looks at DeepSpeed's."""
+    says = flat(raw)
+    zero = section_of(raw, "zero_optimization")
+    for old, key in (("cpu_offload", "offload_optimizer"), ("cpu_offload_params", "offload_param")):
+        if flag(zero, old, path):  # of DeepSpeed before 0.4
+            zero = {key: {"device": "cpu"}, **zero}
+    stage = zero.get("stage", 0)
+    if not isinstance(stage, int) or isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        raise WorkloadError(f"{path}: zero_optimization.stage is {stage!r}; DeepSpeed has stages 0 to 3")
+    read = ("activation_checkpointing.cpu_checkpointing",) if stage == 3 or of_trainer is not None else ()
+    notes = [*unaccounted_note({key: value for key, value in says.items() if key not in read}, OF_DEEPSPEED)]
+    training = replace(
+        base,
+        per_device_train_batch_size=count(raw, "train_micro_batch_size_per_gpu", base.per_device_train_batch_size),
+        gradient_accumulation_steps=count(raw, "gradient_accumulation_steps", base.gradient_accumulation_steps),
+        dtype=_precision(raw, base),
+        master_weights=True,
+        optimizer=_optimizer(section_of(raw, "optimizer"), base),
+        max_grad_norm=norm(raw, "gradient_clipping", base),
+    )
+    batch = count(raw, "train_batch_size", 0) or None
+    of_file = training.per_device_train_batch_size * training.gradient_accumulation_steps
+    if batch is not None and (batch % of_file or (batch != of_file and not {*PER_GPU} <= raw.keys())):
+        raise WorkloadError(
+            f"{path}: train_batch_size is {batch}, but one GPU's micro-batch of {training.per_device_train_batch_size} "
+            f"times {training.gradient_accumulation_steps} gradient accumulation steps is {of_file}; give "
+            f"{' and '.join(PER_GPU)}, whose product divides it"
+        )
+    section = section_of(raw, "activation_checkpointing")
+    recompute = bool(section) or stage == 3 if of_trainer is None else of_trainer
+    if of_trainer is None and not section:
+        notes.append(UNSAID.format("activation_checkpointing section", "each block" if recompute else "nothing"))
+    if of_trainer is not None and section:
+        notes.append(
+            "activation_checkpointing is for models that call DeepSpeed's own; under the Trainer its "
+            f"gradient_checkpointing: {str(of_trainer).lower()} decides"
+        )
+    on_cpu = of_trainer is None and flag(section, "cpu_checkpointing", path)
+    policy, options = _of_stage(
+        zero, stage, path, checkpoints="none" if not recompute else "host" if on_cpu else "device"
+    )
+    if (stage, policy) == (1, "zero-offload"):
+        notes.append("offload_optimizer of stage 1 is simulated as that of stage 2, which divides gradients too")
+    return Configured(
+        training=training,
+        policy=policy,
+        options=options,
+        notes=tuple(notes),
+        devices=None if batch is None else batch // of_file,
+        why_devices=f"train_batch_size {batch}, of which one GPU's is {of_file}",
+        left_open=tuple(ours for ours, their in zip(OF_STEP, PER_GPU, strict=True) if raw.get(their, AUTO) == AUTO),
+        says=says,
+    )
+
+
+def _of_stage(zero: Mapping[str, object], stage: int, path: str, *, checkpoints: str) -> tuple[str, dict[str, str]]:
+    """The policy of a stage of ZeRO, with its options; `checkpoints` is where they lie, or none."""
+    places = {
+        name: _offload(zero, key, path)
+        for name, key in (("params", "offload_param"), ("optimizer", "offload_optimizer"))
+    }
+    if stage == 3:
+        options = {**places, **_of_optimizer(section_of(zero, "offload_optimizer")), "checkpoints": checkpoints}
+        if zero.get("overlap_comm") is False or zero.get("stage3_prefetch_bucket_size") == 0:
+            options["prefetch"] = "0"
+        return "zero-infinity", options
+    options = {"checkpointing": "off" if checkpoints == "none" else "on"}
+    for key, place, least in (
+        ("offload_param", places["params"] != "device", 3),
+        ("offload_optimizer to nvme", places["optimizer"] == "nvme", 3),
+        ("offload_optimizer", places["optimizer"] == "host", 1),
+    ):
+        if place and stage < least:
+            stages = "3" if least == 3 else "1, 2 or 3"
+            raise WorkloadError(f"{path}: {key} needs zero_optimization.stage {stages}, but it is {stage}")
+    if places["optimizer"] == "host":
+        return "zero-offload", options
+    if stage == 0:
+        return "in-memory" if checkpoints == "none" else "full-recompute", {}
+    if isinstance(overlap := zero.get("overlap_comm"), bool):
+        options["overlap"] = "on" if overlap else "off"
+    return f"zero-{stage}", options
+
+
+SAME: Mapping[str, str] = {
+    "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "max_grad_norm": "gradient_clipping",
+    "bf16": "bf16.enabled",
+    "fp16": "fp16.enabled",
+}
+"""Settings of the Trainer, and DeepSpeed's names for them."""
+
+
+def with_deepspeed(
+    given: object,
+    base: Training,
+    path: Path,
+    raw: Mapping[str, object],
+    *,
+    mixed: str,
+    recompute: bool | None = None,
+) -> Configured:
+    """A DeepSpeed configuration inside another file, or beside it.
+
+    Parameters
+    ----------
+    mixed
+        What the other file says of mixed precision: it is DeepSpeed's where DeepSpeed's own file does not say.
+    recompute
+        What the Trainer says of gradient checkpointing, None where there is no Trainer.
+    """
+    content = dict(given if isinstance(given, Mapping) else read_beside(given, path))
+    theirs = flat(content)
+    for name, their in SAME.items():
+        ours, said = raw.get(name, AUTO), theirs.get(their, AUTO)
+        if AUTO not in (ours, said) and None not in (ours, said) and ours != said:
+            raise WorkloadError(
+                f"{path}: {name} is {ours!r}, but DeepSpeed's {their} is {said!r}, which the Trainer refuses; make "
+                "them agree, or DeepSpeed's auto"
+            )
+    for name in MIXED:
+        section = section_of(content, name)
+        if section.get("enabled", AUTO) == AUTO:
+            content[name] = {**section, "enabled": mixed == name}
+        elif mixed != "no" and flag(section, "enabled", f"{path}: {name}") != (mixed == name):
+            raise WorkloadError(
+                f"{path} asks for {mixed}, but DeepSpeed's {name}.enabled is {section['enabled']!r}; make them agree"
+            )
+    found = of_deepspeed(content, base, str(path), recompute)
+    notes = found.notes
+    if "optim" in raw and found.training.optimizer != base.optimizer:
+        notes = (*notes, f"DeepSpeed's optimizer.type {theirs['optimizer.type']} runs, not optim {raw['optim']}")
+    return replace(found, notes=notes, says={**flat(raw), **found.says})
+
+
+def _precision(raw: Mapping[str, object], base: Training) -> Literal["fp32", "bf16", "fp16"]:
+    """The one that is enabled; of those that are `auto` the one of `base`, or the first."""
+    auto = [name for name in MIXED if section_of(raw, name).get("enabled") == AUTO]
+    on = [name for name in MIXED if name not in auto and flag(section_of(raw, name), "enabled", name)]
+    check_one_of(*(name in on for name in MIXED))
+    if base.dtype in auto:
+        auto.insert(0, base.dtype)  # type: ignore[arg-type]
+    return next(iter((*on, *auto)), "fp32")
+
+
+DEEPSPEED_OPTIMIZERS = {
+    **dict.fromkeys(("adam", "adamw", "fusedadam"), "adamw"),
+    **{name: name for name in ("sgd", "lion", "muon")},
+}
+
+
+def _optimizer(section: Mapping[str, object], base: Training) -> str:
+    kind = section.get("type")
+    if kind is None:
+        return base.optimizer
+    optimizer = DEEPSPEED_OPTIMIZERS.get(str(kind).lower())
+    if optimizer is None:
+        raise WorkloadError(f"optimizer.type is {kind!r}; Adam, AdamW, SGD, Lion and Muon are supported")
+    momentum = section_of(section, "params").get("momentum")
+    return f"sgd:momentum={momentum}" if optimizer == "sgd" and momentum else optimizer
+
+
+def _of_optimizer(section: Mapping[str, object]) -> dict[str, str]:
+    """What a file says of how the offloaded optimizer is read, written and held, as options; what it does not say stays
+    with the policy."""
+    options = {}
+    if "pipeline_read" in section or "pipeline_write" in section:
+        options["pipeline"] = "on" if section.get("pipeline_read") or section.get("pipeline_write") else "off"
+    if "pin_memory" in section:
+        options["pin_memory"] = "on" if section["pin_memory"] else "off"
+    return options
+
+
+def _offload(zero: Mapping[str, object], key: str, path: str) -> str:
+    device = section_of(zero, key).get("device", "none")
+    if str(device) not in OFFLOAD_PLACES:
+        raise WorkloadError(f"{path}: {key}.device is {device!r}; it must be cpu, nvme or none")
+    return OFFLOAD_PLACES[str(device)]

@@ -1,0 +1,47 @@
+"""`TrainingArguments` of the Hugging Face Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from tierplan.planner.training_files.configured import MIXED, Configured, check_one_of, mixed_precision, unused_note
+from tierplan.planner.training_files.deepspeed import with_deepspeed
+from tierplan.planner.training_files.fsdp import fsdp_of_trainer, of_fsdp_config
+from tierplan.planner.training_files.reading import count, flag, flat, norm
+from tierplan.sim.workloads.optimizers import of_transformers
+from tierplan.sim.workloads.workload import Training, WorkloadError
+
+TRAINER_ONLY = {"per_device_train_batch_size", "output_dir", "gradient_checkpointing", "optim"}
+
+
+def of_trainer_arguments(raw: Mapping[str, object], base: Training, path: Path) -> Configured:
+    """`TrainingArguments` as JSON, with the DeepSpeed configuration that they name or hold."""
+    try:
+        optimizer = of_transformers(str(raw.get("optim", "adamw_torch")))
+    except ValueError as error:
+        raise WorkloadError(f"{path}: {error}") from None
+    on = [name for name in MIXED if flag(raw, name, path)]
+    check_one_of(*(name in on for name in MIXED))
+    base, notes = mixed_precision(base, mixed := on[0] if on else "no")
+    training = replace(
+        base,
+        per_device_train_batch_size=count(raw, "per_device_train_batch_size", 8),
+        gradient_accumulation_steps=count(raw, "gradient_accumulation_steps", 1),
+        max_grad_norm=norm({"max_grad_norm": 1.0, **raw}, "max_grad_norm", base),  # it clips unless told not to
+        optimizer=optimizer,
+    )
+    recompute = any(flag(raw, name, path) for name in ("gradient_checkpointing", "activation_checkpointing"))
+    if "finetuning_type" in raw:  # LLaMA-Factory's, which recomputes unless told not to
+        recompute = not flag(raw, "disable_gradient_checkpointing", path)
+    if raw.get("deepspeed") and raw.get("fsdp"):
+        raise WorkloadError(f"{path} has both deepspeed and fsdp, of which one can train; leave out the other")
+    if deepspeed := raw.get("deepspeed"):
+        return with_deepspeed(deepspeed, training, path, raw, mixed=mixed, recompute=recompute)
+    if raw.get("fsdp"):
+        found = of_fsdp_config(fsdp_of_trainer(raw, path), training, raw, path, recompute=recompute)
+        return replace(found, notes=(*found.notes, *notes)) if mixed == "no" else found
+    notes = (*notes, *unused_note(raw, "fsdp_config", "fsdp is not on"))
+    policy = "full-recompute" if recompute else "in-memory"
+    return Configured(training=training, policy=policy, options={}, notes=notes, says=flat(raw))
