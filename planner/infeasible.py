@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 
@@ -60,6 +60,8 @@ class InfeasiblePlan(PlanError):
     """Why none spares the drives, where memory is not what is short."""
     not_found: str = ""
     """How long was searched, where the clock ended that and a plan may fit."""
+    others: tuple[str, ...] = ()
+    """Policies that fit, and train other numbers."""
 
     @cached_property
     def largest_batch(self) -> LargestBatch:
@@ -85,6 +87,8 @@ class InfeasiblePlan(PlanError):
                 lines[-1] += f"; of a whole micro-batch {note}"
         if not self.shortages:
             lines.append(self.reason or "no single tier alone would make it possible")
+        if self.others:
+            lines.append(f"with other numbers than plain training's, policies fit: {', '.join(self.others)}")
         return "; ".join(lines)
 
     def __str__(self) -> str:
@@ -111,6 +115,7 @@ def largest_batch(make: Callable[[int], Workload], machine: Machine, *, below: i
     from tierplan.planner.loop import Search  # whose error this belongs to
     from tierplan.planner.policies import POLICIES
     from tierplan.planner.search.candidates import PlanSimulator
+    from tierplan.planner.search.moves import untied
 
     is_cut = False
 
@@ -121,9 +126,8 @@ def largest_batch(make: Callable[[int], Workload], machine: Machine, *, below: i
         for name in TRIED:
             with suppress(PlanError, MachineError, WorkloadError):
                 tried = POLICIES[name](workload, machine, {})
-                if isinstance(tried, UnitwisePlan):
-                    tried = replace(tried, sums_tied=False)  # as `plan` asks them
-                if simulate_plan(tried).fits:
+                asked = untied(tried) if isinstance(tried, UnitwisePlan) else [tried]  # as `plan` does
+                if any(simulate_plan(one).fits for one in asked):
                     return True
         chosen = plain_semantics(workload.training)
         parts: set[tuple[Order, int]] = {("vertical", t) for t in (*SUB_BATCHES, batch) if batch % t == 0}

@@ -28,7 +28,7 @@ from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.from_program import ProgramPlans
 from tierplan.planner.search.incumbents import Batches, Incumbents, Shape
 from tierplan.planner.search.lesser import Known, without_excess
-from tierplan.planner.search.moves import loosened, off_drives, with_shape_of
+from tierplan.planner.search.moves import loosened, off_drives, untied, with_shape_of
 from tierplan.planner.search.race import GOOD_FRAC, OrderSearch, Racer, race, rounds
 from tierplan.planner.search.shape import descended, tried
 from tierplan.planner.several_devices.search import (
@@ -345,7 +345,8 @@ class Search:
             if isinstance(plan, str) or not is_same(plan):
                 continue
             if isinstance(plan, UnitwisePlan):
-                plan = replace(plan, sums_tied=False)  # the search is of plain training's bits
+                tries = [*untied(plan)]  # the search is of plain training's bits
+                plan = next((one for one in tries if self.simulate_plan(one).fits), tries[0])
                 if plan.devices > 1 and name not in NEED_SEVERAL_DEVICES:
                     seeds.consider(self.simulate_plan(replace(plan, devices=1)))  # which the search is of
             if self.batches == "shared" and plan.num_batches > 1:
@@ -449,7 +450,8 @@ class Search:
         lacking = () if any(bound.feasible for bound in bounds) else self._lacking(problems)
         failed = (c.reason for c in self.simulate_plan.seen.values() if not c.fits)
         reason = "" if lacking else next(failed, "")  # which takes a while to put in words
-        return InfeasiblePlan(self.workload, self.machine, lacking, reason)
+        others = tuple(name for name, result in self.compared.items() if result(is_best=False).step_s is not None)
+        return InfeasiblePlan(self.workload, self.machine, lacking, reason, others=others)
 
     def _lacking(self, problems: list[Problem]) -> tuple[Shortage, ...]:
         """The least of each tier that would do, however a micro-batch is cut."""

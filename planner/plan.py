@@ -376,3 +376,12 @@ def facts_of(plan: Plan, workload: Workload, machine: Machine, **more: object) -
 def plain_semantics(training: Training) -> Semantics:
     """What gives the numbers of plain training: exact clipping where it clips, else updates in backward."""
     return "in-backward" if training.max_grad_norm is None else "exact-clip"
+
+
+def other_numbers(plan: Plan) -> str:
+    """Why the plan's numbers are not those of plain training; empty where they are, in some micro-batches."""
+    if plan.semantics == "delayed-1":
+        return "updates come a step late"
+    if isinstance(plan, UnitwisePlan) and plan.sums_tied:
+        return "a tied head's gradients are summed before the embedding's, which changes last bits"
+    return ""

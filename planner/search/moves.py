@@ -299,6 +299,15 @@ def loosened(plan: UnitwisePlan) -> UnitwisePlan:
     return replace(plan, strict_windows=False, updates_in_flight=0, write_back="at once", hold_updates=False)
 
 
+def untied(plan: UnitwisePlan) -> Iterator[UnitwisePlan]:
+    """The plan with the bits of plain training: as it is, or one micro-batch after the other where tied gradients of
+    all of them have no room beside each other."""
+    yield replace(plan, sums_tied=False)
+    if plan.sums_tied:
+        units = tuple(replace(unit, grads="host") if unit.grads == "device" else unit for unit in plan.units)
+        yield replace(plan, sums_tied=False, order="horizontal", units=units)
+
+
 def off_drives(plan: UnitwisePlan) -> UnitwisePlan:
     """The plan with everything in host memory that is on drives."""
 

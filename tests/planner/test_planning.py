@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.planner.instances import MB, chain, random_chain, random_machine, small_machine
-from tests.toys import MIB, toy_machine, toy_workload
+from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner import loop
@@ -25,6 +25,7 @@ from tierplan.planner.milp.rounding import round_to_plan
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.planning import plan
+from tierplan.planner.prediction import predict
 from tierplan.planner.search import budget, from_program
 from tierplan.planner.search.batches import plan_sequences
 from tierplan.planner.search.budget import Budget
@@ -262,6 +263,27 @@ def test_the_largest_batch_is_one_that_a_policy_fits_with_parts_of_its_own():
     machine, training = load_machine("laptop"), Training(per_device_train_batch_size=4096)
     workload = load_workload("gpt2", training)
     assert largest_batch(lambda batch: with_batch(workload, batch), machine, below=256).num_sequences >= 160
+
+
+def test_what_a_policy_fits_by_summing_tied_gradients_apart_fits_in_plain_numbers_too():
+    """13 sequences are cut into 13 parts or none, and 13 tied gradients have no room beside each other."""
+    machine = load_machine("laptop", ["gpu.capacity=2.1 GiB"])
+    workload = load_workload("gpt2", Training(per_device_train_batch_size=13))
+    assert predict("fuyou", workload, machine).plan.sums_tied  # type: ignore[union-attr]
+    result = plan(workload, machine, time_limit_s=1)
+    assert isinstance(result.plan, UnitwisePlan)
+    assert not result.plan.sums_tied
+    assert result.step_s <= result.policies["fuyou"].step_s  # type: ignore[operator]
+    assert largest_batch(lambda batch: with_batch(workload, batch), machine, below=13) == 13
+
+
+def test_policies_that_fit_with_other_numbers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    away = UnitPlan(grads="host", states="host")
+    asked = uniform_plan(toy := toy_workload(2), away, semantics="delayed-1")
+    monkeypatch.setattr(loop, "POLICIES", {"late": lambda *_: asked})
+    monkeypatch.setattr(loop.Search, "_go_on_with", lambda *_: None)  # finds nothing of its own
+    with pytest.raises(InfeasiblePlan, match="with other numbers than plain training's, policies fit: late"):
+        plan(toy, toy_machine(), policies=["late"])
 
 
 def test_with_clipping_no_update_at_the_end_holds_up_the_next_forward():

@@ -318,10 +318,11 @@ def test_the_model_is_itself_again_after_a_failure(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "sub_batches", "acts"), [("gpt2", 4, "host"), ("gpt2", 2, "keep"), ("llama", 4, "nvme")]
+    ("family", "sub_batches", "acts", "order"),
+    [("gpt2", 4, "host", "vertical"), ("gpt2", 2, "keep", "horizontal"), ("llama", 4, "nvme", "vertical")],
 )
 def test_sub_batches_give_the_numbers_of_as_many_micro_batches(
-    family: str, sub_batches: int, acts: str, tmp_path: Path
+    family: str, sub_batches: int, acts: str, order: str, tmp_path: Path
 ) -> None:
     """Gradients are summed one by one: plain training does so with smaller micro-batches, to the bit. Sizes are those
     of the smaller ones, also where they are not a share (positions; the labels of one sequence)."""
@@ -329,7 +330,7 @@ def test_sub_batches_give_the_numbers_of_as_many_micro_batches(
     raw = {**model.config.to_dict(), "architectures": [type(model).__name__]}  # type: ignore[union-attr, operator]
     workload = trace_config(family, raw, replace(CPU, per_device_train_batch_size=4))
     choice = UnitPlan(acts=acts)  # type: ignore[arg-type]
-    schedule = lower(uniform_plan(workload, choice, order="vertical", sub_batches=sub_batches), workload, machine())
+    schedule = lower(uniform_plan(workload, choice, order=order, sub_batches=sub_batches), workload, machine())
     assert schedule.step is not None
     declared = schedule.step.training
     sequences, accumulation = declared.per_device_train_batch_size, declared.gradient_accumulation_steps

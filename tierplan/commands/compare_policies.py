@@ -83,11 +83,13 @@ def run(args: argparse.Namespace) -> int:
 def policy_table(predictions: Sequence[Prediction], semantics: str = "") -> str:
     """One line per policy, the most tokens per second first, and those that do not fit at the end; memory in GiB."""
     from tierplan.hwmodels.names import HOST, NVME, device_index
-    from tierplan.sim.output.text import columns, format_s
+    from tierplan.planner.plan import other_numbers
+    from tierplan.sim.output.text import columns, format_s, wrapped
 
-    def name(p: Prediction) -> str:
-        return p.policy + "*" * (p.plan is not None and p.plan.semantics == "delayed-1" != semantics)
+    def why(p: Prediction) -> str:
+        return "" if p.plan is None or p.plan.semantics == "delayed-1" == semantics else other_numbers(p.plan)
 
+    kinds = list(dict.fromkeys(filter(None, map(why, (p for p in predictions if p.fits)))))
     heads = ("policy", "step", "tokens/s", "batch", "device", "host", "NVMe", "limited by")
     rows = []
     for p in sorted(predictions, key=lambda p: -(p.tokens_per_s or 0.0)):
@@ -97,10 +99,12 @@ def policy_table(predictions: Sequence[Prediction], semantics: str = "") -> str:
         device = max(size for tier, size in peak.items() if device_index(tier) is not None)
         held = [f"{size / 2**30:.1f}" for size in (device, *(peak.get(tier, 0) for tier in (HOST, NVME)))]
         batch = f"{p.micro_batch} x {p.accumulation}"
-        rows.append((name(p), format_s(p.step_s), f"{p.tokens_per_s:,.0f}", batch, *held, p.limited_by))
+        name = p.policy + "*" * (1 + kinds.index(why(p)) if why(p) else 0)
+        rows.append((name, format_s(p.step_s), f"{p.tokens_per_s:,.0f}", batch, *held, p.limited_by))
     missing = [(p.policy, short_reason(p)) for p in predictions if p.step_s is None]
-    late = ["* other numbers than plain training's: updates come a step late"] if any("*" in r[0] for r in rows) else []
-    return "\n".join([*columns([heads, *rows], right=range(1, 7)), *late, *columns(missing)])
+    notes = [f"{'*' * k} other numbers than plain training's: {kind}" for k, kind in enumerate(kinds, 1)]
+    said = [line for note in notes for line in wrapped(note, 80)]
+    return "\n".join([*columns([heads, *rows], right=range(1, 7)), *said, *columns(missing)])
 
 
 def short_reason(prediction: Prediction) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tierplan.hwmodels.names import DEVICE
 from tierplan.planner.infeasible import InfeasiblePlan, logits_note
-from tierplan.planner.plan import PackPlan, PagedPlan, Plan, UnitwisePlan
+from tierplan.planner.plan import PackPlan, PagedPlan, Plan, UnitwisePlan, other_numbers
 from tierplan.planner.prediction import Prediction
 from tierplan.planner.results import PlanResult
 from tierplan.sim.analysis.explain import NOTHING, Sensitivity, limited_by
@@ -195,10 +195,12 @@ def _numbers_of(prediction: Prediction) -> dict[str, int]:
 
 
 def numbers_rows(prediction: Prediction) -> list[tuple[str, str]]:
-    """What sub-batches change in the last bits, and coded activations in more."""
+    """What sub-batches change in the last bits, and late updates and coded activations in more."""
     numbers, same_as = [], _numbers_of(prediction)
     if isinstance(prediction.plan, UnitwisePlan) and prediction.plan.sub_batches > 1:
         numbers.append(f"of training in {_batches(same_as['accumulation'], same_as['micro_batch'])}")
+    if prediction.plan is not None and (other := other_numbers(prediction.plan)):
+        numbers += wrapped(f"not of plain training: {other}", 58)
     step = prediction.schedule.step if prediction.schedule else None
     if step is not None and (form := step.training.activation_format):
         numbers.append(f"not of plain training: activations that leave the device do so in {form}")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.toys import MIB, toy_machine, toy_workload
-from tierplan.commands import compare_policies
+from tierplan.commands import compare_policies, simulate
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.scaling import with_capacity
@@ -448,6 +448,20 @@ def test_policies_are_compared_by_tokens_per_second_where_devices_have_batches_o
     assert on_four.step_s > on_one.step_s
     lines = compare_policies.policy_table([on_one, on_four]).splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["zero-infinity", "zero-offload"]
+
+
+def test_whose_numbers_are_others_is_marked_with_the_reason() -> None:
+    workload = load_workload("gpt2", Training(per_device_train_batch_size=13))
+    tied = predict("fuyou", workload, load_machine("laptop", ["gpu.capacity=2.1 GiB"]))
+    late, plain = (predict(name, workload, load_machine("desktop-4090")) for name in ("zenflow", "vertical"))
+    table = compare_policies.policy_table([tied, late, plain])
+    marks = {line.split()[0] for line in table.splitlines()[1:4]}
+    assert {"fuyou*", "zenflow**", "vertical"} == marks
+    assert "\n* other numbers than plain training's: a tied head's gradients are" in table
+    assert "\n** other numbers than plain training's: updates come a step late" in table
+    assert "not of plain training: a tied head's gradients" in simulate.text_of(tied)
+    assert "not of plain training: updates come a step late" in simulate.text_of(late)
+    assert "numbers " not in simulate.text_of(plain)
 
 
 def test_zenflow_hides_its_update_behind_the_next_interval_as_far_as_its_cores_go() -> None:
