@@ -41,6 +41,14 @@ FORMAT = "tierplan-commit"
 VERSION = 2
 RECORD, LOCK_NAME = "commit.json", "tierplan.lock"
 
+AT_ONCE = ("in-backward", "exact-clip")
+"""Semantics that leave the same state at a step's end. Whether it clips is the training's `max_grad_norm` to say."""
+OTHERWISE = {
+    "late_updates": "in a commit, gradients of such units wait for their update in the next step. Resume with a plan "
+    "that updates the same units late, such as the one that the run was made with"
+}
+"""Why other settings are refused than those that change the numbers, and what to do."""
+
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Hexadecimal = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{2})*$")]
 
@@ -300,7 +308,10 @@ def _checksum(record: Mapping[str, Any]) -> str:
 
 def check_same_settings(commit: Commit, settings: Mapping[str, Any]) -> None:
     """Raises `CommitError` unless the run to resume has these settings."""
-    _check_equal("", commit.settings, json.loads(json.dumps(settings)))
+    before, now = dict(commit.settings), json.loads(json.dumps(settings))
+    if before.get("semantics") in AT_ONCE and now.get("semantics") in AT_ONCE:
+        now["semantics"] = before["semantics"]
+    _check_equal("", before, now)
 
 
 def _check_equal(name: str, before: object, now: object) -> None:
@@ -308,7 +319,8 @@ def _check_equal(name: str, before: object, now: object) -> None:
         for key in sorted(before.keys() | now.keys()):
             _check_equal(f"{name}.{key}" if name else key, before.get(key), now.get(key))
     elif before != now:
+        why = OTHERWISE.get(name, "that would change its numbers. Use the old setting, or start a new run")
         raise CommitError(
             f"the run was made with {name} = {reprlib.repr(before)}, and is to be resumed with {reprlib.repr(now)}; "
-            "that would change its numbers. Use the old setting, or start a new run"
+            f"{why}"
         )

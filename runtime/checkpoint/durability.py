@@ -168,7 +168,10 @@ class Durability:
         for content, where in commit.contents.items():
             if where.in_store:
                 if store is None:
-                    raise CommitError(f"{content!r} was committed on the NVMe tier, which this schedule does not use")
+                    raise CommitError(
+                        f"{content!r} was committed on the NVMe tier, which this schedule does not use; resume with a "
+                        "plan that keeps something on NVMe"
+                    )
                 taken[content] = Extent(where.offset_bytes, where.size_bytes)
                 store.allocate_at(taken[content], where.xxh3)
         for instance in carried.values():

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.reference import train_plainly
 from tierplan.runtime.trainer import Trainer
 from tierplan.sim.schedule import Schedule
+from tierplan.sim.step import Semantics
+from tierplan.sim.workloads.workload import Training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -41,6 +44,7 @@ CHOICES = {
     "memory": UnitPlan(params="device", states="host"),
     "memory_and_nvme": UnitPlan(params="nvme", grads="host", states="host"),
 }
+LATE = UnitPlan(grads="host", states="host", late_update=True)
 
 
 def new_model() -> nn.Module:
@@ -48,10 +52,11 @@ def new_model() -> nn.Module:
 
 
 @cache
-def schedule_for(choice: str) -> Schedule:
+def schedule_for(choice: str, training: Training = CPU, semantics: Semantics = "in-backward") -> Schedule:
     model = new_model()
-    workload = observed_workload(model, make_batches(1)[0], CPU)
-    return lower(uniform_plan(workload, CHOICES[choice]), workload, machine())
+    workload = observed_workload(model, make_batches(1)[0], training)
+    plan = uniform_plan(workload, CHOICES.get(choice, LATE), semantics=semantics)
+    return lower(plan, workload, machine())
 
 
 @cache
@@ -122,6 +127,32 @@ def test_a_run_resumes_on_another_plan(tmp_path: Path) -> None:
     train_on(tmp_path, schedule_for("memory"), 3)
     train_on(tmp_path, schedule_for("nvme"), 6)
     assert same(train_on(tmp_path, schedule_for("nvme")), plain_weights())
+
+
+def test_a_run_resumes_whenever_its_updates_come(tmp_path: Path) -> None:
+    """In backward, or when all gradients are there: what outlives a step is the same where none is clipped."""
+    waits, at_once = schedule_for("nvme", semantics="exact-clip"), schedule_for("memory")
+    train_on(tmp_path, at_once, 2)
+    train_on(tmp_path, waits, 5)
+    with pytest.raises(CommitError, match="resume with a plan that keeps something on NVMe"):
+        train_on(tmp_path, at_once)
+    assert same(train_on(tmp_path, schedule_for("memory_and_nvme")), plain_weights())
+
+
+def test_what_a_resumed_run_may_not_change_is_named_with_the_reason(tmp_path: Path) -> None:
+    train_on(tmp_path, schedule_for("memory_and_nvme"), 2)
+    clipping = schedule_for("memory", replace(CPU, max_grad_norm=0.5), semantics="exact-clip")
+    with pytest.raises(CommitError, match=r"training\.max_grad_norm = None, .* resumed with 0\.5; that would"):
+        train_on(tmp_path, clipping)
+    delayed = schedule_for("memory_and_nvme", semantics="delayed-1")
+    with pytest.raises(CommitError, match=r"with semantics = 'in-backward', .* with 'delayed-1'; that would change"):
+        train_on(tmp_path, delayed)
+    late = schedule_for("late")
+    with pytest.raises(CommitError, match=r"late_updates = \[\], .* with \['L0', 'L1'\]; in a commit, gradients"):
+        train_on(tmp_path, late)
+    assert same(train_on(tmp_path / "late", late), plain_weights())
+    with pytest.raises(CommitError, match="Resume with a plan that updates the same units late"):
+        train_on(tmp_path / "late", schedule_for("memory"))
 
 
 def test_without_a_seed_the_generators_are_committed(tmp_path: Path) -> None:
