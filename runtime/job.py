@@ -90,7 +90,8 @@ class Done:
     def summary(self) -> str:
         """A few lines for people."""
         result = self.result
-        lines = [f"{self.num_steps} steps done, loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}"]
+        resumed = f" in all, {len(result.step_ends_s)} of them now" if result.num_resumed_steps else ""
+        lines = [f"{self.num_steps} steps done{resumed}, loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}"]
         if result.step_ends_s:
             step_s = result.step_s
             lines.append(f"step time {step_s:.3f} s, {self.tokens_per_step / step_s:,.0f} tokens/s")
@@ -106,18 +107,23 @@ class Done:
         return "\n".join(lines)
 
     def record(self) -> dict[str, object]:
-        """The same, and each step's loss, as JSON values."""
+        """The same, and each step's loss, as JSON values: of the whole run, and of the steps since it was resumed."""
         result = self.result
         step_s = result.step_s if result.step_ends_s else None
         return {
             "steps": self.num_steps,
             "losses": list(result.losses),
-            "step_s": step_s,
-            "tokens_per_s": self.tokens_per_step / step_s if step_s else None,
+            "this_session": {
+                "first_step": result.num_resumed_steps,
+                "steps": len(result.step_ends_s),
+                "losses": list(result.losses[result.num_resumed_steps :]),
+                "step_s": step_s,
+                "tokens_per_s": self.tokens_per_step / step_s if step_s else None,
+                "peak_bytes": dict(result.peak_bytes) if step_s else {},
+                "bytes": dict(result.moved_bytes),
+            },
             "predicted_step_s": self.predicted_step_s,
             "interval_s": self.interval_s,
-            "peak_bytes": dict(result.peak_bytes),
-            "bytes": dict(result.moved_bytes),
             "notes": list(result.notes),
             "was_stopped": self.was_stopped,
             "out": str(self.out_dir),

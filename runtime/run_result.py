@@ -13,7 +13,7 @@ class RunResult:
     """What a run did."""
 
     losses: tuple[float, ...]
-    """By step, the mean over its micro-batches."""
+    """By step of the whole run, the mean over its micro-batches. All else is of the steps since it was resumed."""
     trace: Trace
     """Spans by op key (`s0/fwd/L3/mb0`) and bytes by tier over time."""
     moved_bytes: Mapping[str, int]
@@ -24,6 +24,11 @@ class RunResult:
     """When the last op of each step ended, since the first began."""
     notes: tuple[str, ...] = ()
     """What a user should know, such as a folder without O_DIRECT."""
+
+    @property
+    def num_resumed_steps(self) -> int:
+        """Steps that were done before the run was resumed."""
+        return len(self.losses) - len(self.step_ends_s)
 
     @property
     def step_s(self) -> float:

@@ -103,6 +103,29 @@ def test_a_resumed_run_is_an_uninterrupted_one(files: Path) -> None:
     assert [m["loss"] for m in metrics(files, "whole")] == [m["loss"] for m in metrics(files, "parts")]
 
 
+def test_figures_say_whether_they_are_of_the_whole_run_or_of_what_was_resumed(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--no-export", "--resume"]
+    assert main(arguments(files, 3, "out", *options)) == 0
+    assert "3 steps done, loss" in capsys.readouterr().out
+    assert main(arguments(files, 5, "out", *options, "--json")) == 0
+    found = json.loads(capsys.readouterr().out)
+    losses = [row["loss"] for row in metrics(files, "out")]
+    assert (found["steps"], found["losses"]) == (5, losses)
+    now = found["this_session"]
+    assert (now["first_step"], now["steps"], now["losses"]) == (3, 2, losses[3:])
+    assert now["step_s"] * now["tokens_per_s"] == pytest.approx(CPU.tokens_per_step)
+    assert all(now["bytes"].values())
+    assert main(arguments(files, 7, "out", *options)) == 0
+    assert "7 steps done in all, 2 of them now, loss" in capsys.readouterr().out
+    assert main(arguments(files, 7, "out", *options, "--json")) == 0
+    now = json.loads(capsys.readouterr().out)["this_session"]
+    assert (now["first_step"], now["steps"], now["losses"], now["step_s"]) == (7, 0, [], None)
+    assert main(arguments(files, 4, "out", *options)) == 0
+    assert "7 steps done in all, 0 of them now" in capsys.readouterr().out
+
+
 def test_frozen_parameters_and_norms_without_decay(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--weight-decay", "0.3", "--no-decay-on-norms"]
     assert main(arguments(files, 1, "start", "--lr", "0")) == 0
