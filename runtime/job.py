@@ -168,6 +168,9 @@ def run_job(job: Job, *, show_progress: bool = False, ranks: Ranks | None = None
         groups=(without_decay(model),) if job.no_decay_on_norms else (),
     )
     rate = learning_rate(job.lr_schedule, job.lr, num_steps=job.num_steps, warmup_steps=job.warmup_steps)
+    fixed = {"data": fingerprint(tokens), "lr_schedule": job.lr_schedule, "warmup_steps": job.warmup_steps}
+    if job.lr_schedule != "constant":
+        fixed["lr_schedule_steps"] = job.num_steps
     predicted, interval = predicted_step_s(schedule), _predicted("interval_s", schedule)
     tokens_per_step = training.tokens_per_step * (1 if is_pipeline(schedule) else num_ranks)
     own = "" if ranks is None else f"rank-{rank}"
@@ -190,7 +193,7 @@ def run_job(job: Job, *, show_progress: bool = False, ranks: Ranks | None = None
             checkpoint_every=job.checkpoint_every,
             read_back=job.read_back,
             resume=job.resume,
-            fixed={"data": fingerprint(tokens), "lr_schedule": job.lr_schedule, "warmup_steps": job.warmup_steps},
+            fixed=fixed,
             weights=weights,
             ranks=ranks,
         )

@@ -216,6 +216,18 @@ def test_a_resume_with_other_data_is_refused(files: Path, capsys: pytest.Capture
     assert main(arguments(files, 4, "out", "--resume")) == 0
 
 
+def test_a_rate_that_falls_until_the_last_step_keeps_its_last_step(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With another one, the steps before the resume would be of one rate schedule and those after it of another."""
+    falling = ["--lr-schedule", "linear", "--no-export"]
+    assert main(arguments(files, 3, "out", *falling)) == 0
+    capsys.readouterr()
+    assert main(arguments(files, 5, "out", *falling, "--resume")) == 1
+    assert "the run was made with lr_schedule_steps = 3, and is to be resumed with 5" in capsys.readouterr().err
+    assert main(arguments(files, 3, "out", *falling, "--resume")) == 0
+
+
 def test_faster_drives_get_more(files: Path) -> None:
     drives = [str(files / name) for name in ("fast", "slow")]
     options = ["--nvme", drives[0], "--nvme", drives[1], "--nvme-weights", "3", "1"]
