@@ -13,6 +13,7 @@ from tierplan.hwmodels.machine import (
     SECONDS,
     Machine,
     MachineError,
+    PredictionBasis,
     Rate,
     SharedLimit,
     Stream,
@@ -173,7 +174,7 @@ def build_machine(description: Description) -> Machine:
         shared_limits=tuple(SharedLimit(name=name, limit=limit) for name, limit in draft.limits.items()),
         nameplate=nameplate,
         description=_record(description),
-        basis=MEASURED if is_measured and not nameplate else replace(CATALOG, text=_rests_on(description, matters)),
+        basis=MEASURED if is_measured and not nameplate else _rests_on(description, matters),
     )
 
 
@@ -184,27 +185,30 @@ RATES: Mapping[str, tuple[str, ...]] = {
 """By section: numbers whose weakest basis an answer names."""
 
 
-def _rests_on(description: Description, matters: Collection[str]) -> str:
+def _rests_on(description: Description, matters: Collection[str]) -> PredictionBasis:
     """What predictions rest on: the weakest basis of each part's rates, and which rate its drives write at."""
-    said = []
+    found, notes = {}, {"gpu": _unfit(description), "nvme": _drives_note(description)}
     for section, starts in RATES.items():
         names = [n for n in matters if n.partition(".")[2].startswith(starts) and not n.endswith(("_frac", "_traffic"))]
         if weakest := description.weakest(section, [n for n in names if not n.endswith("fp32")]):
-            said.append(f"{section} {weakest}")
-    text = f"{CATALOG.text} (weakest: {', '.join(said)}){_unfit(description)}"
+            found[section] = weakest
+    return replace(CATALOG, weakest=found, notes={part: note for part, note in notes.items() if note})
+
+
+def _drives_note(description: Description) -> str:
+    """Which rate the drives write at, and what is assumed of reads beside writes."""
     if not description.number("nvme.drives"):
-        return text
+        return ""
     mixed, write, cached = (description.quantity(f"nvme.{name}") for name in ("mixed", "write", "cached_write"))
-    if mixed and mixed.basis == "assumed":
-        text += "; reads and writes of a drive assumed to take turns"
+    said = ["reads and writes of a drive assumed to take turns"] if mixed and mixed.basis == "assumed" else []
     if not write or not cached:
-        return text
+        return "; ".join(said)
     if write.value == cached.value:
-        return f"{text}; drives write as within their cache: set nvme.write to what yours do beyond it"
+        return "; ".join([*said, "drives write as within their cache: set nvme.write to what yours do beyond it"])
     cache, recovery = (description.number(f"nvme.{name}") for name in ("cache", "recovery"))
     size = f" of {cache / 1e9:,.0f} GB each" if cache else ""
     drains = f", which drains at {cache / recovery / 1e9:.1f} GB/s" if cache and recovery else ""
-    return f"{text}; drives write as beyond their cache{size}{drains}"
+    return "; ".join([*said, f"drives write as beyond their cache{size}{drains}"])
 
 
 GPU_FORMS: Mapping[str, tuple[str, ...]] = {"laptop": (), "desktop": ("card",), "server": ("card", "module")}
@@ -217,7 +221,7 @@ def _unfit(description: Description) -> str:
     if part is None or form is None or case is None or form.value in GPU_FORMS[str(case.value)]:
         return ""
     what, place = {"card": ("a card", "slot"), "module": ("a module of servers", "socket")}[str(form.value)]
-    return f"; no {case.value} has a {place} for {part.value}, {what}"
+    return f"no {case.value} has a {place} for {part.value}, {what}"
 
 
 FOR_THE_RECORD = (

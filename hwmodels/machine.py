@@ -9,7 +9,7 @@ reads and `tierplan.hwmodels.build` turns into a `Machine`. Errors:
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import exp, log
 from typing import Literal, TypeVar
@@ -31,7 +31,7 @@ class PredictionBasis:
     """What predictions for a machine rest on, and how far off they are."""
 
     text: str
-    """`calibrated here`, `measured here`, `catalog`, with what else there is to say."""
+    """`calibrated here`, `measured here`, `catalog`, with what else there is to say of the whole."""
     half_width: float
     """Nine in ten predicted times are off by a factor of at most `exp(half_width)`, either way."""
     reference_s: tuple[float, float] = (0.0, 0.0)
@@ -40,6 +40,19 @@ class PredictionBasis:
     """Of kernels on the CPU, in the calibration; 0 without one."""
     stretch: tuple[Mapping[str, float], Mapping[str, float]] = ({}, {})
     """By stream: seconds of ops in the calibration over those with a core; alone, and beside other streams."""
+    weakest: Mapping[str, str] = field(default_factory=dict)
+    """By part (`gpu`, `link`, `host`, `nvme`), the weakest basis of its rates, where that is to be said."""
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """By part, what else there is to say of it."""
+
+    def said(self, parts: Collection[str] | None = None) -> str:
+        """The text with what there is to say of these parts of the machine; of all if not given."""
+        weakest, notes = (
+            {part: text for part, text in texts.items() if parts is None or part in parts}
+            for texts in (self.weakest, self.notes)
+        )
+        by_part = ", ".join(f"{part} {basis}" for part, basis in weakest.items())
+        return "; ".join([self.text + (f" (weakest: {by_part})" if by_part else ""), *notes.values()])
 
     def interval_s(self, predicted_s: float) -> tuple[float, float]:
         """The 90 % interval of a predicted time."""

@@ -7,11 +7,14 @@ what it does: `gpu0.compute`, `gpu0.h2d`, `gpu0.d2h`, `gpu0.p2p.gpu1`, `gpu0.col
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 DEVICE_PREFIX = "gpu"
 HOST = "host"
 NVME = "nvme"
+LINK = "link"
+"""Of a description, the section of what is between a device and the host."""
 
 
 def device(index: int) -> str:
@@ -118,6 +121,17 @@ def parse_stream(name: str) -> StreamName:
     tier, _, rest = name.partition(".")
     task, _, peer = rest.partition(".")
     return StreamName(tier, task, peer)
+
+
+def parts_used(streams: Iterable[str]) -> set[str]:
+    """The sections of a machine's description whose rates these streams go by; the host's DRAM is in every copy."""
+    used = set[str]()
+    for stream in map(parse_stream, streams):
+        if stream.device is None:
+            used |= {HOST, NVME} if stream.is_drive else {HOST}
+        else:
+            used |= {DEVICE_PREFIX} if stream.is_compute else {LINK, HOST} if stream.is_host_link else {LINK}
+    return used
 
 
 def on_first_device(name: str) -> str:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.names import NVME_READ, NVME_WRITE
+from tierplan.hwmodels.names import NVME_READ, NVME_WRITE, parts_used
 from tierplan.hwmodels.shown import Shown
 from tierplan.planner.lowering import Lowering
 from tierplan.planner.plan import Plan
@@ -128,8 +128,7 @@ class Prediction(Shown):
         """The machine, how many of its GPUs where it has several, and whether its drives are only a data sheet's."""
         used = f"{self.devices} of its " if self.devices else ""  # none without a plan
         gpus = f", {used}{num} GPUs" if (num := self.devices_of_machine) > 1 else ""
-        known = set() if self.hardware is None or not self.fits else {*self.hardware.nameplate}
-        drives = self.columns is not None and {NVME_READ, NVME_WRITE} & known & self.columns.bytes_moved().keys()
+        drives = self.columns is not None and {NVME_READ, NVME_WRITE} & {*self.nameplate} & self.utilization.keys()
         return self.machine + gpus + " (drives by data sheet: may be far slower)" * bool(drives)
 
     @property
@@ -155,9 +154,22 @@ class Prediction(Shown):
         return self.hardware.basis.interval_s(self.step_s)
 
     @property
+    def _parts(self) -> set[str]:
+        """Of the machine, those that the plan uses."""
+        streams = () if self.hardware is None else (stream.name for stream in self.hardware.streams)
+        return parts_used(name for name in streams if name in self.utilization)
+
+    @property
     def basis(self) -> str | None:
-        """What the prediction rests on."""
-        return None if self.hardware is None or not self.fits else self.hardware.basis.text
+        """What the prediction rests on: of the parts that the plan uses."""
+        return None if self.hardware is None or not self.fits else self.hardware.basis.said(self._parts)
+
+    @property
+    def nameplate(self) -> tuple[str, ...]:
+        """Numbers that come from a data sheet, of the parts that the plan uses; of all where none runs."""
+        if self.hardware is None or not self.fits:
+            return () if self.hardware is None else self.hardware.nameplate
+        return tuple(name for name in self.hardware.nameplate if name.partition(".")[0] in self._parts)
 
     @property
     def tokens_per_s(self) -> float | None:

@@ -112,17 +112,19 @@ def test_what_a_machine_says_itself_goes_before_its_parts_curves() -> None:
 
 
 def test_answers_name_the_weakest_basis_and_which_rate_drives_write_at() -> None:
-    text = load_machine("desktop-4090").basis.text
+    text = load_machine("desktop-4090").basis.said()
     assert "gpu nameplate" in text, "elementwise rests on the sheet's bandwidth"
     assert "link assumed" in text
     assert "within their cache: set nvme.write" in text
-    steady = load_machine("desktop-4090", ["nvme.part=nm790"]).basis.text
+    steady = load_machine("desktop-4090", ["nvme.part=nm790"]).basis.said()
     assert "drives write as beyond their cache of 280 GB each" in steady
     assert "take turns" in steady
-    drained = load_machine("desktop-4090", ["nvme.part=sn850x-4tb"]).basis.text
+    drained = load_machine("desktop-4090", ["nvme.part=sn850x-4tb"]).basis.said()
     assert "cache of 450 GB each, which drains at 0.6 GB/s" in drained
-    assert "cache" not in load_machine("fuyou-4090").basis.text
-    assert "take turns" not in load_machine("desktop-4090", ["nvme.mixed=1.2"]).basis.text
+    assert "cache" not in load_machine("fuyou-4090").basis.said()
+    assert "take turns" not in load_machine("desktop-4090", ["nvme.mixed=1.2"]).basis.said()
+    no_drives = load_machine("desktop-4090").basis.said({"gpu", "link"})
+    assert no_drives.endswith(" (weakest: gpu nameplate, link assumed)")
 
 
 @pytest.mark.parametrize(
@@ -153,4 +155,4 @@ def test_a_machine_without_a_rate_of_adam_has_that_of_its_cores(tmp_path: Path) 
     (tmp_path / "mine.toml").write_text(text)
     machine = load_machine(str(tmp_path / "mine.toml"))
     assert machine.stream("host.adam").rates["parameters"].at(1e9) == pytest.approx(0.745 * 70e9 / 30)
-    assert "host derived" in machine.basis.text
+    assert "host derived" in machine.basis.said()

@@ -490,7 +490,7 @@ def test_a_peak_that_is_given_goes_before_a_rate_that_the_part_has() -> None:
     ],
 )
 def test_a_case_that_cannot_have_a_gpu_is_named(machine: str, part: str | None, said: str) -> None:
-    basis = load_machine(machine, [f"gpu.part={part}"] if part else []).basis.text
+    basis = load_machine(machine, [f"gpu.part={part}"] if part else []).basis.said()
     assert said in basis
     assert ("; no " in basis) == bool(said)
 

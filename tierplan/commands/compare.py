@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from tierplan.hwmodels.names import parse_stream
+    from tierplan.hwmodels.names import parse_stream, parts_used
     from tierplan.sim.output.text import columns, format_s, wrapped
     from tierplan.validation.comparison.compare import Pair, compare
     from tierplan.validation.comparison.run_folder import load_run, read_schedule
@@ -62,13 +62,15 @@ def run(args: argparse.Namespace) -> int:
         )
     causes, advice = causes_in_words(comparison), what_to_do(comparison, machine.basis, run_folder.trace.meta)
     gpus = f", {len(used)} of its {machine.num_devices} GPUs" if machine.num_devices > 1 else ""
-    where, text = machine.name + gpus, machine.basis.text
+    parts = parts_used(s.stream for s in comparison.streams)
+    where, text = machine.name + gpus, machine.basis.said(parts)
+    sheets = [name for name in machine.nameplate if name.partition(".")[0] in parts]
     about = {"plan": str(args.plan), "run": str(args.run_dir), "machine": where, "basis": text}
     for key in ("model", "policy", "semantics"):
         if value := schedule.meta.get(key):
             about[key] = str(value)
     notes = [advice]
-    notes += [f"From data sheets rather than measured: {', '.join(machine.nameplate)}."] if machine.nameplate else []
+    notes += [f"From data sheets rather than measured: {', '.join(sheets)}."] if sheets else []
     write_report(
         args.output,
         comparison,
@@ -91,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
         write_perfetto({"predicted": steady.trace, "measured": run_folder.trace}, args.perfetto)
     if args.json:
-        basis = asdict(machine.basis)
+        basis = {**asdict(machine.basis), "text": text}
         print(json.dumps({**comparison.record(), **devices, "basis": basis, "causes": causes, "what_to_do": advice}))
         return 0
     step = comparison.step_s
@@ -101,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         rows.append(pair_row(at, Pair(comparison.step_s_at_slowdown, step.measured), format_s))
     rows += [pair_row(f"busy {s.stream}", s.busy_s, format_s) for s in comparison.streams]
     low_s, high_s = machine.basis.interval_s(step.predicted)
-    interval = f"9 in 10 between {format_s(low_s)} and {format_s(high_s)} were predicted; by: {machine.basis.text}"
+    interval = f"9 in 10 between {format_s(low_s)} and {format_s(high_s)} were predicted; by: {text}"
     say(
         *([f"on {where}"] if gpus else []),
         verdict(comparison),

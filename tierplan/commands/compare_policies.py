@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
                 print(
                     f"{p.policy}: {p.tokens:,} tokens per step, since each of its devices has micro-batches of its own"
                 )
-        say_nameplate(machine)
+        say_nameplate(*predictions)
         if args.plot:
             print(f"picture: {args.plot}")
     return 0
@@ -104,7 +104,7 @@ def policy_table(predictions: Sequence[Prediction], semantics: str = "") -> str:
     missing = [(p.policy, short_reason(p)) for p in predictions if p.step_s is None]
     notes = [f"{'*' * k} other numbers than plain training's: {kind}" for k, kind in enumerate(kinds, 1)]
     said = [line for note in notes for line in wrapped(note, 80)]
-    return "\n".join([*columns([heads, *rows], right=range(1, 7)), *said, *columns(missing)])
+    return "\n".join([*columns([heads, *rows], right=range(1, 7)), *said, *(columns(missing) if missing else [])])
 
 
 def short_reason(prediction: Prediction) -> str:

@@ -94,5 +94,5 @@ def run(args: argparse.Namespace) -> int:
     for what, where in (("plan", args.output), ("timeline", args.timeline), ("picture", args.frontier)):
         if where:
             print(f"{what}: {where}")
-    say_nameplate(machine)
+    say_nameplate(result.prediction)
     return 0

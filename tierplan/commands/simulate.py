@@ -73,10 +73,10 @@ def run(args: argparse.Namespace) -> int:
 
         write_timeline(prediction, args.timeline)
     if args.json:
-        print(json.dumps({**prediction.record(), "nameplate": list(machine.nameplate)}, indent=2))
+        print(json.dumps({**prediction.record(), "nameplate": list(prediction.nameplate)}, indent=2))
     else:
         say(text_of(prediction))
-        say_nameplate(machine)
+        say_nameplate(prediction)
         if args.output:
             print(f"schedule: {args.output}" if prediction.fits else f"{args.output} was not written")
     return 0 if prediction.fits else 3

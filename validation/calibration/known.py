@@ -103,11 +103,12 @@ def place_for(
         except CalibrationError:
             why = "it is broken or of another version of tierplan"
         if why:
-            passed_over = f"; {path.name} passed over: {why}" if described.basis is not CATALOG else ""
+            passed_over = f"{path.name} passed over: {why}" if described.basis is not CATALOG else ""
         else:
             suiting.append(calibration)
     if not suiting:
-        basis = replace(described.basis, text=described.basis.text + passed_over)
+        own = described.basis
+        basis = replace(own, text=f"{own.text}; {passed_over}") if passed_over else own
         return CalibratedPlace(described=described, machine=replace(described, basis=basis))
     asked = workload()
     best = max(enumerate(suiting), key=lambda c: (c[1].num_ranks, _nearness(c[1], asked), c[0]))

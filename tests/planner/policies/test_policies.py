@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from tests.toys import MIB, toy_machine, toy_workload
 from tierplan.commands import compare_policies, simulate
+from tierplan.commands.options.terminal import say_nameplate
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.scaling import with_capacity
@@ -462,6 +464,22 @@ def test_whose_numbers_are_others_is_marked_with_the_reason() -> None:
     assert "not of plain training: a tied head's gradients" in simulate.text_of(tied)
     assert "not of plain training: updates come a step late" in simulate.text_of(late)
     assert "numbers " not in simulate.text_of(plain)
+
+
+def test_an_answer_rests_on_the_parts_that_the_plan_uses(capsys: pytest.CaptureFixture[str]) -> None:
+    workload, machine = load_workload("gpt2", Training(per_device_train_batch_size=2)), load_machine("laptop")
+    found = {name: predict(name, workload, machine) for name in ("in-memory", "zero-offload", "fuyou")}
+    parts = {name: re.findall(r"(\w+) assumed", str(p.basis).partition(";")[0]) for name, p in found.items()}
+    assert parts == {
+        "in-memory": ["gpu"], "zero-offload": ["gpu", "link", "host"], "fuyou": ["gpu", "link", "host", "nvme"]
+    }  # fmt: skip
+    for name, p in found.items():
+        assert any(key.startswith("nvme.") for key in p.nameplate) == ("drive" in str(p.basis)) == (name == "fuyou")
+        assert {key.partition(".")[0] for key in p.nameplate} <= {*parts[name]}
+    say_nameplate(found["in-memory"], found["zero-offload"])
+    assert "nvme" not in capsys.readouterr().out
+    say_nameplate(*found.values())
+    assert "nvme.read" in capsys.readouterr().out
 
 
 def test_zenflow_hides_its_update_behind_the_next_interval_as_far_as_its_cores_go() -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tierplan.hwmodels.machine import Machine
+    from tierplan.planner.prediction import Prediction
 
 COLOURS = (
     r"(?P<green>^(Yes|Normal)\b.?)",
@@ -25,12 +25,13 @@ COLOURS = (
 """Of what stands in a line, by the colour's name."""
 
 
-def say_nameplate(machine: Machine) -> None:
-    """Says which numbers of the machine nobody measured."""
+def say_nameplate(*predictions: Prediction) -> None:
+    """Says which numbers of the machine nobody measured, of the parts that one of these plans uses."""
     from tierplan.sim.output.text import wrapped
 
-    if machine.nameplate:
-        say(*wrapped(f"from data sheets rather than measured: {', '.join(machine.nameplate)}"))
+    running = [p for p in predictions if p.fits] or predictions
+    if names := dict.fromkeys(name for p in running for name in p.nameplate):
+        say(*wrapped(f"from data sheets rather than measured: {', '.join(names)}"))
 
 
 def say(*lines: str) -> None:
