@@ -32,7 +32,7 @@ from xxhash import xxh3_64
 from tierplan.runtime.memory.arena import PAGE_BYTES, map_host, padded
 from tierplan.runtime.memory.files import StoreError
 from tierplan.runtime.memory.striping import REQUEST_BYTES, Striping, stripe_pattern
-from tierplan.runtime.memory.tier_file import PROBE_NAME, Owner, TierFile
+from tierplan.runtime.memory.tier_file import FILE_NAME, PROBE_NAME, Owner, TierFile
 
 STAGING_BYTES = 8 << 20
 PROBE_BYTES = 64 << 20
@@ -83,6 +83,12 @@ class Store:
                 f"the data lies on {max(pattern) + 1} folders, but {len(folders)} were given; give the same folders in "
                 "the same order",
             )
+        for path in [Path(folder) / FILE_NAME for folder in folders] if pattern else ():
+            if not path.exists():  # before anything is made there
+                raise StoreError(
+                    errno.ENOENT,
+                    f"{path}, which the last commit needs, is missing; give the folder that the run was made with",
+                )
         self._striping = Striping(tuple(pattern) or stripe_pattern(weights or [1.0] * len(folders)))
         self._files: list[TierFile] = []
         try:

@@ -106,6 +106,9 @@ def test_a_resumed_run_finds_its_stripes(tmp_path: Path) -> None:
             train_on(tmp_path, schedule, nvme_dir=drives[:1])
         with pytest.raises(StoreError, match="is not that of the last commit, or was cut short"):
             train_on(tmp_path, schedule, nvme_dir=drives[::-1])
+        with pytest.raises(StoreError, match=r"c/tierplan\.tier, which the last commit needs, is missing; give"):
+            train_on(tmp_path, schedule, nvme_dir=[drives[0], tmp_path / "c"])
+        assert not (tmp_path / "c").exists(), "what is looked for is not made"
         assert same(train_on(tmp_path, schedule, nvme_dir=drives, nvme_weights=(1.0, 2.0)), plain_weights())
 
 
@@ -256,7 +259,7 @@ def test_a_run_is_not_overwritten_by_accident(tmp_path: Path) -> None:
         Store([tmp_path / "nvme"])
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "nvme").rename(tmp_path / "gone")
-    with pytest.raises(StoreError, match="is not that of the last commit, or was cut short: it has 0 bytes"):
+    with pytest.raises(StoreError, match=r"nvme/tierplan\.tier, which the last commit needs, is missing"):
         train_on(tmp_path, schedule)
 
 

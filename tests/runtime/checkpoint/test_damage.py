@@ -316,5 +316,5 @@ def test_what_cannot_be_verified(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert "out is in use by another run" in capsys.readouterr().err
     (tmp_path / "nvme").rename(tmp_path / "moved")
     assert main(["run", "--verify", "--out", str(tmp_path / "out")]) == 1
-    assert "is not that of the last commit, or was cut short" in capsys.readouterr().err
+    assert "nvme/tierplan.tier, which the last commit needs, is missing" in capsys.readouterr().err
     assert main(["run", "--verify", "--out", str(tmp_path / "out"), "--nvme", str(tmp_path / "moved")]) == 0
