@@ -39,6 +39,8 @@ from tierplan.sim.workloads.workload import Training
 
 LOG_INTERVAL_S = 30.0
 """Between two states of the bar where nobody looks at it as it moves."""
+NOT_OF_THE_NUMBERS = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
+"""Of a config.json: names, and what the plan says."""
 TOKENIZER_PREFIXES = ("tokenizer", "vocab", "merges", "special_tokens")
 
 
@@ -168,7 +170,13 @@ def run_job(job: Job, *, show_progress: bool = False, ranks: Ranks | None = None
         groups=(without_decay(model),) if job.no_decay_on_norms else (),
     )
     rate = learning_rate(job.lr_schedule, job.lr, num_steps=job.num_steps, warmup_steps=job.warmup_steps)
-    fixed = {"data": fingerprint(tokens), "lr_schedule": job.lr_schedule, "warmup_steps": job.warmup_steps}
+    settings = json.loads(config.to_json_string(use_diff=False))
+    fixed: dict[str, object] = {
+        "data": fingerprint(tokens),
+        "model": {key: value for key, value in settings.items() if key not in NOT_OF_THE_NUMBERS},
+        "lr_schedule": job.lr_schedule,
+        "warmup_steps": job.warmup_steps,
+    }
     if job.lr_schedule != "constant":
         fixed["lr_schedule_steps"] = job.num_steps
     predicted, interval = predicted_step_s(schedule), _predicted("interval_s", schedule)

@@ -216,6 +216,22 @@ def test_a_resume_with_other_data_is_refused(files: Path, capsys: pytest.Capture
     assert main(arguments(files, 4, "out", "--resume")) == 0
 
 
+def test_a_resume_with_another_model_of_the_same_shapes_is_refused(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments(files, 2, "out")) == 0
+    raw = json.loads((files / "config.json").read_text())
+    (files / "config.json").write_text(json.dumps({**raw, "layer_norm_epsilon": 0.1, "transformers_version": "0.1"}))
+    capsys.readouterr()
+    assert main(arguments(files, 4, "out", "--resume")) == 1
+    assert "the run was made with model.layer_norm_epsilon = 1e-05, and is to be" in capsys.readouterr().err
+    (files / "config.json").write_text(json.dumps({**raw, "transformers_version": "0.1"}))
+    assert main(arguments(files, 4, "out", "--resume")) == 0
+    exported = arguments(files, 5, "out", "--resume")
+    exported[exported.index("--model") + 1] = str(files / "out" / "model")
+    assert main(exported) == 0
+
+
 def test_a_rate_that_falls_until_the_last_step_keeps_its_last_step(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
