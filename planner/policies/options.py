@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import inf
 from typing import Any, cast, get_args
 
 from tierplan.hwmodels.machine import Machine
@@ -38,7 +39,7 @@ def read_options(policy: str, given: Mapping[str, object], known: Mapping[str, o
     return {**known, **given}
 
 
-def number(policy: str, options: Mapping[str, object], name: str, *, low: float, high: float = float("inf")) -> float:
+def number(policy: str, options: Mapping[str, object], name: str, *, low: float, high: float = inf) -> float:
     """An option that is a number within bounds, given as a number or as text."""
     try:
         value = float(str(options[name]))
@@ -51,10 +52,18 @@ def number(policy: str, options: Mapping[str, object], name: str, *, low: float,
     return value
 
 
+def whole(policy: str, options: Mapping[str, object], name: str, *, low: int, high: float = inf) -> int:
+    """An option that is a whole number within bounds."""
+    value = number(policy, options, name, low=low, high=high)
+    if not value.is_integer():
+        raise OptionError(f"option {name!r} of policy {policy!r} is {options[name]!r}; give a whole number")
+    return int(value)
+
+
 def num_devices(policy: str, options: dict[str, object], machine: Machine) -> int:
     """On how many devices the plan trains: all that the machine has, unless option `devices` says fewer."""
     options["devices"] = options["devices"] or machine.num_devices
-    return int(number(policy, options, "devices", low=1, high=machine.num_devices))
+    return whole(policy, options, "devices", low=1, high=machine.num_devices)
 
 
 def choice(policy: str, options: Mapping[str, object], name: str, allowed: tuple[str, ...]) -> str:

@@ -14,7 +14,15 @@ from dataclasses import replace
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import Place
-from tierplan.planner.policies.options import bounded_semantics, by_kind, has_nvme, num_devices, number, read_options
+from tierplan.planner.policies.options import (
+    bounded_semantics,
+    by_kind,
+    has_nvme,
+    num_devices,
+    number,
+    read_options,
+    whole,
+)
 from tierplan.sim.workloads.workload import Workload
 
 NAME = "vertical"
@@ -24,7 +32,7 @@ OPTIONS: Mapping[str, object] = {"prefetch": 1, "late": 0.0, "semantics": None}
 def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     """Everything on NVMe where there is a drive, inputs in host memory, blocks recomputed, vertical order."""
     options = read_options(NAME, given, OPTIONS)
-    ahead = int(number(NAME, options, "prefetch", low=0))
+    ahead = whole(NAME, options, "prefetch", low=0)
     late = number(NAME, options, "late", low=0, high=1)
     home: Place = "nvme" if has_nvme(machine) else "host"
     other = UnitPlan(params=home, grads="device", states=home)

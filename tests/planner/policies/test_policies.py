@@ -466,6 +466,13 @@ def test_whose_numbers_are_others_is_marked_with_the_reason() -> None:
     assert "numbers " not in simulate.text_of(plain)
 
 
+@pytest.mark.parametrize("value", ["1.5", 2.5, "inf", "-1", "", None])
+@pytest.mark.parametrize(("policy", "name"), [("fuyou", "window"), ("sliding-window", "window"), ("harmony", "pack")])
+def test_a_number_of_things_is_whole(policy: str, name: str, value: object) -> None:
+    with pytest.raises(OptionError, match=f"option '{name}' of policy '{policy}' is {value!r}; give a (whole )?number"):
+        decide(policy, toy_workload(), toy_machine(), {name: value})
+
+
 def test_an_answer_rests_on_the_parts_that_the_plan_uses(capsys: pytest.CaptureFixture[str]) -> None:
     workload, machine = load_workload("gpt2", Training(per_device_train_batch_size=2)), load_machine("laptop")
     found = {name: predict(name, workload, machine) for name in ("in-memory", "zero-offload", "fuyou")}
