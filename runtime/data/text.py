@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ import numpy as np
 import torch
 
 from tierplan.sim.trace import write_atomically
+
+log = logging.getLogger(__name__)
 
 ARRAY_SUFFIXES = (".npy", ".bin")
 PIECE = 1 << 22
@@ -120,20 +123,27 @@ def _from_text(path: Path, tokenizer: Any, cache_dir: Path | None) -> np.ndarray
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     if cache_dir is not None:  # a run's own files are not its data
         files = [f for f in files if not f.resolve().is_relative_to(cache_dir.resolve())]
-    cache = None if cache_dir is None else cache_dir / f"tokens-{_listing(files)}.npy"
+    cache = None if cache_dir is None else cache_dir / f"tokens-{_listing(files, tokenizer)}.npy"
     if cache is not None and cache.exists():
         return _array(cache)
     encode, end = _encoder(tokenizer)
     parts: list[np.ndarray] = []
+    others: list[str] = []
     for file in files:
         try:
             text = file.read_text(encoding="utf-8")
         except UnicodeDecodeError:
-            continue  # not text
+            others.append(file.name)
+            continue
         if text:
             parts += [encode(text), end]
     if not parts:
-        raise DataError(f"{path} holds no text in UTF-8")
+        raise DataError(f"{path} holds no text in UTF-8; give a text file, a folder of them, or tokens in .npy or .bin")
+    if others:
+        named = ", ".join(others[:3]) + ", ..." * (len(others) > 3)
+        log.warning(
+            "%s: %d of %d files hold no text in UTF-8 and are left out: %s", path, len(others), len(files), named
+        )
     tokens = np.concatenate(parts)
     if cache is not None:
         header = io.BytesIO()
@@ -142,9 +152,13 @@ def _from_text(path: Path, tokenizer: Any, cache_dir: Path | None) -> np.ndarray
     return tokens
 
 
-def _listing(files: list[Path]) -> str:
-    """Another one when a file is written, added or taken away."""
-    listed = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+def _listing(files: list[Path], tokenizer: Any) -> str:
+    """Another one when a file is written, added or taken away, and for another tokenizer."""
+    listed: list[object] = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    if tokenizer is not None:
+        whole = getattr(tokenizer, "backend_tokenizer", None)
+        rules = sorted(tokenizer.get_vocab().items()) if whole is None else whole.to_str()
+        listed.append((type(tokenizer).__name__, tokenizer.eos_token_id, rules))
     return hashlib.blake2b(repr(listed).encode(), digest_size=6).hexdigest()
 
 

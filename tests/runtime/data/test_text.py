@@ -53,6 +53,39 @@ def test_what_was_kept_of_other_text_is_not_taken(tmp_path: Path) -> None:
     assert fingerprint(after) != fingerprint(before)
 
 
+class Letters:
+    """A tokenizer of two letters."""
+
+    eos_token_id = None
+
+    def __init__(self, letters: str) -> None:
+        self.letters = letters
+
+    def get_vocab(self) -> dict[str, int]:
+        return {letter: k for k, letter in enumerate(self.letters)}
+
+    def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
+        return {"input_ids": [self.letters.index(letter) for letter in text]}
+
+
+def test_what_was_kept_of_another_tokenizer_is_not_taken(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("aba")
+    for letters, expected in (("ab", [0, 1, 0]), ("ba", [1, 0, 1]), ("ab", [0, 1, 0])):
+        found = read_tokens(tmp_path / "a.txt", vocab_size=256, tokenizer=Letters(letters), cache_dir=tmp_path / "out")
+        assert found.tolist() == expected
+    assert (
+        bytes(read_tokens(tmp_path / "a.txt", vocab_size=256, cache_dir=tmp_path / "out").astype(np.uint8)) == b"aba\0"
+    )
+
+
+def test_files_that_are_passed_over_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    assert not caplog.records
+    (tmp_path / "latin.txt").write_text("caf\xe9", encoding="latin-1")
+    read_tokens(tmp_path, vocab_size=256)
+    assert f"{tmp_path}: 1 of 2 files hold no text in UTF-8 and are left out: latin.txt" in caplog.text
+
+
 def test_arrays_are_mapped(tmp_path: Path) -> None:
     np.save(tmp_path / "t.npy", np.arange(50, dtype=np.int64))
     np.arange(50, dtype=np.uint16).tofile(tmp_path / "t.bin")
