@@ -62,6 +62,9 @@ def test_deepspeed_1635_is_not_normal_and_adam_is_to_blame(tmp_path: Path) -> No
     # 1.35 B parameters in 21.8 s are 62 M/s; gpt2-xl has 1.56 B
     assert 50e6 < said.suspects[0].rates["host.adam"] < 100e6
     assert "host cores" in "\n".join(explanation_lines(said))
+    (sheets,) = (line for line in said.assumptions if line.startswith("from data sheets"))
+    assert "gpu.memory_bandwidth" in sheets
+    assert "nvme" not in sheets, "nothing is on drives"
 
 
 def test_deepspeed_6695_offloads_what_fits(tmp_path: Path) -> None:

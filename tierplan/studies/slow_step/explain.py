@@ -217,7 +217,7 @@ def explain_run(point: Point, configured: Configured, measured: MeasuredStep) ->
         gains=_gains(simulator, setup, configured, expected_s),
         best=_best(point, setup, expected.tokens),
         notes=notes,
-        assumptions=(*assumed, *_always(machine, setup)),
+        assumptions=(*assumed, *_always(machine, setup, expected)),
     )
     if expected_s is None or explanation.verdict == "normal":
         return explanation
@@ -231,17 +231,15 @@ def _is_rough(machine: Machine) -> bool:
     return bool(machine.nameplate) or any(n and n["basis"] in ("nameplate", "assumed") for n in numbers)
 
 
-def _always(machine: Machine, setup: Setup) -> tuple[str, ...]:
+def _always(machine: Machine, setup: Setup, expected: Prediction) -> tuple[str, ...]:
     lines = ["data loading, evaluation and logging take no time"]
     if setup.extra_s:
         lines.append("checkpoints are written at the drives' rate while training waits")
     else:
         lines = ["data loading, evaluation, logging and checkpoints take no time"]
     lines.append("rates are those of the machine's description, for the setup and for what it could do: no calibration")
-    if machine.nameplate:
-        lines.append(
-            f"from data sheets rather than measured: {', '.join(machine.nameplate)} (`tierplan machine measure`)"
-        )
+    if names := machine.nameplate if setup.extra_s else expected.nameplate:
+        lines.append(f"from data sheets rather than measured: {', '.join(names)} (`tierplan machine measure`)")
     return tuple(lines)
 
 
