@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.planner.policies.options import WHOLE, bounded_semantics, by_kind, num_devices, read_options, whole
+from tierplan.planner.policies.options import WHOLE, bounded_semantics, by_kind, num_devices, read_options, whole_number
 from tierplan.sim.workloads.workload import Workload
 
 NAME = "full-recompute"
@@ -21,7 +21,7 @@ OPTIONS: Mapping[str, object] = {"every": 1, "semantics": None}
 def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     """All on the device; blocks are recomputed in segments of `every`."""
     options = read_options(NAME, given, OPTIONS)
-    every = whole(NAME, options, "every", low=1)
+    every = whole_number(NAME, options, "every", low=1)
     return UnitwisePlan(
         policy=NAME,
         units=by_kind(workload, UnitPlan(acts="recompute"), UnitPlan()),

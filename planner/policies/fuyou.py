@@ -24,7 +24,14 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import PlanError
-from tierplan.planner.policies.options import bounded_semantics, choice, need_nvme, num_devices, read_options, whole
+from tierplan.planner.policies.options import (
+    bounded_semantics,
+    choice,
+    need_nvme,
+    num_devices,
+    read_options,
+    whole_number,
+)
 from tierplan.sim.step import Action
 from tierplan.sim.workloads.workload import Unit, Workload
 
@@ -47,8 +54,8 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     need_nvme(NAME, machine)
     options = read_options(NAME, given, OPTIONS)
     devices = num_devices(NAME, options, machine)
-    window = whole(NAME, options, "window", low=0)
-    sub_batches = whole(NAME, options, "sub_batches", low=0) or _fewest_sub_batches(workload, machine, window)
+    window = whole_number(NAME, options, "window", low=0)
+    sub_batches = whole_number(NAME, options, "sub_batches", low=0) or _fewest_sub_batches(workload, machine, window)
     swap = choice(NAME, options, "swap", ("convex", "all", "none"))
     write_back = choice(NAME, options, "write_back", ("awaited", "delayed"))
     kinds = _kinds(workload)

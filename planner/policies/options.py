@@ -52,7 +52,7 @@ def number(policy: str, options: Mapping[str, object], name: str, *, low: float,
     return value
 
 
-def whole(policy: str, options: Mapping[str, object], name: str, *, low: int, high: float = inf) -> int:
+def whole_number(policy: str, options: Mapping[str, object], name: str, *, low: int, high: float = inf) -> int:
     """An option that is a whole number within bounds."""
     value = number(policy, options, name, low=low, high=high)
     if not value.is_integer():
@@ -63,7 +63,7 @@ def whole(policy: str, options: Mapping[str, object], name: str, *, low: int, hi
 def num_devices(policy: str, options: dict[str, object], machine: Machine) -> int:
     """On how many devices the plan trains: all that the machine has, unless option `devices` says fewer."""
     options["devices"] = options["devices"] or machine.num_devices
-    return whole(policy, options, "devices", low=1, high=machine.num_devices)
+    return whole_number(policy, options, "devices", low=1, high=machine.num_devices)
 
 
 def choice(policy: str, options: Mapping[str, object], name: str, allowed: tuple[str, ...]) -> str:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.planner.policies.options import bounded_semantics, by_kind, num_devices, read_options, whole
+from tierplan.planner.policies.options import bounded_semantics, by_kind, num_devices, read_options, whole_number
 from tierplan.sim.workloads.workload import Workload
 
 NAME = "sliding-window"
@@ -22,7 +22,7 @@ OPTIONS: Mapping[str, object] = {"window": 3, "semantics": None}
 def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     """All in host memory; `window` blocks on the device, the computing one included."""
     options = read_options(NAME, given, OPTIONS)
-    window = whole(NAME, options, "window", low=1)
+    window = whole_number(NAME, options, "window", low=1)
     other = UnitPlan(params="host", grads="host", states="host")
     return UnitwisePlan(
         policy=NAME,

@@ -30,7 +30,7 @@ from tierplan.planner.policies.options import (
     need_nvme,
     num_devices,
     read_options,
-    whole,
+    whole_number,
 )
 from tierplan.sim.step import Action
 from tierplan.sim.workloads.workload import Workload
@@ -45,7 +45,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     """Saved tensors and inputs of blocks on NVMe, but for the tail that the drive could not store in time."""
     need_nvme(NAME, machine)
     options = read_options(NAME, given, OPTIONS)
-    ahead = whole(NAME, options, "prefetch", low=0)
+    ahead = whole_number(NAME, options, "prefetch", low=0)
     devices = num_devices(NAME, options, machine)
     kept = (
         _kept(workload, machine, ahead, devices) if choice(NAME, options, "tail", ("rule", "none")) == "rule" else set()

@@ -21,7 +21,7 @@ from tierplan.planner.policies.options import (
     num_devices,
     number,
     read_options,
-    whole,
+    whole_number,
 )
 from tierplan.sim.workloads.workload import Workload
 
@@ -32,7 +32,7 @@ OPTIONS: Mapping[str, object] = {"prefetch": 1, "late": 0.0, "semantics": None}
 def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     """Everything on NVMe where there is a drive, inputs in host memory, blocks recomputed, vertical order."""
     options = read_options(NAME, given, OPTIONS)
-    ahead = whole(NAME, options, "prefetch", low=0)
+    ahead = whole_number(NAME, options, "prefetch", low=0)
     late = number(NAME, options, "late", low=0, high=1)
     home: Place = "nvme" if has_nvme(machine) else "host"
     other = UnitPlan(params=home, grads="device", states=home)

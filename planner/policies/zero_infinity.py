@@ -35,7 +35,7 @@ from tierplan.planner.policies.options import (
     need_nvme,
     num_devices,
     read_options,
-    whole,
+    whole_number,
 )
 from tierplan.sim.workloads.workload import Workload
 
@@ -71,7 +71,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     checkpoints = choice(NAME, options, "checkpoints", (*PLACES, "none"))
     if "nvme" in (params, optimizer, checkpoints):
         need_nvme(NAME, machine)
-    ahead = whole(NAME, options, "prefetch", low=0)
+    ahead = whole_number(NAME, options, "prefetch", low=0)
     pipelined = choice(NAME, options, "pipeline", ("off", "on")) == "on"
     options["pin_memory"] = options["pin_memory"] or ("off" if params == "device" else "on")
     pinned = choice(NAME, options, "pin_memory", ("on", "off")) == "on"
@@ -101,7 +101,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         hold_updates=semantics == "exact-clip",
         update_order="backward",
         cast_grads=optimizer != "device",
-        operator_tiles=whole(NAME, options, "operator_tiles", low=1),
+        operator_tiles=whole_number(NAME, options, "operator_tiles", low=1),
         devices=devices,
         sharing=Sharing(reduces="each" if optimizer == "device" else "last"),
         options=options,

@@ -24,7 +24,15 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import DEVICE, HOST
 from tierplan.planner.plan import PackPlan, Packs
 from tierplan.planner.plan_rules import PackForm, PlanError, Runs
-from tierplan.planner.policies.options import OptionError, Policy, choice, num_devices, number, read_options, whole
+from tierplan.planner.policies.options import (
+    OptionError,
+    Policy,
+    choice,
+    num_devices,
+    number,
+    read_options,
+    whole_number,
+)
 from tierplan.planner.several_devices.packs import pack_schedule
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.ordering import refine_columns
@@ -61,9 +69,9 @@ def _policy(name: str, form: PackForm, workload: Workload, machine: Machine, giv
             "each device needs one: accumulate more, or use fewer devices"
         )
     devices = min(devices, batches) if form == "data" else devices  # each has a micro-batch
-    capacity = whole(name, options, "memory_bytes", low=0) or machine.tier(DEVICE).capacity_bytes
-    wanted = whole(name, options, "pack", low=0)
-    wanted_forward = whole(name, options, "pack_forward", low=0) or wanted
+    capacity = whole_number(name, options, "memory_bytes", low=0) or machine.tier(DEVICE).capacity_bytes
+    wanted = whole_number(name, options, "pack", low=0)
+    wanted_forward = whole_number(name, options, "pack_forward", low=0) or wanted
 
     def with_packs(forward: Runs, backward: Runs) -> PackPlan:
         packs = Packs(

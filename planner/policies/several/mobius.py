@@ -13,7 +13,7 @@ from math import gcd
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import PackPlan, Packs
-from tierplan.planner.policies.options import num_devices, read_options, whole
+from tierplan.planner.policies.options import num_devices, read_options, whole_number
 from tierplan.sim.workloads.workload import Workload
 
 SHARES_BATCHES = True
@@ -27,7 +27,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     options = read_options(NAME, given, OPTIONS)
     devices = num_devices(NAME, options, machine)
     options["stages"] = options["stages"] or min(devices, len(workload.blocks))
-    runs = equal_stages(workload, whole(NAME, options, "stages", low=1, high=len(workload.blocks)))
+    runs = equal_stages(workload, whole_number(NAME, options, "stages", low=1, high=len(workload.blocks)))
     total = workload.training.gradient_accumulation_steps
     packs = Packs(
         form="pipeline",

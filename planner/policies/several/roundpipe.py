@@ -20,7 +20,7 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE, DEVICE
 from tierplan.planner.plan import PackPlan, Packs
 from tierplan.planner.plan_rules import PlanError, Runs
-from tierplan.planner.policies.options import Policy, num_devices, read_options, whole
+from tierplan.planner.policies.options import Policy, num_devices, read_options, whole_number
 from tierplan.planner.policies.several.harmony import backward_bytes
 from tierplan.sim.workloads.workload import Unit, Workload, total_work
 
@@ -37,7 +37,7 @@ def _policy(name: str, workload: Workload, machine: Machine, given: Mapping[str,
         devices=num_devices(name, options, machine),
         forward=forward,
         backward=backward,
-        rounds=whole(name, options, "rounds", low=1),
+        rounds=whole_number(name, options, "rounds", low=1),
         streams=True,
         late_updates=name == "roundpipe",
         hold_updates=name != "roundpipe" and workload.training.max_grad_norm is not None,
