@@ -347,7 +347,7 @@ def test_overlap_that_is_simulated_otherwise_is_named(
 
 
 def test_what_the_machine_could_do_is_asked_as_the_setup_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the settings of the file, and like the setup without a calibration, so that the two can be compared."""
+    """With the settings of the file."""
     asked: list[Point] = []
 
     def nothing_fits(point: Point) -> None:
@@ -356,10 +356,10 @@ def test_what_the_machine_could_do_is_asked_as_the_setup_is(tmp_path: Path, monk
 
     monkeypatch.setattr(explain, "_best", BEST)
     monkeypatch.setattr(explain, "best_plan", nothing_fits)
-    point = replace(RTX_3090, model="gpt2", master_weights=False, calibration="auto")
+    point = replace(RTX_3090, model="gpt2", master_weights=False)
     explain_run(point, configured(tmp_path, ZERO_3, point), MeasuredStep(step_s=1.0))
     (best,) = asked
-    assert (best.sequences, best.dtype, best.master_weights, best.calibration) == (1, "fp16", True, "none")
+    assert (best.sequences, best.dtype, best.master_weights) == (1, "fp16", True)
 
 
 def test_what_is_taken_for_memory_that_a_file_leaves_open_is_named(tmp_path: Path) -> None:

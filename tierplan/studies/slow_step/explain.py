@@ -237,7 +237,6 @@ def _always(machine: Machine, setup: Setup, expected: Prediction) -> tuple[str, 
         lines.append("checkpoints are written at the drives' rate while training waits")
     else:
         lines = ["data loading, evaluation, logging and checkpoints take no time"]
-    lines.append("rates are those of the machine's description, for the setup and for what it could do: no calibration")
     if names := machine.nameplate if setup.extra_s else expected.nameplate:
         lines.append(f"from data sheets rather than measured: {', '.join(names)} (`tierplan machine measure`)")
     return tuple(lines)
@@ -369,7 +368,7 @@ def _best(point: Point, setup: Setup, tokens: int) -> Prediction | None:
     sequences = (tokens or t.tokens_per_step) // t.sequence_length
     asked = replace(
         point, sequences=sequences, dtype=t.dtype, optimizer=t.optimizer, max_grad_norm=t.max_grad_norm,
-        master_weights=t.master_weights, calibration="none",
+        master_weights=t.master_weights,
     )  # fmt: skip
     try:
         return best_plan(asked).result.prediction
