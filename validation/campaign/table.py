@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 
 from tierplan.hwmodels.names import DEVICE, HOST
@@ -11,8 +11,8 @@ from tierplan.validation.campaign.artifact import Artifact
 from tierplan.validation.campaign.summary import summarise
 
 COLUMNS = (
-    "model", "plan", "device", "host", "predicted", "90 % interval", "measured", "error", "peaks", "bytes",
-    "main difference",
+    "plan", "device", "host", "predicted", "90 % interval", "measured", "error", "peaks", "bytes",
+    "main difference, measured - predicted",
 )  # fmt: skip
 
 
@@ -31,13 +31,18 @@ def summary_lines(artifacts: Sequence[Artifact]) -> list[str]:
     ]
     if summary.interval_coverage_frac is not None:
         lines.append(f"90 % intervals hold {format_frac(summary.interval_coverage_frac)} of the measured steps")
-    for model, tau in summary.tau.items():
-        distinct = summary.tau_distinct.get(model)
-        among = "no two distinct" if distinct is None else f"{distinct:+.2f} among distinct pairs"
-        lines.append(f"ranking of plans, Kendall's tau {tau:+.2f} ({among}): {model}")
+    if summary.tau:
+        distinct = f"; among distinct pairs {_range(summary.tau_distinct)}" if summary.tau_distinct else ""
+        of_models = f"{len(summary.tau)} model{'s' * (len(summary.tau) > 1)}"
+        lines.append(f"order of plans, Kendall's tau of {of_models}: {_range(summary.tau)}{distinct}")
     if summary.missing_runs:
         lines.append(f"not run: {len(summary.missing_runs)} ({'; '.join(summary.missing_runs)})")
     return lines
+
+
+def _range(tau: Mapping[str, float]) -> str:
+    low, high = (f"{found:+.2f}" for found in (min(tau.values()), max(tau.values())))
+    return low if low == high else f"{low} to {high}"
 
 
 def campaign_markdown(artifacts: Sequence[Artifact]) -> str:
@@ -48,28 +53,32 @@ def campaign_markdown(artifacts: Sequence[Artifact]) -> str:
         "",
         "Two plans of a model are distinct when their measured step times differ by more than twice the standard error",
         "of the difference, from the scatter of the steps.",
+        "",
+        "`device` and `host` are the budgets of memory. The brackets say how they were chosen: `roomy` leaves no op",
+        "waiting for memory, `tight` is 2 % more than the least with which the plan completes, `middle` half-way; the",
+        "planner's are fractions of what plain training takes on the device.",
     ]
     for machine in dict.fromkeys(a.machine for a in artifacts):
         runs = [a for a in artifacts if a.machine == machine]
         dates = sorted({a.when[:10] for a in runs})
         versions = ", ".join(f"{name} {version}" for name, version in sorted(runs[0].versions.items()))
         parts += ["", f"## {machine}", "", f"Run on {' and '.join(dates)} with {versions}.", ""]
-        for group in dict.fromkeys(a.group for a in runs):
-            parts += _group([a for a in runs if a.group == group])
+        for group in dict.fromkeys((a.group, a.model) for a in runs):
+            parts += _group([a for a in runs if (a.group, a.model) == group])
     return "\n".join(parts) + "\n"
 
 
 def _group(runs: Sequence[Artifact]) -> list[str]:
     first = runs[0].settings
-    title = f"### {runs[0].group}: batch {first.get('batch')}, {first.get('seq')} tokens, {first.get('dtype')}"
-    return [title, "", *markdown_table(COLUMNS, [_cells(a) for a in runs], right=range(2, 9)), ""]
+    trained = f"{runs[0].model}; batch {first.get('batch')}, {first.get('seq')} tokens, {first.get('dtype')}."
+    table = markdown_table(COLUMNS, [_cells(a) for a in runs], right=range(1, 8))
+    return [f"### {runs[0].group}", "", trained, "", *table, ""]
 
 
 def _cells(a: Artifact) -> list[str]:
     if not a.answered:
-        return [a.model, _plan(a), *["–"] * 8, f"no answer: {a.why_not}"]
+        return [_plan(a), *["–"] * 8, f"no answer: {a.why_not}"]
     return [
-        a.model,
         _plan(a),
         format_bytes(a.capacity_bytes.get(DEVICE, 0)),
         format_bytes(a.capacity_bytes.get(HOST, 0)),

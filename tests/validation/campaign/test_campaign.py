@@ -182,9 +182,9 @@ def test_page_has_a_row_for_every_run_and_says_what_failed() -> None:
     ]
     runs.append(artifact(0.0, 1.0, answered=False, why_not="host memory is short | by 3 GiB"))
     page = campaign_markdown(runs)
-    rows = [line for line in page.splitlines() if line.startswith("| gpt2")]
+    rows = [line for line in page.splitlines() if line.startswith("| ")][1:]
     assert len(rows) == 3
-    assert all(row.count("|") == 12 for row in rows)
+    assert all(row.count("|") == 11 for row in rows)
     assert "| 1 s | 900 ms to 1.1 s | 1.1 s | -9.1 % | +3.0 % | exact | copy on nvme.read +100 ms |" in rows[0]
     assert "fuyou, 4 micro-batches, clipping" in rows[1]
     assert "no answer: host memory is short / by 3 GiB" in rows[2]
