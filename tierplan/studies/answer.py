@@ -46,6 +46,13 @@ def answer_record(best: BestPlan) -> dict[str, object]:
     }
 
 
+ENDED = {
+    "within-gap": ", until one was as quick as any can be", "searched": "", "time-limit": ", until the time limit",
+    "interrupted": ", until it was interrupted",
+}  # fmt: skip
+"""What a search was ended by, where it is not its budget."""
+
+
 def answer_lines(best: BestPlan) -> list[str]:
     """The best plan for people, in 80 columns."""
     result, p = best.result, best.result.prediction
@@ -61,7 +68,7 @@ def answer_lines(best: BestPlan) -> list[str]:
         *([("devices", p.devices_note)] if p.devices_note else []),
         ("step time", f"{format_s(p.step_s)}, {p.tokens_per_s:,.0f} tokens/s"),
         *interval_rows(p),
-        ("", f"no schedule is quicker than {bound} (updates at home): gap {format_frac(result.gap)}"),
+        ("", f"no schedule is quicker than {bound}: gap {format_frac(result.gap)}"),
         ("limited by", limited_text(p.limits)),
         ("decided by", f"{result.plan.policy}, {_shape(result.plan)}, {result.plan.semantics}"),
         *numbers_rows(p),
@@ -74,7 +81,7 @@ def answer_lines(best: BestPlan) -> list[str]:
         rows.append(("of " + DEVICE, note))
     if p.lifetime_s is not None:
         rows.append(("drives last", f"{format_s(p.lifetime_s)} of writing like this, by their rated endurance"))
-    searched = f"{result.num_simulated} plans in {result.total_s:.1f} s ({result.status})"
+    searched = f"{result.num_simulated} plans in {result.total_s:.1f} s{ENDED[result.status]}"
     limits = columns(limit_rows(p.limits), right=(1, 2))
     return [*columns([*rows, ("searched", searched)]), "", *limits, "", *_policy_lines(result)]
 
