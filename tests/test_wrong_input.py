@@ -117,7 +117,7 @@ def test_wrong_usage_is_one_line_and_status_2(
     [
         (["simulate", "--policy", "fuyu", *SCENARIO], "did you mean 'fuyou'"),
         (["compare-policies", "--policies", "fuyu", *SCENARIO[2:], "--model", "gpt-13b"], "did you mean 'fuyou'"),
-        (["simulate", "--policy", "fuyou", "--model", "gpt-13", *SCENARIO[2:]], "did you mean 'gpt-13b'"),
+        (["simulate", "--policy", "fuyou", "--model", "gpt-13", *SCENARIO[2:]], "did you mean 'gpt-1.3b' or 'gpt-13b'"),
         (["simulate", "--policy", "fuyou", "--max-model", *SCENARIO], "leave out --model"),
         (["simulate", "--policy", "fuyou", "--model", "gpt-13b", "--machine", "nope.toml"], "nope.toml"),
         (["compare", "plan.json", "a-folder", *SCENARIO[2:]], "not a schedule"),

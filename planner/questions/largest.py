@@ -37,27 +37,9 @@ class Largest:
 
 
 def family(training: Training) -> list[Workload]:
-    """The named GPT-3-style models by size, smallest first, with small ones that the papers do not name."""
-    small = {
-        "gpt-0.1b": {"n_layer": 12, "n_head": 12, "n_embd": 768},
-        "gpt-0.4b": {"n_layer": 24, "n_head": 16, "n_embd": 1024},
-        "gpt-1.3b": {"n_layer": 24, "n_head": 32, "n_embd": 2048},
-        "gpt-2.7b": {"n_layer": 32, "n_head": 32, "n_embd": 2560},
-    }
-    common = {
-        "model_type": "gpt2",
-        "vocab_size": 50257,
-        "n_positions": training.sequence_length,
-        "tie_word_embeddings": True,
-        "activation_function": "gelu_pytorch_tanh",
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-    }
-    models = [workload_of(name, {**common, **shape}, training) for name, shape in small.items()]
+    """The named GPT-3-style models by size, smallest first."""
     named = [name for name, config in named_models().items() if name.startswith("gpt-") and "n_layer" in config]
-    models += [load_workload(name, training) for name in named]
-    return sorted(models, key=lambda workload: workload.num_parameters)
+    return sorted((load_workload(name, training) for name in named), key=lambda workload: workload.num_parameters)
 
 
 def largest_model(
