@@ -80,7 +80,7 @@ class InfeasiblePlan(PlanError):
         lines = [f"no plan fits {self.workload.name!r} into the memory of {self.machine.name!r}"]
         for s in self.shortages:
             lines.append(
-                f"{s.tier} memory is short by at least {format_bytes(s.short_bytes)}: it has "
+                f"{'or ' * (len(lines) > 1)}{s.tier} memory is short by at least {format_bytes(s.short_bytes)}: it has "
                 f"{format_bytes(s.capacity_bytes)} and needs {format_bytes(s.needed_bytes)} or more"
             )
             if s.tier == "device" and (note := logits_note(self.workload, s.needed_bytes)):

@@ -88,8 +88,7 @@ def read_config(model: str | Path, training: Training) -> tuple[str, dict[str, o
             raise WorkloadError(f"there is no file {str(file)!r}; give the config.json of a model, or a known name")
         raise WorkloadError(
             f"model {str(model)!r} is neither a config.json, nor a folder that holds one, nor a known name, nor in the "
-            f"cache of the Hugging Face hub; {meant}"
-            f"known names: {', '.join(named)}"
+            f"cache of the Hugging Face hub; {meant}`tierplan workload list` has the known names"
         )
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
