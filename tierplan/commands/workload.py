@@ -196,7 +196,7 @@ def unit_lines(unit: Unit) -> list[str]:
     """The saved tensors of one unit, with what it takes to make each again."""
     from tierplan.sim.output.text import columns, format_bytes
 
-    rows = [("slot", "size", "dtype", "again TFLOP", "GiB moved", "made by", "from")]
+    rows = [("slot", "size", "dtype", "TFLOP", "GiB moved", "made by", "from")]
     for t in unit.saved:
         moved = t.recompute.get("elementwise_bytes", 0.0) / 2**30
         source = (", ".join(map(str, t.needs)) or "input") + ("" if t.replayable else " (draws random numbers)")
@@ -206,6 +206,7 @@ def unit_lines(unit: Unit) -> list[str]:
         f"{unit.name}: {len(unit.saved)} saved tensors, {unit.saved_bytes:,} bytes"
         f"{'; backward also reads the input' if unit.saves_input else ''}",
         *columns(rows, right=(0, 1, 3, 4)),
+        "TFLOP and GiB moved: to recompute it from the tensors in the last column.",
     ]
 
 

@@ -28,7 +28,7 @@ def test_a_unit_lists_its_saved_tensors(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["workload", "show", "gpt-13b", "--unit", "L0"]) == 0
     lines = capsys.readouterr().out.splitlines()
     block = load_workload("gpt-13b", Training()).blocks[0]
-    assert len(lines) == 2 + len(block.saved)
+    assert len(lines) == 3 + len(block.saved)
     assert f"{block.saved_bytes:,} bytes" in lines[0]
 
 
@@ -111,7 +111,7 @@ def test_defaults_that_stand_for_what_nobody_says_are_named(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["show", "nope"], "known names: gpt-6.7b"),
+        (["show", "nope"], "`tierplan workload list` has the known names"),
         (["show", "gpt-13b", "--unit", "L40"], "there is no unit 'L40'"),
     ],
 )
