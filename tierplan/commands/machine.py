@@ -33,9 +33,10 @@ LISTED = (
      ("PB", "endurance", 1e15), ("USD", "price", 1)),
 )  # fmt: skip
 """Of a GPU and of a drive: what the list shows, in which unit."""
-UNITS = (
-    "peak and real: bf16 TFLOP/s; basis: of real, else of peak",
-    "rates in GB/s, cached: writes within a cache of so many GB; PB may be written; basis: of write",
+HEADINGS = (
+    "GPUs (--set gpu.part=NAME; peak and real: bf16 TFLOP/s; basis: of real, else of peak)",
+    "Drives (--set nvme.part=NAME; rates in GB/s, cached: writes within a cache of so many GB; PB may be written; "
+    "basis: of write)",
 )
 DECIDING = {"gpu": ("matmul_bf16", "matmul_fp16", "peak_bf16", "peak_fp32"), "nvme": ("write",)}
 """The number whose basis it shows: the first that a part has."""
@@ -135,8 +136,8 @@ def _list(args: argparse.Namespace) -> int:
         say(*columns([(str(count), source) for source, count in sources.most_common()]))
         return 0
     say("Machines", *columns(list(machines.items())))
-    for (section, folder), units in zip(PARTS.items(), UNITS, strict=True):
-        say("", *wrapped(f"{folder.capitalize()} (--set {section}.part=NAME; {units})"), *columns(lists[folder]))
+    for folder, heading, keys in zip(PARTS.values(), HEADINGS, LISTED, strict=True):
+        say("", *wrapped(heading), *columns(lists[folder], right=range(1, 1 + len(keys))))
     return 0
 
 
