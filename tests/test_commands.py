@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tierplan.cli import command_parser, main
+from tierplan.cli import command_parser, for_reader, main
 from tierplan.commands import COMMANDS
 from tierplan.commands.options.terminal import say, working
 
@@ -31,11 +31,23 @@ def leaves(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]
 
 
 LEAVES = list(leaves(command_parser()))
+SUBPARSERS = next(a for a in command_parser()._actions if isinstance(a, argparse._SubParsersAction))
 
 
 @pytest.mark.parametrize("parser", LEAVES, ids=lambda p: p.prog)
 def test_every_command_that_prints_prints_json_too(parser: argparse.ArgumentParser) -> None:
     assert "--json" in parser._option_string_actions or parser.prog in NO_JSON
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_80_columns_and_its_examples_can_be_typed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    parser = next(sub for sub in SUBPARSERS.choices.values() if sub.prog == f"tierplan {name}")
+    described = parser.format_help().partition("\n\n")[2].split("\npositional arguments:")[0].split("\noptions:")[0]
+    assert max(map(len, described.splitlines())) <= 80
+    for typed in re.findall(r"^ *(tierplan (?:.*\\\n)*.*)$", described, re.MULTILINE):
+        command = " ".join(typed.replace("\\\n", " ").split("  ")[0].split())
+        assert command.split("...")[0].strip() in " ".join((parser.description or "").split())
 
 
 def test_all_commands_were_looked_at() -> None:
@@ -103,6 +115,16 @@ def test_on_a_terminal_figures_have_colours_and_work_shows_a_clock(monkeypatch: 
     assert re.sub(r"\x1b\[[\d;]*m", "", out.getvalue()) == "Yes: 159 tokens/s\n  gpu0  [not markup] :smile:\n"
     assert "\x1b[36m159 tokens/s" in out.getvalue()
     assert "planning" in err.getvalue()
+
+
+def test_errors_are_broken_between_words_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    error = "tierplan plan: " + ", ".join(f"zero-infinity-{k}" for k in range(20))
+    assert for_reader(error) == error
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    lines = for_reader(error).splitlines()
+    assert 40 < max(map(len, lines)) <= 80
+    assert " ".join(line.strip() for line in lines) == error
 
 
 def test_completion_is_a_script_with_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,13 +8,16 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from shutil import get_terminal_size
 from typing import NoReturn
 
 import shtab
 
 from tierplan import __version__
 from tierplan.commands import COMMANDS
+from tierplan.commands.options.help import Formatter
 from tierplan.commands.options.not_yet import nearest
+from tierplan.sim.output.text import wrapped
 
 USER_ERRORS = (ValueError, OSError, RuntimeError)
 """What a user can cause: shown as one line, without a traceback (set TIERPLAN_DEBUG=1 to see it)."""
@@ -27,7 +30,8 @@ class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line: a dozen lines of usage would hide it."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}{nearest(message)}; `{self.prog} --help` says what there is\n")
+        told = f"{self.prog}: {message}{nearest(message)}; `{self.prog} --help` says what there is"
+        self.exit(2, f"{for_reader(told)}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("TIERPLAN_DEBUG"):
             raise
         message = message_of(error)
-        print(f"tierplan {args.command}: {message}{nearest(message)}", file=sys.stderr)
+        print(for_reader(f"tierplan {args.command}: {message}{nearest(message)}"), file=sys.stderr)
         return 1
 
 
@@ -74,12 +78,17 @@ def command_parser() -> Parser:
     for name in COMMANDS:
         module = importlib.import_module(f"tierplan.commands.{name.replace('-', '_')}")
         summary = (module.__doc__ or "").strip().splitlines()[0]
-        sub = subparsers.add_parser(
-            name, help=summary, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+        sub = subparsers.add_parser(name, help=summary, description=module.__doc__, formatter_class=Formatter)
         module.add_arguments(sub)
         sub.set_defaults(run=module.run, parser=sub)
     return parser
+
+
+def for_reader(error: str) -> str:
+    """An error as it is for a file or a pipe; on a terminal, broken between words."""
+    if not sys.stderr.isatty():
+        return error
+    return "\n".join(line for part in error.splitlines() for line in wrapped(part, get_terminal_size().columns))
 
 
 def message_of(error: Exception) -> str:

@@ -1,10 +1,12 @@
 """Finds out what this machine does inside a training step of your model, for predictions that hold.
 
-Times the units of the model in its dtype, batch and length, and trains a shallow version of it under six short plans in
-turns. `simulate`, `plan`, `advise` and others take the result by themselves for the same machine, dtype and versions.
+Times the units of the model in its dtype, batch and length, and trains a model of three of its blocks under six plans
+in short turns. `simulate`, `plan`, `advise` and others take the result by themselves for the same machine, dtype and
+versions.
 
-    tierplan calibrate --model gpt2 --batch 4 --seq 256               about 3 minutes
-    tierplan calibrate --model config.json --quick -o mine.json       then: tierplan plan --calibration mine.json
+    tierplan calibrate --model gpt2 --batch 4 --seq 256  about 3 minutes
+    tierplan calibrate --model config.json --quick -o mine.json
+    tierplan plan --calibration mine.json ...            predicts with it
 """
 
 from __future__ import annotations

@@ -86,9 +86,9 @@ class Calibration:
     """What a calibration run gave, and what it was of."""
 
     model: str
-    """The model whose shallow version was trained."""
+    """The model that is to be predicted."""
     config: Mapping[str, object]
-    """Of that shallow version."""
+    """Of the calibration model."""
     training: Training
     units: Mapping[str, UnitFit]
     """By kind of unit."""
