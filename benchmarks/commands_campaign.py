@@ -262,10 +262,9 @@ RANKS_HEAD = (
     "This page is generated: `python -m benchmarks.commands_campaign --devices 2 --page FILE`. Every row was predicted",
     "before it was run, and compared, by commands: `machine measure`, `calibrate`, `simulate`, `run --devices 2` and",
     "`compare`, on 2 cores, each rank's kernels in one thread. What ranks send each other in a second was measured by",
-    "an exchange beside computation, the rest by one process while another one trained, too. An error is",
-    "`predicted / measured - 1`, raw, and normalised for how much slower the machine was in the run than in the",
-    "calibration. In the hour `quiet, calibrated alone` the calibrating process had the machine for itself: ranks that",
-    "share its cores came out too quick.",
+    "an exchange beside computation, the rest by one process while another one trained, too. In the hour `quiet,",
+    "calibrated alone` the calibrating process had the machine for itself: ranks that share its cores came out too",
+    "quick. [By commands alone](commands_campaign.md) says what the columns are.",
     "",
     "The goal: a median of at most 8 %, over 12 rows or more.",
     "",
@@ -275,20 +274,22 @@ COMMANDS_HEAD = (
     "",
     "This page is generated: `python -m benchmarks.commands_campaign --page FILE`. Every row was predicted, run,",
     "and compared by commands: `machine measure`, `calibrate`, `simulate` or `plan`, `run` and `compare`, on 2",
-    "cores with one NVMe drive, kernels in one thread. An error is `predicted / measured - 1`: raw, and normalised",
-    "for how much slower the machine was in the run than in the calibration. That looks at no predicted step: how",
-    "long the threads of each stream waited for a core (the kernel counts that; computation, beyond the contention",
-    "that was predicted), and how long the reference work of `run` took with a core. Slowdown is that of computation,",
-    "load that of the minute before. A loaded hour has one other job, a loop in Python that takes a core all the time",
-    "and ends with the hour. Rows of `llama-lora`, `llama-qlora` and `llama-8bit` train adapters, or keep states in 8",
-    "bits; the hour `quiet, before` was before calibrations told how much reads and writes slow each other. Its",
-    "errors and those of demos were normalised by all that computation waited, the predicted contention too.",
-    "Where a row was run several times, minutes apart, all are listed, and its errors are the medians of theirs:",
-    "the same plan takes up to a fifth more or less from one process to the next. In hours with a `reference of",
-    "products` the reference work had no small ops, and did not see when launching ops became quicker: `quiet,",
-    "again` is half an hour after the first of them. Calibrations took 75 s in the quiet hour and 120 s in the loaded",
-    "one, 90 s in hours with a `reference of products`; `calibrate` takes 180 s if nothing is said. The demo measures,",
-    "calibrates, plans and trains anew each time.",
+    "cores with one NVMe drive, kernels in one thread. Each hour has its own measurement of the machine.",
+    "",
+    "- *raw*: the error, `predicted / measured - 1`. *normalised*: the same for a machine as slow as it was in the",
+    "  run. The slowdown is told without a predicted step: by how long computation waited for a core (beyond the",
+    "  contention that was predicted) and how long the reference work of `run` took, over those in the calibration.",
+    "  *load*: that of the minute before.",
+    "- A loaded hour has one other job, a loop in Python that takes a core all the time.",
+    "- Where a row was run several times, minutes apart, all are listed, and its errors are the medians of theirs: the",
+    "  same plan takes up to a fifth more or less from one process to the next.",
+    "- `llama-lora`, `llama-qlora` and `llama-8bit` train adapters, or keep states in 8 bits. The demo measures,",
+    "  calibrates, plans and trains anew each time.",
+    "- Calibrations took 75 s in the quiet hour, 120 s in the loaded one; `calibrate` takes 180 s if nothing is said.",
+    "- Older versions: with a `reference of products` the reference work had no small ops, did not see when launching",
+    "  ops became quicker (`quiet, again` is half an hour later), and calibrations took 90 s; `quiet, before` did not",
+    "  know how much reads and writes slow each other. Its errors and those of demos were normalised by all that",
+    "  computation waited, the predicted contention too.",
     "",
     "The goals, for a quiet and a loaded hour: raw median at most 8 %, normalised 4 %; nine in ten within 15 and",
     "8 %; 90 % intervals hold 85 to 97 %.",
@@ -327,29 +328,30 @@ def page(runs: Sequence[dict[str, Any]], devices: int = 1) -> str:
         inside = [bool(run["in_interval"]) for of_row in good for run in of_row]
         figures.append((*cells, f"{sum(inside)} of {len(inside)}"))
     lines += markdown_table(figures[0], figures[1:], right=range(1, 9))
-    head = ("hour", "model", "plan", "predicted", "90 % interval", "measured", "raw", "slowdown", "normalised", "load")
-    table = []
-    for key, of_row in rows.items():
-        if not (good_runs := answered[key]):
-            table.append((*key, of_row[0]["why_not"][:80], *[""] * 6))
-            continue
-        low_s, high_s = good_runs[0]["interval_s"]
-        slowdown = median_of(good_runs, "slowdown")
-        table.append(
-            (
-                *key, format_s(good_runs[0]["step_s"]["predicted"]), f"{format_s(low_s)} to {format_s(high_s)}",
-                ", ".join(format_s(step_s) for step_s in sorted(run["step_s"]["measured"] for run in good_runs)),
-                format_error(median_of(good_runs, "step_error_frac")), f"{slowdown:.2f}" if slowdown else "-",
-                format_error(median_of(good_runs, "normalised_error_frac")), f"{median_of(good_runs, 'load'):.1f}",
-            )
-        )  # fmt: skip
-    lines += ["", *markdown_table(head, table, right=range(3, 10))]
     if checked := [row for row in runs if "peak_error_frac" in row]:
         most, agree = max(row["peak_error_frac"] for row in checked), sum(row["bytes_agree"] for row in checked)
         lines += [
             "",
             f"Peaks of tiers are off by {percent(most)} at most; bytes agree in {agree} of {len(checked)} runs.",
         ]
+    head = ("model", "plan", "predicted", "90 % interval", "measured", "raw", "slowdown", "normalised", "load")
+    tables: dict[str, list[tuple[str, ...]]] = {hour: [] for hour, _, _ in rows}
+    for (hour, *row), of_row in rows.items():
+        if not (good_runs := answered[hour, *row]):
+            tables[hour].append((*row, of_row[0]["why_not"][:80], *[""] * 6))
+            continue
+        low_s, high_s = good_runs[0]["interval_s"]
+        slowdown = median_of(good_runs, "slowdown")
+        tables[hour].append(
+            (
+                *row, format_s(good_runs[0]["step_s"]["predicted"]), f"{format_s(low_s)} to {format_s(high_s)}",
+                ", ".join(format_s(step_s) for step_s in sorted(run["step_s"]["measured"] for run in good_runs)),
+                format_error(median_of(good_runs, "step_error_frac")), f"{slowdown:.2f}" if slowdown else "-",
+                format_error(median_of(good_runs, "normalised_error_frac")), f"{median_of(good_runs, 'load'):.1f}",
+            )
+        )  # fmt: skip
+    for hour, table in tables.items():
+        lines += ["", f"## {hour[0].upper()}{hour[1:]}", "", *markdown_table(head, table, right=range(2, 9))]
     for hour, of_hour in itertools.groupby(read(TRANSFERS) if devices == 1 else [], lambda row: row.pop("hour")):
         lines += ["", f"## From the calibrations of others: {hour}", ""]
         lines += ["Six plans of each model, for the slowdown between the two calibrations (`validate --transfer`).", ""]
