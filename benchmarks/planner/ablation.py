@@ -38,6 +38,7 @@ from tierplan.planner.search.from_program import ProgramPlans
 from tierplan.planner.search.incumbents import Incumbents
 from tierplan.planner.search.moves import spread
 from tierplan.planner.search.shifts import StreamPrices, applied, reliefs
+from tierplan.sim.output.text import markdown_table
 from tierplan.sim.workloads.workload import Workload, WorkloadError
 
 __all__ = ["METHODS", "greedy"]
@@ -159,21 +160,21 @@ def joined(records: list[dict[str, Any]], grid: list[dict[str, Any]]) -> list[di
 
 def table(records: list[dict[str, Any]]) -> str:
     names = [*METHODS, "planner"]
+    head = ("", "fits", "over the planner's: median", "largest", "as good", "seconds of planning: median", "largest")
+    rows = []
+    for name in names:
+        ratios = [r[name]["step_s"] / r["planner"]["step_s"] for r in records if r[name]["step_s"]]
+        seconds = [r[name]["planning_s"] for r in records]
+        over = [f"{(of(ratios) - 1) * 100:.1f} %" for of in (statistics.median, max)]
+        as_good = sum(ratio <= AS_GOOD for ratio in ratios)
+        took = [f"{of(seconds):.2f}" for of in (statistics.median, max)]
+        rows.append((name, str(len(ratios)), *over, str(as_good), *took))
     lines = [
         f"{len(records)} scenarios in which something fits. `over the planner's`: how much longer its step is, where "
         "it fits.",
         "",
-        "| | fits | over the planner's: median | largest | as good | seconds of planning: median | largest |",
-        "|---|---|---|---|---|---|---|",
+        *markdown_table(head, rows, right=range(1, 7)),
     ]
-    for name in names:
-        ratios = [r[name]["step_s"] / r["planner"]["step_s"] for r in records if r[name]["step_s"]]
-        seconds = [r[name]["planning_s"] for r in records]
-        as_good = sum(ratio <= AS_GOOD for ratio in ratios)
-        lines.append(
-            f"| {name} | {len(ratios)} | {statistics.median(ratios) - 1:.1%} | {max(ratios) - 1:.1%} | {as_good} | "
-            f"{statistics.median(seconds):.2f} | {max(seconds):.2f} |"
-        )
     alike = [r for r in records if (r["greedy"]["step_s"] or 1e9) <= AS_GOOD * r["planner"]["step_s"]]
     if alike:
         theirs, ours = ([r[name]["planning_s"] for r in alike] for name in ("greedy", "planner"))
@@ -186,11 +187,15 @@ def table(records: list[dict[str, Any]]) -> str:
         both = [r for r in records if r[left]["step_s"] and r[right]["step_s"]]
         losses = sum(r[left]["step_s"] > AS_GOOD * r[right]["step_s"] for r in both)
         lines += ["", f"`{left}` is slower than `{right}` in {losses} of the {len(both)} where both fit."]
-    lines += ["", "Steps in seconds:", "", f"| machine | model | batch | {' | '.join(names)} | bound |"]
-    lines.append("|---|---|---|" + "---|" * (len(names) + 1))
-    for r in records:
-        steps = [f"{r[name]['step_s']:.2f}" if r[name]["step_s"] else "" for name in names]
-        lines.append(f"| {r['machine']} | {r['model']} | {r['batch']} | {' | '.join(steps)} | {r['bound_s']:.2f} |")
+    steps = [
+        (
+            r["machine"], r["model"], str(r["batch"]),
+            *(f"{r[name]['step_s']:.2f}" if r[name]["step_s"] else "" for name in names), f"{r['bound_s']:.2f}",
+        )
+        for r in records
+    ]  # fmt: skip
+    head = ("machine", "model", "batch", *names, "bound")
+    lines += ["", "Steps in seconds:", "", *markdown_table(head, steps, right=range(2, len(head)))]
     lines += ["", f"Version {', '.join(sorted({r['version'] for r in records}))}."]
     return "\n".join(lines)
 

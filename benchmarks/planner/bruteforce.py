@@ -24,6 +24,7 @@ from tests.planner.instances import brute_force_instance
 from tests.planner.search.test_against_bruteforce import all_plans, best_of_all, is_trivial
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.planning import plan
+from tierplan.sim.output.text import markdown_table
 
 WITHIN = 1.01
 INSTANCES = 200
@@ -105,21 +106,20 @@ def table(records: list[dict[str, Any]], wanted: int) -> str:
     versions = sorted({r["version"] for r in counted})
     lines = [
         f"{len(counted)} instances in which something fits and something must leave the device or be made again; "
-        f"{len(counted) - len(worse)} within 1 % of the best of all plans, largest excess {max(above) - 1:.1%}; "
-        f"version {', '.join(versions)}.",
+        f"{len(counted) - len(worse)} within 1 % of the best of all plans, largest excess "
+        f"{(max(above) - 1) * 100:.1f} %; version {', '.join(versions)}.",
         "",
-        "| instances | number | blocks | plans of each | within 1 % | better than all plans | seconds, all plans | "
-        "seconds, loop |",
-        "|---|---|---|---|---|---|---|---|",
     ]
+    head = ("instances", "number", "blocks", "plans of each", "within 1 %", "better than all plans")
+    rows = []
     for kind in dict.fromkeys(r["kind"] for r in counted):
         some = [r for r in counted if r["kind"] == kind]
         blocks, plans = (sorted({r[name] for r in some}) for name in ("blocks", "plans"))
-        lines.append(
-            f"| {kind} | {len(some)} | {_range(blocks)} | {_range(plans)} | {sum(ratio(r) <= WITHIN for r in some)} | "
-            f"{sum(ratio(r) < 1 / WITHIN for r in some)} | {statistics.median(r['brute_force_s'] for r in some):.1f} | "
-            f"{statistics.median(r.get('plan_s', 0.0) for r in some):.1f} |"
-        )
+        within, better = sum(ratio(r) <= WITHIN for r in some), sum(ratio(r) < 1 / WITHIN for r in some)
+        took = [statistics.median(r.get(name, 0.0) for r in some) for name in ("brute_force_s", "plan_s")]
+        cells = (str(len(some)), _range(blocks), _range(plans), str(within), str(better))
+        rows.append((kind, *cells, *(f"{seconds:.1f}" for seconds in took)))
+    lines += markdown_table((*head, "seconds, all plans", "seconds, loop"), rows, right=range(1, 8))
     lines += ["", "Better: brute force leaves each unit's input on the device, the loop may move it."]
     return "\n".join(lines)
 

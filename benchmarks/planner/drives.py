@@ -21,6 +21,7 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitwisePlan
 from tierplan.planner.planning import plan
 from tierplan.planner.policies import decide
+from tierplan.sim.output.text import format_frac, markdown_table
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training, Workload
@@ -100,19 +101,24 @@ def table(records: list[dict[str, Any]]) -> str:
         "States: part of the optimizer states that lives on drives (all of them in Fuyou). "
         "Again: part of forward that is recomputed. Late: part of the units whose update runs beside the next forward.",
         "",
-        "| host | drives | Fuyou published, s | Fuyou, s | planner, s | x | bound | bound by | drive GB, Fuyou | "
-        "drive GB | states | again | late |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
+    head = (
+        "host", "drives", "Fuyou published, s", "Fuyou, s", "planner, s", "x", "bound", "bound by", "drive GB, Fuyou",
+        "drive GB", "states", "again", "late",
+    )  # fmt: skip
+    rows = []
     for r in records:
         published_s = measured_s(r["drives"]) if r["host"] == "768 GB" else None
-        lines.append(
-            f"| {r['host']} | {r['drives']} | {'' if published_s is None else f'{published_s:.1f}'} | "
-            f"{r['fuyou_s']:.1f} | {r['step_s']:.1f} | {r['fuyou_s'] / r['step_s']:.2f} | {r['bound_s']:.1f} | "
-            f"{next(iter(r['bound_by']), '')} | "
-            f"{r['fuyou_drive_gb']:.0f} | {r['drive_gb']:.0f} | {r['states_on_drives']:.0%} | {r['recompute']:.0%} | "
-            f"{r['late']:.0%} |"
-        )
+        times = (r["fuyou_s"], r["step_s"])
+        rows.append(
+            (
+                r["host"], str(r["drives"]), "" if published_s is None else f"{published_s:.1f}",
+                *(f"{step_s:.1f}" for step_s in times), f"{times[0] / times[1]:.2f}", f"{r['bound_s']:.1f}",
+                next(iter(r["bound_by"]), ""), *(f"{r[name]:.0f}" for name in ("fuyou_drive_gb", "drive_gb")),
+                *(format_frac(r[name]) for name in ("states_on_drives", "recompute", "late")),
+            )
+        )  # fmt: skip
+    lines += markdown_table(head, rows, right=[i for i in range(1, len(head)) if head[i] != "bound by"])
     return "\n".join(lines)
 
 

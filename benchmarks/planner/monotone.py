@@ -28,6 +28,7 @@ from tierplan.hwmodels.scaling import with_capacity, with_faster
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.planning import plan
 from tierplan.planner.search.lesser import lesser_of_catalog
+from tierplan.sim.output.text import markdown_table
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training, Workload
 
@@ -153,10 +154,8 @@ def ratio(record: Mapping[str, Any]) -> float:
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    lines = [
-        "| more of | pairs | of these never slower by construction | slower | by over 0.5 % | at most by |",
-        "|---|---|---|---|---|---|",
-    ]
+    head = ("more of", "pairs", "of these never slower by construction", "slower", "by over 0.5 %", "at most by")
+    rows = []
     kinds: dict[str, list[dict[str, Any]]] = {}
     for r in records:
         kinds.setdefault(r["more"].split(" x ")[0], []).append(r)
@@ -164,12 +163,13 @@ def table(records: list[dict[str, Any]]) -> str:
     for kind, some in kinds.items():
         ratios, num_sure = [ratio(r) for r in some], sum(r["by_construction"] for r in some)
         worse = [x for x in ratios if x > 1 + SAME]
-        most = f"{max(worse) - 1:.1%}" if worse else ""
+        most = f"{(max(worse) - 1) * 100:.1f} %" if worse else ""
         clearly = sum(x > CLEARLY for x in worse)
-        lines.append(f"| {kind} | {len(ratios)} | {num_sure} | {len(worse)} | {clearly} | {most} |")
+        rows.append((kind, *map(str, (len(ratios), num_sure, len(worse), clearly)), most))
     num_cut = sum(r.get("cut_by_clock", False) for r in records)
     cut = f" In {num_cut} of them the clock ended a search before its budget was spent." if num_cut else ""
-    return "\n".join([*lines, "", f"Version {', '.join(sorted({r['version'] for r in records}))}.{cut}"])
+    table = markdown_table(head, rows, right=range(1, 6))
+    return "\n".join([*table, "", f"Version {', '.join(sorted({r['version'] for r in records}))}.{cut}"])
 
 
 def main() -> None:
