@@ -91,7 +91,7 @@ def table(answers: list[Answer]) -> Iterator[str]:
         theirs = a.policies_s[a.best_policy]
         yield (
             f"| {a.model} | {a.contention} | {a.best_policy} | {theirs:.2f} | {a.harmony_alone_s:.2f} | "
-            f"{a.step_s:.2f} | {a.alone_s:.2f} | {1 - a.step_s / theirs:.1%} |"
+            f"{a.step_s:.2f} | {a.alone_s:.2f} | {(1 - a.step_s / theirs) * 100:.1f} % |"
         )
     for a in answers:
         if isinstance(a.plan, PackPlan):

@@ -44,8 +44,8 @@ def main() -> None:
         whole, split = (answer(label, model, batch, in_parts=in_parts) for in_parts in (False, True))
         shards = max(unit.state_shards for unit in split.plan.units)
         print(
-            f"| {label} | {model} | {batch} | {split.lower_bound_s:.2f} | {whole.step_s:.2f} | {whole.gap:.1%} | "
-            f"{split.step_s:.2f} | {split.gap:.1%} | {shards} |",
+            f"| {label} | {model} | {batch} | {split.lower_bound_s:.2f} | {whole.step_s:.2f} | "
+            f"{whole.gap * 100:.1f} % | {split.step_s:.2f} | {split.gap * 100:.1f} % | {shards} |",
             flush=True,
         )
 

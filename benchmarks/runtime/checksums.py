@@ -116,13 +116,13 @@ def lines(record: Mapping[str, Any], source: Path) -> Iterator[str]:
     load = f"load average {record['load_average'][0]:.1f} on {record['cores']} cores"
     yield f"From `{source.as_posix()}`, {record['date'][:10]}, {load}:"
     yield ""
-    yield "| on the drive | read and written in a step | step with over without (half of the turns) | processor time |"
-    yield "|---|---|---|---|"
+    yield "| on the drive | bytes in a step | step with over without: median (middle half) | processor time |"
+    yield "|---|--:|--:|--:|"
     for name, one in record["plans"].items():
         low, high = one["step_quartiles"]
         yield (
-            f"| {name} | {one['bytes_per_step'] / 1e9:.2f} GB | {one['step_ratio']:.3f} ({low:.3f} to {high:.3f} of "
-            f"{len(one['step_ratios'])}) | {one['processor_ratio']:.3f} |"
+            f"| {name} | {one['bytes_per_step'] / 1e9:.2f} GB | {one['step_ratio']:.3f} ({low:.3f} to {high:.3f}) of "
+            f"{len(one['step_ratios'])} | {one['processor_ratio']:.3f} |"
         )
 
 

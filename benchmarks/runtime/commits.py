@@ -76,13 +76,13 @@ def lines(record: Mapping[str, Any], source: Path) -> Iterator[str]:
     load = f"load average {record['load_average'][0]:.1f} on {record['cores']} cores"
     yield f"From `{source.as_posix()}`, {record['date'][:10]}, {load}:"
     yield ""
-    yield "| plan | committed | a step | what a commit adds, in steps (half of the commits) |"
-    yield "|---|---|---|---|"
+    yield "| plan | committed | a step | what a commit adds, in steps: median (middle half) |"
+    yield "|---|--:|--:|--:|"
     for name, one in record["plans"].items():
         low, high = one["quartiles"]
         yield (
             f"| {name} | {one['committed_bytes'] / 1e9:.2f} GB | {one['step_s']:.2f} s | {one['cost_steps']:.2f} "
-            f"({low:.2f} to {high:.2f} of {len(one['costs_steps'])}) |"
+            f"({low:.2f} to {high:.2f}) of {len(one['costs_steps'])} |"
         )
 
 

@@ -52,7 +52,7 @@ def _busiest(found: Mapping[str, Any]) -> Iterator[str]:
         "| on the drive | drive / next stream, alone | step over busiest, predicted | measured | whole run | over the "
         "drive, predicted | measured | the runtime adds |"
     )
-    yield "|---|---|---|---|---|---|---|---|"
+    yield "|---|--:|--:|--:|--:|--:|--:|--:|"
     for name, one in found.items():
         predicted, measured = one["predicted"], one["measured"]
         cells = (
@@ -63,7 +63,7 @@ def _busiest(found: Mapping[str, Any]) -> Iterator[str]:
             f"{measured['over_busiest_whole']:.2f}",
             f"{predicted['over_drive']:.2f}",
             f"{measured['over_drive']:.2f}",
-            f"{one['runtime_adds_frac']:.1%}",
+            f"{one['runtime_adds_frac'] * 100:.1f} %",
         )
         yield f"| {' | '.join(cells)} |"
     yield ""

@@ -175,13 +175,14 @@ def _curves(args: argparse.Namespace) -> int:
         rows = [asdict(e) for e in errors]
         print(json.dumps({"median_own": own, "median_by_relative": by_relative, "gpus": rows}, indent=1))
         return 0
-    far = ["-" if e.by_relative is None else f"{e.by_relative:.1%}" for e in errors]
+    far = ["-" if e.by_relative is None else f"{e.by_relative * 100:.1f} %" for e in errors]
     cells = [
-        (e.gpu, str(e.steps), f"{e.own:.1%}", other, e.relative or "-") for e, other in zip(errors, far, strict=True)
+        (e.gpu, str(e.steps), f"{e.own * 100:.1f} %", other, e.relative or "-")
+        for e, other in zip(errors, far, strict=True)
     ]
-    say("Steps of GPT and Llama, 1 to 70B, matmuls and attention, against each GPU's table: median error", "")
-    say(*columns([("GPU", "steps", "own", "by relative", "relative"), *cells]), "")
-    say(f"median over GPUs: {own:.1%} with the own table, {by_relative:.1%} from a relative's")
+    say("Matmuls and attention in steps of GPT and Llama, 1 to 70B: median error", "")
+    say(*columns([("GPU", "steps", "own table", "relative's", "relative"), *cells], right=(1, 2, 3)), "")
+    say(f"median over GPUs: {own * 100:.1f} % with the own table, {by_relative * 100:.1f} % from a relative's")
     return 0
 
 

@@ -166,7 +166,7 @@ def table_lines(workload: Workload) -> list[str]:
         unit = alike[0]
         work = (digits(round(size / scale, 3)) for size in (unit.forward_work_bytes, unit.backward_work_bytes))
         name = unit.name if len(alike) == 1 else f"{unit.name}..{alike[-1].name} x {len(alike)}"
-        rows.append(row(name, alike[:1], [f"{unit.spread:.1%}" if is_measured else " / ".join(work)]))
+        rows.append(row(name, alike[:1], [f"{unit.spread * 100:.1f} %" if is_measured else " / ".join(work)]))
     rows.append(row("total", units, [""]))
     lines = [
         f"{workload.name} ({workload.model_type}): {n:,} parameters, {len(workload.blocks)} blocks",

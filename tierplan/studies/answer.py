@@ -72,7 +72,10 @@ def answer_lines(best: BestPlan) -> list[str]:
         ("limited by", limited_text(p.limits)),
         ("decided by", f"{result.plan.policy}, {_shape(result.plan)}, {result.plan.semantics}"),
         *numbers_rows(p),
-        *(("uses only", f"{part:.0%} of {of} ({kind})") for of, kind, part in getattr(result.plan, "parts", ())),
+        *(
+            ("uses only", f"{format_frac(part)} of {of} ({kind})")
+            for of, kind, part in getattr(result.plan, "parts", ())
+        ),
         *_placements(result),
         *_on_devices(result),
         *(("peak" if k == 0 else "", text) for k, text in enumerate(peaks)),
