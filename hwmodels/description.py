@@ -65,8 +65,9 @@ class Quantity:
             return self.value
         if isinstance(self.value, tuple):
             low, high = self.value[0], self.value[-1]
-            ends = (f"{format_amount(rate, key.unit)} (at {amount:.3g})" for amount, rate in (low, high))
-            return " to ".join(ends)
+            amounts = [format_amount(amount, key.unit).removesuffix("/s") for amount, _ in (low, high)]
+            rates = [format_amount(rate, key.unit) for _, rate in (low, high)]
+            return " to ".join(f"{rate} (at {amount})" for rate, amount in zip(rates, amounts, strict=True))
         if key.name.endswith(".endurance"):  # a decimal amount, as on the drive's box
             return f"{self.value / 1e12:,.0f} TB"
         return format_amount(self.value, key.unit)

@@ -213,18 +213,22 @@ def _record(machine: Machine) -> dict[str, object]:
 def numbers(description: Description) -> list[str]:
     """A table of every number: value, the range of 95 % of repeated measurements, and where it comes from.
 
-    Sources with an address stand below the table, each once.
+    Sources with an address, or of many numbers, stand below the table, each once.
     """
     from tierplan.hwmodels.keys import KEYS
     from tierplan.sim.output.text import columns
 
     rows = [("key", "value", "95 %", "basis", "source")]
     below: dict[str, str] = {}
-    for name, quantity in description.used().items():
+    used = description.used()
+    sources = {name: quantity.source.removeprefix("assumed: ") for name, quantity in used.items()}
+    common = Counter(source.partition(": ")[0] for source in sources.values())
+    for name, quantity in used.items():
         spread = "" if quantity.spread is None else f"±{200 * quantity.spread:.0f} %"
-        source = quantity.source.removeprefix("assumed: ")
-        if "://" in source:
-            source = below.setdefault(source, f"[{len(below) + 1}]")
+        source, head = sources[name], sources[name].partition(": ")[0]
+        whole = source if "://" in source else head if common[head] > COMMON else ""
+        if whole:
+            source = below.setdefault(whole, f"[{len(below) + 1}]") + source.removeprefix(whole)
         rows.append((name, quantity.text(KEYS[name]), spread, quantity.basis, source))
     return (
         [*columns(rows), "", *columns([(number, source) for source, number in below.items()])]
@@ -248,6 +252,8 @@ def structure(machine: Machine) -> list[str]:
     return columns(rows)
 
 
+COMMON = 3
+"""A source of more numbers than these is written once."""
 MOST_SHARES = 1e4
 """Limits up to this are shares of full speed; those above are bytes per second."""
 
@@ -257,6 +263,7 @@ def _measure(args: argparse.Namespace) -> int:
     from tierplan.hwmodels.catalog import HERE, here_path
     from tierplan.hwmodels.description import write_description
     from tierplan.runtime.measure.machine import measure_description
+    from tierplan.sim.output.text import wrapped
     from tierplan.sim.trace import write_atomically
 
     budget_s = args.budget_s or (THOROUGH_S if args.thorough else QUICK_S)
@@ -276,15 +283,18 @@ def _measure(args: argparse.Namespace) -> int:
         print(json.dumps({**record, "notes": description.notes, "file": str(target)}, indent=1, default=str))
         return 0
     say(*numbers(description), "", *structure(build_machine(description)))
-    print(f"drives: {description.notes['drives']}")
-    for remark in description.notes["remarks"]:  # type: ignore[attr-defined]  # a list
-        print(remark)
-    print(f"largest error of the shared limits on a pair of streams: {description.notes['worst_error_of_a_pair']}")
-    print(f"median error on mixes that were not fitted: {description.notes['median_error_of_mixes_not_fitted']}")
+    noted = description.notes
+    remarks = [
+        f"drives: {noted['drives']}",
+        *noted["remarks"],  # type: ignore[misc]  # a list
+        f"largest error of the shared limits on a pair of streams: {noted['worst_error_of_a_pair']}",
+        f"median error on mixes that were not fitted: {noted['median_error_of_mixes_not_fitted']}",
+    ]
     noisy = [name for name, quantity in description.values.items() if (quantity.spread or 0.0) > NOISY]
     if noisy:
-        print(f"{len(noisy)} numbers vary by more than a quarter: {', '.join(noisy)}")
-        print("measure again when it is quiet, or with --thorough")
+        remarks.append(f"{len(noisy)} numbers vary by more than a quarter: {', '.join(noisy)}")
+        remarks.append("measure again when it is quiet, or with --thorough")
+    say(*(line for remark in remarks for line in wrapped(remark)))
     print(f"written to {target}" + ("" if args.output else "; use it with --machine here"))
     return 0
 
@@ -309,7 +319,7 @@ def _detect(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({**asdict(found), "file": args.output}, indent=1))
         return 0
-    say(f"nearest machine of the catalog: {found.base}; here:")
+    say(f"nearest machine of the catalog: {found.base}; what this system says:")
     say(
         *columns([(name, q.text(KEYS[name]), q.source) for name, q in found.values.items()]),
         *(
@@ -319,7 +329,7 @@ def _detect(args: argparse.Namespace) -> int:
         "",
         "could not be found out:",
     )
-    say(*(line for text in found.unknown for line in wrapped(f"  {text}")))
+    say(*(f"  {line}" for text in found.unknown for line in wrapped(text, 78)))
     if args.output:
         print(f"written to {args.output}: what is not listed above is {found.base}'s")
     return 0
