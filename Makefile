@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 GPU_OUT ?= gpu-results
 
-gpu: # without network; missing packages are installed from wheels in WHEELS; GPU_FLAGS="--device cpu --tiny" rehearses it
+gpu: # without network; missing packages are installed from wheels in WHEELS; GPU_FLAGS="--device cpu --tiny" tries it on the CPU
 	$(PYTHON) -m benchmarks.gpu --out $(GPU_OUT) $(if $(WHEELS),--wheels $(WHEELS)) $(GPU_FLAGS)
 
 gpu-report: $(STAMP)
