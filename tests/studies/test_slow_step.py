@@ -16,7 +16,7 @@ from tierplan.planner.training_files import read_training_file
 from tierplan.planner.training_files.configured import Configured
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training
-from tierplan.studies.evaluate import machine_of, training_of
+from tierplan.studies.evaluate import machine_of, place_of, training_of
 from tierplan.studies.slow_step import explain
 from tierplan.studies.slow_step.explain import Explanation, explain_run
 from tierplan.studies.slow_step.measured import MeasuredStep, MeasuredStepError, read_kineto, read_log
@@ -88,7 +88,7 @@ def test_llamafactory_2937_and_slime_1139_are_refused_by_name(tmp_path: Path) ->
 
 def slowed(part: str, factor: float, config: Configured, point: Point) -> MeasuredStep:
     """What such a machine would measure."""
-    simulator = explain._Simulator(point.model, machine_of(point), False)
+    simulator = explain._Simulator(point.model, place_of(point), False)
     setup, _ = setup_of(config, simulator.machine)
     now = simulator.predict(setup)
     assert now.plan is not None

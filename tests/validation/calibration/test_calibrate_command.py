@@ -35,6 +35,9 @@ def test_what_is_calibrated_is_taken_by_itself(
     answer = json.loads(capsys.readouterr().out)
     assert answer["basis"].startswith("calibrated here with tiny, 2 x 16 tokens")
     assert answer["step_s"] > found["measured_step_s"]["in-memory"] / 10, "a CPU's seconds, not those of the GPU"
+    assert main(["explain-run", *asked, "--step-s", "1", "--time-limit", "0.2", "--json"]) == 0
+    explained = json.loads(capsys.readouterr().out)
+    assert explained["expected_s"] == answer["step_s"], "of the setup, as of the plan beside it"
     # a new installation makes machine code first: what that takes is left out of the budget, and all turns are taken
     monkeypatch.setattr(session, "compiling_s", lambda: 1000 * time.monotonic())
     monkeypatch.setattr(session, "MOST_TURNS", 3)

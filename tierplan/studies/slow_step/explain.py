@@ -19,7 +19,7 @@ from tierplan.planner.training_files.configured import Configured
 from tierplan.sim.output.text import format_frac
 from tierplan.sim.workloads.workload import Workload, WorkloadError
 from tierplan.studies.defaults import load_or_trace
-from tierplan.studies.evaluate import best_plan, machine_of
+from tierplan.studies.evaluate import best_plan, machine_of, place_of
 from tierplan.studies.slow_step.measured import MeasuredStep
 from tierplan.studies.slow_step.setups import (
     COMPUTE,
@@ -34,6 +34,7 @@ from tierplan.studies.slow_step.setups import (
     with_checkpoints,
 )
 from tierplan.studies.study import Point
+from tierplan.validation.calibration.known import CalibratedPlace
 
 CALIBRATED_FRAC, DATA_SHEET_FRAC = 0.15, 0.3
 """Within which a step is normal: published steps are met within 14 % on machines that were calibrated
@@ -171,14 +172,14 @@ class Explanation:
 class _Simulator:
     """Setups on one machine, each simulated once."""
 
-    def __init__(self, model: str, machine: Machine, exact: bool) -> None:
-        self.model, self.machine, self.exact = model, machine, exact
+    def __init__(self, model: str, place: CalibratedPlace, exact: bool) -> None:
+        self.model, self.place, self.machine, self.exact = model, place, place.machine, exact
         self.streams: dict[str, set[str]] = {}
-        for stream in machine.streams:
+        for stream in self.machine.streams:
             self.streams.setdefault(part_of(stream.name), set()).add(stream.name)
 
     def workload(self, setup: Setup) -> Workload:
-        return load_or_trace(self.model, setup.training, exact=self.exact)
+        return self.place.timed(load_or_trace(self.model, setup.training, exact=self.exact))
 
     def slowed(self, factors: Mapping[str, float]) -> Machine:
         machine = self.machine
@@ -198,8 +199,9 @@ class _Simulator:
 def explain_run(point: Point, configured: Configured, measured: MeasuredStep) -> Explanation:
     """The explanation of a measured step of a configuration; `point` says model, machine and the planner's limit."""
     machine = machine_of(point)
-    simulator = _Simulator(point.model, machine, point.exact)
     setup, assumed = setup_of(configured, machine)
+    place = place_of(_asked(point, setup))
+    simulator = _Simulator(point.model, place, point.exact)
     workload = simulator.workload(setup)
     if measured.phases is None and not measured.busy_s:
         setup = with_checkpoints(setup, configured.says, machine, workload)
@@ -213,7 +215,7 @@ def explain_run(point: Point, configured: Configured, measured: MeasuredStep) ->
         measured=measured,
         expected=expected,
         expected_s=expected_s,
-        normal_frac=DATA_SHEET_FRAC if _is_rough(machine) else CALIBRATED_FRAC,
+        normal_frac=DATA_SHEET_FRAC if place.calibration is None and _is_rough(machine) else CALIBRATED_FRAC,
         gains=_gains(simulator, setup, configured, expected_s),
         best=_best(point, setup, expected.tokens),
         notes=notes,
@@ -223,6 +225,20 @@ def explain_run(point: Point, configured: Configured, measured: MeasuredStep) ->
         return explanation
     hints = _hints(explanation)
     return replace(explanation, suspects=_suspects(simulator, setup, explanation), notes=(*notes, *hints))
+
+
+def _asked(point: Point, setup: Setup) -> Point:
+    """The point with what the setup trains."""
+    t = setup.training
+    return replace(
+        point,
+        batch=t.per_device_train_batch_size,
+        seq=t.sequence_length,
+        dtype=t.dtype,
+        optimizer=t.optimizer,
+        max_grad_norm=t.max_grad_norm,
+        master_weights=t.master_weights,
+    )
 
 
 def _is_rough(machine: Machine) -> bool:
@@ -364,13 +380,8 @@ def _gains(simulator: _Simulator, setup: Setup, configured: Configured, expected
 
 def _best(point: Point, setup: Setup, tokens: int) -> Prediction | None:
     """What `tierplan plan` says of the same sequences on the same machine."""
-    t = setup.training
-    sequences = (tokens or t.tokens_per_step) // t.sequence_length
-    asked = replace(
-        point, sequences=sequences, dtype=t.dtype, optimizer=t.optimizer, max_grad_norm=t.max_grad_norm,
-        master_weights=t.master_weights,
-    )  # fmt: skip
+    sequences = (tokens or setup.training.tokens_per_step) // setup.training.sequence_length
     try:
-        return best_plan(asked).result.prediction
+        return best_plan(replace(_asked(point, setup), sequences=sequences)).result.prediction
     except InfeasiblePlan:
         return None
