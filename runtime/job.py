@@ -30,7 +30,7 @@ from tierplan.runtime.ranks.group import Ranks
 from tierplan.runtime.run_result import RunResult
 from tierplan.runtime.trainer import Trainer
 from tierplan.sim.digest import digest
-from tierplan.sim.output.text import format_bytes
+from tierplan.sim.output.text import format_bytes, format_error, wrapped
 from tierplan.sim.ranks import is_pipeline, joined_trace
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.schedule_file import load_schedule
@@ -99,14 +99,14 @@ class Done:
             lines.append(f"step time {step_s:.3f} s, {self.tokens_per_step / step_s:,.0f} tokens/s")
             if self.predicted_step_s:
                 error = self.predicted_step_s / step_s - 1
-                lines[-1] += f"; predicted {self.predicted_step_s:.3f} s ({error:+.1%})"
+                lines[-1] += f"; predicted {self.predicted_step_s:.3f} s ({format_error(error)})"
                 if self.interval_s:
                     lines[-1] += f", 9 in 10 between {self.interval_s[0]:.3f} s and {self.interval_s[1]:.3f} s"
             for what, sizes in (("peak", result.peak_bytes), ("moved", result.moved_bytes)):
                 lines.append(f"{what} " + ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items()))
         lines += result.notes
         lines.append(f"written to {self.out_dir}" + ("; resume with --resume" if self.was_stopped else ""))
-        return "\n".join(lines)
+        return "\n".join(part for line in lines for part in wrapped(line))
 
     def record(self) -> dict[str, object]:
         """The same, and each step's loss, as JSON values: of the whole run, and of the steps since it was resumed."""

@@ -96,8 +96,9 @@ SHORT, LONG = 15, 24
 
 
 def wrapped(text: str, width: int = 80) -> list[str]:
-    """A paragraph as lines of so many columns, those after the first indented."""
-    return textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False)
+    """A paragraph as lines of so many columns, those after the first indented; a number keeps its per cent sign."""
+    lines = textwrap.wrap(text.replace(" %", "\xa0%"), width, subsequent_indent="  ", break_on_hyphens=False)
+    return [line.replace("\xa0%", " %") for line in lines]
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[int] = ()) -> list[str]:

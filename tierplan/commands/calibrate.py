@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
     from tierplan.commands.options.terminal import progress_bar
     from tierplan.runtime.execution.device import device_named
     from tierplan.runtime.job import stop_on_interrupt
+    from tierplan.sim.output.text import wrapped
     from tierplan.studies.evaluate import calibration_workload, machine_of
     from tierplan.validation.calibration.known import own_path
     from tierplan.validation.calibration.session import CalibrationSession
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         return 130 if is_stopped() else 0
     stopped = ["interrupted: it is made from the turns until then"] if is_stopped() else []
     use = f"use it with --calibration {target}" if args.output else "predictions that it suits are made from it"
-    say(*where, *calibration_lines(calibration), *stopped, f"written to {target}; {use}")
+    say(*where, *calibration_lines(calibration), *stopped, *wrapped(f"written to {target}; {use}"))
     return 130 if stopped else 0
 
 
@@ -112,5 +113,5 @@ def calibration_lines(calibration: Calibration) -> list[str]:
     return [
         *columns(rows, right=(1, 2)),
         f"steps of one plan took {quickest:.2f} to {slowest:.2f} times their median",
-        f"90 % interval of a prediction: {low:+.0%} to {high:+.0%}",
+        f"90 % interval of a prediction: {100 * low:+.0f} % to {100 * high:+.0f} %",
     ]

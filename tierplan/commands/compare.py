@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     interval = f"9 in 10 between {format_s(low_s)} and {format_s(high_s)} were predicted; by: {text}"
     say(
         *([f"on {where}"] if gpus else []),
-        verdict(comparison),
+        *wrapped(verdict(comparison)),
         *columns(rows, right=(1, 2, 3)),
         *wrapped(f"  {interval}"),
     )

@@ -37,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
     from tqdm import tqdm
 
+    from tierplan.sim.output.text import wrapped
     from tierplan.validation.published.page import summary_text, table_text, update_page
     from tierplan.validation.published.points import POINTS, reproduce_points
     from tierplan.validation.published.reproduce import published, reproduce, systems
@@ -69,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(record, indent=2))
         return 0
     for report in reports:
-        say(summary_text(report), *(f"  calibrated: {constant}" for constant in report.constants))
+        say(*wrapped(summary_text(report)))
+        say(*(f"  {line}" for constant in report.constants for line in wrapped(f"calibrated: {constant}", 78)))
         say(table_text(report), "")
     return 0
