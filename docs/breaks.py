@@ -1,4 +1,4 @@
-"""Where code in a sentence may break: `--json` nowhere, a path behind each of its slashes. A hook of mkdocs."""
+"""A hook of mkdocs: where code in a sentence may break. An option nowhere, a path or long name behind `/`, `.`, `_`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 
 CODE = re.compile(r"(<pre\b.*?</pre>)|(?<=<code>)([^<]+)(?=</code>)", re.DOTALL)
 OPTION = re.compile(r"(?<!\S)--?\w[\w-]*")
+SLASH = re.compile(r"(?<=\w)/(?=\w)")
+LONG = re.compile(r"[\w.]{20,}")
 
 
 def on_page_content(html: str, **_: object) -> str:
@@ -14,5 +16,6 @@ def on_page_content(html: str, **_: object) -> str:
 
 
 def with_breaks(code: str) -> str:
-    """Code of one sentence: options in one piece, and a possible break after each slash in a path."""
-    return OPTION.sub(r"<span>\g<0></span>", re.sub(r"(?<=\w)/(?=\w)", "/<wbr>", code))
+    """Code of one sentence."""
+    code = LONG.sub(lambda name: re.sub(r"(?<=[^\W_])([._])(?=\w)", r"\1<wbr>", name[0]), code)
+    return OPTION.sub(r"<span>\g<0></span>", SLASH.sub("/<wbr>", code))
