@@ -307,7 +307,7 @@ def _checksum(record: Mapping[str, Any]) -> str:
 
 
 def check_same_settings(commit: Commit, settings: Mapping[str, Any]) -> None:
-    """Raises `CommitError` unless the run to resume has these settings, as far as it noted them itself."""
+    """Raises `CommitError` unless the run to resume has these settings."""
     before, now = commit.settings, json.loads(json.dumps(settings))
     if before.get("semantics") in AT_ONCE and now.get("semantics") in AT_ONCE:
         now["semantics"] = before["semantics"]
@@ -316,7 +316,7 @@ def check_same_settings(commit: Commit, settings: Mapping[str, Any]) -> None:
 
 def _check_equal(name: str, before: object, now: object) -> None:
     if isinstance(before, Mapping) and isinstance(now, Mapping):
-        for key in sorted(before):
+        for key in sorted(before.keys() | now.keys()):
             _check_equal(f"{name}.{key}" if name else key, before.get(key), now.get(key))
     elif before != now:
         why = OTHERWISE.get(name, "that would change its numbers. Use the old setting, or start a new run")
