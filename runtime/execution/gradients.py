@@ -8,7 +8,7 @@ there, a unit's gradients are one flat buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 
@@ -29,28 +29,39 @@ def given(value: BufferValue, unit: ModelUnit) -> list[int]:
     return [k for k, gradient in enumerate(gradients_of(value, unit)) if gradient is not None]
 
 
-def sink_of(value: BufferValue, unit: ModelUnit, k: int) -> Callable[[torch.Tensor], None]:
-    """Where the gradient of parameter `k` goes: added to what is there, or put there if nothing is."""
+def lend(value: BufferValue, unit: ModelUnit) -> None:
+    """Gives autograd the gradients that are there, to add to."""
+    for (_, p), gradient in zip(unit.parameters, gradients_of(value, unit), strict=True):
+        if gradient is not None:
+            p.grad = gradient
 
-    def take(gradient: torch.Tensor) -> None:
-        old = gradients_of(value, unit)[k]
-        if old is not None:
-            old.add_(gradient)
-        elif value.gradients is not None:
-            value.gradients[k] = gradient
-        else:
-            assert value.filled is not None
-            value.filled.add(k)
-            unit.views(value.block.data.view(unit.dtype))[k].copy_(gradient)
 
-    return take
+def take_back(value: BufferValue, unit: ModelUnit, which: Iterable[int]) -> None:
+    """Takes the gradients of these parameters from autograd, which has added to them, or made them."""
+    for k in which:
+        _, p = unit.parameters[k]
+        if p.grad is not None:
+            _put(value, unit, k, p.grad)
+            p.grad = None
+
+
+def _put(value: BufferValue, unit: ModelUnit, k: int, gradient: torch.Tensor) -> None:
+    if value.gradients is not None:
+        value.gradients[k] = gradient
+    elif value.filled is not None and k not in value.filled:
+        value.filled.add(k)
+        unit.views(value.block.data.view(unit.dtype))[k].copy_(gradient)
 
 
 def take_over(value: BufferValue, unit: ModelUnit, other: BufferValue) -> None:
     """Adds the gradients that `other` has, which is given up after this."""
     for k, gradient in enumerate(gradients_of(other, unit)):
-        if gradient is not None:
-            sink_of(value, unit, k)(gradient if other.gradients is not None else gradient.clone())
+        if gradient is None:
+            continue
+        if (old := gradients_of(value, unit)[k]) is not None:
+            old.add_(gradient)
+        else:
+            _put(value, unit, k, gradient if other.gradients is not None else gradient.clone())
 
 
 def complete(value: BufferValue, unit: ModelUnit) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -20,7 +20,8 @@ from tierplan.runtime.execution.gradients import (
     gather,
     given,
     gradients_of,
-    sink_of,
+    lend,
+    take_back,
     take_over,
 )
 from tierplan.runtime.execution.instances import Call, Instance
@@ -137,7 +138,6 @@ class Bodies:
         self._running: MicroBatchRun | None = None
         """Whose forward was the last op of the compute stream, where several threads help."""
         self._position = {id(p): k for k, p in enumerate(self.parameters)}
-        self._sinks: dict[int, Callable[[torch.Tensor], None]] = {}
         self._headers: dict[str, torch.Tensor] = {}
         self._has_shards = False  # norms are those of a rank's shards
         self._kinds: Mapping[str, Callable[[Call], None]] = {
@@ -156,9 +156,6 @@ class Bodies:
             SEND: self._send,
             "leave": lambda call: None,  # the end of a pack's turn: its buffers are free now
         }
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(self._take_gradient) for u in self.units for _, p in u.parameters
-        ]
 
     def __call__(self, call: Call) -> None:
         if call.op.stream == COMPUTE and call.op.kind != "forward":
@@ -175,13 +172,11 @@ class Bodies:
             self.working.discard(call.op.stream)
 
     def close(self) -> None:
-        """Ends micro-batches that are under way, takes the hooks off the model, and lets go of the pools' memory."""
+        """Ends micro-batches that are under way, and lets go of the pools' memory."""
         for batch_run in self._runs.values():
             batch_run.cancel()
         self._runs.clear()
         self.device.settle()
-        for hook in self._hooks:
-            hook.remove()
         self.places.close()
 
     # ---- copies ----
@@ -424,55 +419,43 @@ class Bodies:
     # ---- gradients ----
 
     def _prepare_gradients(self, call: Call) -> None:
-        """Says where the gradient of each parameter goes that this backward makes.
+        """Gives autograd what this backward adds to.
 
         Gradients of one micro-batch are complete (those of a tied head included) before they are added to those of the
         micro-batches before, as in plain training.
         """
-        self._sinks.clear()
         for instance in call.writes:
             content, over = content_of(instance), instance.over
             if not isinstance(content, Gradients | TiedGradients):
                 continue
             unit = self.unit_of(content)
-            instance.value = value = (
-                BufferValue(gradients=[None] * len(unit.parameters)) if over is None else value_of(over)
-            )
-            self._aim(unit, value, range(len(unit.parameters)))
-            tied = self._tied(call, unit)
-            if tied is not None and isinstance(content, Gradients) and tied is not value:
-                self._aim(unit, tied, given(tied, unit))
+            instance.value = BufferValue(gradients=[None] * len(unit.parameters)) if over is None else value_of(over)
+            if over is not None:
+                lend(value_of(over), unit)
+            if (tied := self._tied(call, content)) is not None:
+                lend(tied, unit)
 
     def unit_of(self, content: Params | States | Gradients | TiedGradients) -> ModelUnit:
         return self.units[self._index[content.unit]]
 
-    def _tied(self, call: Call, unit: ModelUnit) -> BufferValue | None:
+    def _tied(self, call: Call, content: Gradients | TiedGradients) -> BufferValue | None:
         """The share in the unit's gradients that the op reads."""
-        read = ((content_of(x), x) for x in call.reads)
-        return next((value_of(x) for c, x in read if isinstance(c, TiedGradients) and c.unit == unit.name), None)
-
-    def _aim(self, unit: ModelUnit, value: BufferValue, which: Iterable[int]) -> None:
-        for k in which:
-            self._sinks[id(unit.parameters[k][1])] = sink_of(value, unit, k)
-
-    def _take_gradient(self, p: torch.Tensor) -> None:
-        """Called by autograd when a parameter's gradient is complete."""
-        assert p.grad is not None
-        sink = self._sinks.get(id(p))
-        if sink is not None:
-            sink(p.grad)
-            p.grad = None
+        read = ((content_of(x), x) for x in call.reads if isinstance(content, Gradients))
+        return next((value_of(x) for c, x in read if isinstance(c, TiedGradients) and c.unit == content.unit), None)
 
     def _finish_gradients(self, call: Call) -> None:
         for instance in call.writes:
             content = content_of(instance)
+            if not isinstance(content, Gradients | TiedGradients):
+                continue
+            unit, value, tied = self.unit_of(content), value_of(instance), self._tied(call, content)
+            if tied is not None and tied is not value:
+                take_back(tied, unit, given(tied, unit))
+            take_back(value, unit, range(len(unit.parameters)))
+            if tied is not None and tied is not value:
+                take_over(value, unit, tied)
             if isinstance(content, Gradients):
-                unit, value = self.unit_of(content), value_of(instance)
-                tied = self._tied(call, unit)
-                if tied is not None and tied is not value:
-                    take_over(value, unit, tied)
                 complete(value, unit)
-        self._sinks.clear()
 
     def _accumulate(self, call: Call) -> None:
         total = self.places.place(call.writes[0])
