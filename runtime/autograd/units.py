@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tierplan.runtime.memory.arena import Block
 from tierplan.runtime.tracing.record import ExpertsOnFakes
 from tierplan.sim.workloads.optimizers import in_flat_order
 
@@ -56,12 +57,21 @@ class FlatParameters:
         parts = flat_n.split([p.numel() * p.element_size() for _, p in self.parameters])
         return [part.view(p.dtype).view(p.shape) for part, (_, p) in zip(parts, self.parameters, strict=True)]
 
-    def bind(self, flat_n: torch.Tensor) -> None:
+    def views_in(self, block: Block) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """A block's memory as a flat tensor, and the parameters' parts of it."""
+        return block.once(self.layout, lambda data: (data, self.views(data)))
+
+    @functools.cached_property
+    def layout(self) -> object:
+        """Equal for parameters that lie alike."""
+        return _layout(type(self).__name__, *((p.dtype, p.shape) for _, p in self.parameters))
+
+    def bind(self, flat_n: torch.Tensor, views: Sequence[torch.Tensor] = ()) -> None:
         """Makes the model's parameters views of this flat tensor."""
         with _BINDING:
             if self.is_bound_to(flat_n.data_ptr()):
                 return
-            for (_, p), view in zip(self.parameters, self.views(flat_n), strict=True):
+            for (_, p), view in zip(self.parameters, views or self.views(flat_n), strict=True):
                 p.data = view
             self.bound = flat_n
 
@@ -121,11 +131,20 @@ class ModelUnit(FlatParameters):
         """Of both parts."""
         return (*self.parameters, *self.frozen.parameters)
 
+    def views_in(self, block: Block) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        return block.once(self.layout, lambda data: (flat_n := data.view(self.dtype), self.views(flat_n)))
+
     def views(self, flat_n: torch.Tensor) -> list[torch.Tensor]:
         """The trained parameters' parts of a flat tensor with one element per parameter, in their shapes."""
         return [part_n.view(shape) for part_n, shape in zip(flat_n.split(self.lengths), self.shapes, strict=True)]
 
 
+@functools.cache
+def _layout(*parameters: object) -> object:
+    return object()
+
+
+@functools.lru_cache(maxsize=4096)
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
     """A tensor of this shape that has no memory of its own, and reads as nan everywhere (codes, as 0)."""
     return _nan(dtype, torch.device(device)).expand(shape)

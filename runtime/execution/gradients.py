@@ -20,7 +20,7 @@ def gradients_of(value: BufferValue, unit: ModelUnit) -> list[torch.Tensor | Non
     """By parameter of the unit, its gradient, in its shape; None where there is none yet."""
     if value.gradients is not None:
         return value.gradients
-    views = unit.views(value.block.data.view(unit.dtype))
+    _, views = unit.views_in(value.block)
     return [view if value.filled is None or k in value.filled else None for k, view in enumerate(views)]
 
 
@@ -50,7 +50,7 @@ def _put(value: BufferValue, unit: ModelUnit, k: int, gradient: torch.Tensor) ->
         value.gradients[k] = gradient
     elif value.filled is not None and k not in value.filled:
         value.filled.add(k)
-        unit.views(value.block.data.view(unit.dtype))[k].copy_(gradient)
+        unit.views_in(value.block)[1][k].copy_(gradient)
 
 
 def take_over(value: BufferValue, unit: ModelUnit, other: BufferValue) -> None:
@@ -72,7 +72,7 @@ def complete(value: BufferValue, unit: ModelUnit) -> None:
                 _, p = unit.parameters[k]
                 value.gradients[k] = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
     elif value.filled is not None:
-        for k, view in enumerate(unit.views(value.block.data.view(unit.dtype))):
+        for k, view in enumerate(unit.views_in(value.block)[1]):
             if k not in value.filled:
                 view.zero_()
         value.filled = None
@@ -93,7 +93,7 @@ def flat_gradients(gradients: Iterable[torch.Tensor | None], part: range) -> lis
 def gather(value: BufferValue, unit: ModelUnit, flat: BufferValue) -> None:
     """Copies gradients on the device into a flat buffer."""
     assert value.gradients is not None
-    views = unit.views(flat.block.data.view(unit.dtype))
+    _, views = unit.views_in(flat.block)
     for gradient, view in zip(value.gradients, views, strict=True):
         if gradient is not None:
             view.copy_(gradient, non_blocking=True)

@@ -313,7 +313,7 @@ class Bodies:
                 block, unit = value_of(instance).block, self.units[self._index[content.unit]]
                 part = unit if isinstance(content, Params) else unit.frozen
                 block.unbind = part.unbind
-                part.bind(block.data.view(self.dtype) if part is unit else block.data)
+                part.bind(*part.views_in(block))
 
     def _compute_with(self, batch_run: MicroBatchRun | None) -> None:
         """The thread of this micro-batch, or the stream's own, computes now and is the one with helpers."""

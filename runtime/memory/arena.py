@@ -12,6 +12,7 @@ import mmap
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -37,6 +38,13 @@ class Block:
     pages: torch.Tensor
     unbind: Callable[[int], None] | None = None
     """Takes memory at an address away from the model's parameters that were made views of this block."""
+    _views: dict[object, Any] = field(default_factory=dict)
+
+    def once(self, key: object, make: Callable[[torch.Tensor], Any]) -> Any:
+        """What `make` makes of `data`, such as views of it: made once for as long as the memory is the pool's."""
+        if key not in self._views:
+            self._views[key] = make(self.data)
+        return self._views[key]
 
 
 def map_host(size_bytes: int, *, for_transfers: bool = False) -> torch.Tensor:
@@ -79,8 +87,8 @@ class Pool:
     mapped_bytes: int = 0
     others_bytes: int = 0
     """Granted in this tier to tensors that are not in blocks of the pool."""
-    _spare: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    _lent: dict[int, torch.Tensor] = field(default_factory=dict)
+    _spare: dict[int, list[Block]] = field(default_factory=dict)
+    _lent: dict[int, Block] = field(default_factory=dict)
     """By address."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -91,9 +99,7 @@ class Pool:
             self.lent_bytes += room
             spare = self._spare.get(room)
             if spare:
-                pages = spare.pop()
-                self._lent[pages.data_ptr()] = pages
-                return Block(pages[:size_bytes], pages)
+                return self._lend(spare.pop(), size_bytes)
             self._shed(room)
             self.mapped_bytes += room
         try:  # out of the lock: mapping and pinning take long
@@ -104,8 +110,13 @@ class Pool:
                 self.mapped_bytes -= room
             raise
         with self._lock:
-            self._lent[pages.data_ptr()] = pages
-        return Block(pages[:size_bytes], pages)
+            return self._lend(Block(pages[:size_bytes], pages), size_bytes)
+
+    def _lend(self, block: Block, size_bytes: int) -> Block:
+        if block.data.numel() != size_bytes:
+            block = Block(block.pages[:size_bytes], block.pages)
+        self._lent[block.pages.data_ptr()] = block
+        return block
 
     def has_spare(self, size_bytes: int) -> bool:
         """Whether memory that is mapped already serves for a block of this size."""
@@ -130,7 +141,8 @@ class Pool:
             room = block.pages.numel()
             self.lent_bytes -= room
             del self._lent[block.pages.data_ptr()]
-            self._spare.setdefault(room, []).append(block.pages)
+            block.unbind = None
+            self._spare.setdefault(room, []).append(block)
 
     def make_room(self, size_bytes: int) -> None:
         """Others will hold so many bytes more (fewer, where it is negative)."""
@@ -147,7 +159,8 @@ class Pool:
     def close(self) -> None:
         """Lets go of all memory, lent or not. Nothing may move any more."""
         with self._lock:
-            for pages in (*self._lent.values(), *(pages for spare in self._spare.values() for pages in spare)):
+            spare = (block for blocks in self._spare.values() for block in blocks)
+            for pages in [block.pages for block in (*self._lent.values(), *spare)]:
                 self.release(pages)
             self._lent.clear()
             self._spare.clear()
@@ -157,5 +170,5 @@ class Pool:
         """Drops spare blocks, largest first, until `room` more bytes fit or none is left."""
         for size in sorted(self._spare, reverse=True):
             while self._spare[size] and self.mapped_bytes + self.others_bytes + room > self.capacity_bytes:
-                self.release(self._spare[size].pop())
+                self.release(self._spare[size].pop().pages)
                 self.mapped_bytes -= size

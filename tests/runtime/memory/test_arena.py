@@ -91,7 +91,7 @@ def test_workers_may_be_forked_while_drives_fill_pages(tmp_path: Path) -> None:
         with Trainer(schedule, model, nvme_dir=tmp_path) as trainer:
             trainer.run(batches[:2], 2)
             pool = trainer._bodies.places.host_pool  # type: ignore[union-attr]
-            blocks = [pages.data_ptr() for spare in pool._spare.values() for pages in spare]
+            blocks = [block.pages.data_ptr() for spare in pool._spare.values() for block in spare]
             flags = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) |VmFlags: (.*)", Path("/proc/self/smaps").read_text(), re.M)
             kept = [  # "wf": wiped in a forked process
                 range(int(begin, 16), int(end, 16))
