@@ -83,10 +83,12 @@ def flat_gradients(gradients: Iterable[torch.Tensor | None], part: range) -> lis
     pieces, begin = [], 0
     for gradient in gradients:
         assert gradient is not None, "a gradient that is complete has all of its unit's"
-        own = slice(max(part.start - begin, 0), max(part.stop - begin, 0))
-        begin += gradient.numel()
-        if own.start < gradient.numel() and own.stop > own.start:
-            pieces.append(gradient.view(-1)[own])
+        length = gradient.numel()
+        own = range(length)[max(part.start - begin, 0) : max(part.stop - begin, 0)]
+        begin += length
+        if own:
+            flat = gradient.view(-1)
+            pieces.append(flat if len(own) == length else flat[own.start : own.stop])
     return pieces
 
 

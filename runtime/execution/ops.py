@@ -42,7 +42,7 @@ from tierplan.runtime.memory.store import Extent
 from tierplan.runtime.optim.adam import OptimizerSettings, update_states
 from tierplan.runtime.optim.groups import segments
 from tierplan.runtime.optim.norms import global_norm
-from tierplan.runtime.optim.states import layout_of
+from tierplan.runtime.optim.states import View, layout_of
 from tierplan.runtime.ranks.collectives import (
     copy_bytes,
     do_collective,
@@ -515,9 +515,13 @@ class Bodies:
         def of_part(flat: torch.Tensor) -> torch.Tensor:
             return flat if flat.numel() == len(part) else flat[part.start : part.stop]
 
+        def views_of(memory: torch.Tensor) -> list[View]:
+            return list(layout.views(memory, part))
+
         flat = of_part(params.block.data.view(self.dtype))
+        views = [] if states is None else states.block.once((unit.name, part), views_of)
         if grads.is_absent:
-            for view in layout.views(states.block.data, part) if states and self.has_master else ():
+            for view in views if self.has_master else ():
                 flat[view.begin - part.start :][: view.length].copy_(view.tensors["master"])
             return
         is_fp32 = isinstance(content_of(call.reads[0]), CastGradients)
@@ -532,7 +536,7 @@ class Bodies:
             update_states(
                 flat,
                 gradient,
-                states.block.data if states else None,
+                views,
                 layout,
                 self.optimizer,
                 part=part,

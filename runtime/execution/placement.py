@@ -217,12 +217,12 @@ class Placement:
         part = own_part(grads, unit, bodies.ranks)
         own = params if len(params) == len(part) else params[part.start : part.stop]
         if not value_of(grads).is_absent:
-            done = self.executor.num_steps_done
+            done, layout = self.executor.num_steps_done, bodies.layouts[name]
             update_states(
                 own,
                 bodies.places.read(grads).view(bodies.dtype),
-                states,
-                bodies.layouts[name],
+                [] if states is None else list(layout.views(states, part)),
+                layout,
                 bodies.optimizer,
                 part=part,
                 step=done,

@@ -26,7 +26,7 @@ from torch import get_num_threads
 
 from tierplan.runtime.optim.codes import round_by_chance
 from tierplan.runtime.optim.kernels import OptimizerStep, kernel_of
-from tierplan.runtime.optim.states import MASTER_BYTES, StateLayout, layout_of
+from tierplan.runtime.optim.states import MASTER_BYTES, StateLayout, View, layout_of
 from tierplan.sim.workloads.optimizers import VECTOR_ELEMENTS, optimizer_of
 
 CHUNK_ELEMENTS = 1 << 20
@@ -85,7 +85,7 @@ def state_regions(states: torch.Tensor, *, optimizer: str, has_master: bool) -> 
 def update_states(
     params: torch.Tensor,
     grads: torch.Tensor | Sequence[torch.Tensor],
-    states: torch.Tensor | None,
+    views: Sequence[View],
     layout: StateLayout,
     settings: OptimizerSettings,
     *,
@@ -96,9 +96,8 @@ def update_states(
     segments: Sequence[Segment] = (),
     label: str = "",
 ) -> None:
-    """One optimizer step of a part of a unit, as `update_flat`, with its states (uint8) as they lie in memory."""
+    """One optimizer step of a part of a unit, as `update_flat`, with its states as they lie in memory."""
     given: dict[str, Any] = {"step": step, "lr": lr, "clip": clip, "label": label}
-    views = [] if states is None else list(layout.views(states, part))
     if layout.optimizer.is_flat:
         regions = views[0].tensors if views else {}
         update_flat(params, grads, regions, settings, segments=segments, begin=part.start, **given)

@@ -7,6 +7,7 @@ stand for. Whether it sees whole parameters is for the optimizer's `grain` to sa
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from tierplan.runtime.optim.adam import OptimizerSettings
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class OptimizerStep:
     """One step: everything is changed in place but the gradient."""
 
@@ -54,7 +55,7 @@ class OptimizerStep:
 def _adamw(s: OptimizerStep) -> None:
     """`torch.optim.AdamW(fused=True)`; with moments in 8 or 4 bits torchao's, whose operations are not fused."""
     first, second, (beta1, beta2) = s.moments["first"], s.moments["second"], s.settings.betas
-    number = torch.tensor(float(s.number), dtype=torch.float32, device=s.target.device)
+    number = _as_tensor(s.number, s.target.device)
     if not s.is_coded:
         torch._fused_adamw_(
             [s.target], [s.grad], [first], [second], [], [number], lr=s.lr, beta1=beta1, beta2=beta2,
@@ -69,6 +70,11 @@ def _adamw(s: OptimizerStep) -> None:
     second.copy_(square)
     denominator = (square.sqrt() / (1 - beta2**number).sqrt()) + s.settings.eps
     s.target.copy_(exact - lr * (mean / (1 - beta1**number)) / denominator)
+
+
+@functools.lru_cache(maxsize=4)
+def _as_tensor(number: int, device: torch.device) -> torch.Tensor:
+    return torch.tensor(float(number), dtype=torch.float32, device=device)
 
 
 def _sgd(s: OptimizerStep) -> None:

@@ -53,7 +53,8 @@ def trained(spec: str, dtype: str, num_parts: int, *, has_master: bool = False) 
         grad = torch.cat([g.view(-1) for g in grads])
         for held, part in zip(states, parts, strict=True):
             here = slice(part.start, part.stop)
-            update_states(flat[here], grad[here], held, of, settings, part=part, step=number, lr=settings.lr)
+            views = list(of.views(held, part))
+            update_states(flat[here], grad[here], views, of, settings, part=part, step=number, lr=settings.lr)
     return flat, of.join(states)
 
 
