@@ -204,9 +204,9 @@ class Bodies:
             self.places.drives.read(old.place, new.block.pages)
         elif old.place is None and old.handle is not None:
             parts = old.handle.parts()
-            expect(source, sum(part.numel() for part in parts))
-            for part, room in zip(parts, new.block.data.split([part.numel() for part in parts]), strict=True):
-                room.copy_(part, non_blocking=True)
+            sizes_bytes = [part.numel() for part in parts]
+            expect(source, sum(sizes_bytes))
+            torch._foreach_copy_(new.block.data.split(sizes_bytes), parts, non_blocking=True)
         else:
             copy_bytes(new.block.data, self._memory(source), call.op.unit, self.units, self.ranks)
         if new.handle is not None and target.buffer.tier == DEVICE:
@@ -219,12 +219,10 @@ class Bodies:
 
         What an op may make beside its buffers is declared on that condition.
         """
-        arrived = []
-        for part in self._memory(source).split(handle.sizes_bytes):
-            memory = torch.empty(part.numel(), dtype=torch.uint8, device=self.device.torch_device)
-            memory.copy_(part, non_blocking=True)
+        parts, device = self._memory(source).split(handle.sizes_bytes), self.device.torch_device
+        arrived = [part.to(device, non_blocking=True, copy=True) for part in parts]
+        for memory in arrived:
             self.device.lend(memory, COMPUTE)
-            arrived.append(memory)
         target.value = BufferValue(handle=handle, arrived=arrived)
 
     def _encode(self, call: Call) -> None:
