@@ -11,7 +11,6 @@ are installed from the folder `--wheels`, which `pip download -d wheels -c const
 from __future__ import annotations
 
 import argparse
-import ctypes
 import fcntl
 import importlib.util
 import json
@@ -25,13 +24,17 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 SLICE_S = 480.0
-PR_SET_PDEATHSIG = 1
-"""Of <sys/prctl.h>."""
+ENDS_WITH_PARENT = (
+    "import ctypes, os, signal, sys; PR_SET_PDEATHSIG = 1\n"
+    "ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)\n"
+    "os.getppid() == int(sys.argv[1]) and os.execvp(sys.argv[2], sys.argv[2:])"
+)
+"""Starts a command that is killed when this process ends, unless it has ended by then. Not in a `preexec_fn`: with one,
+starting a process needs as much memory as this one has."""
 ROOT = Path(__file__).parent.parent
 NEEDED = ("simpy", "scipy", "numba", "highspy", "networkx", "matplotlib", "tqdm", "tomli_w", "msgspec", "yaml", "rich",
           "shtab", "transformers", "safetensors", "xxhash", "pytest", "hypothesis")  # fmt: skip
@@ -61,7 +64,7 @@ def run_slices(slices: Sequence[Slice], out: Path, *, limit_s: float = SLICE_S) 
 
 
 def _run_slices(slices: Sequence[Slice], out: Path, limit_s: float) -> dict[str, Any]:
-    die_with_parent = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
+    ending_with_this = (sys.executable, "-I", "-c", ENDS_WITH_PARENT, str(os.getpid()))
     state_path = out / "state.json"
     state: dict[str, Any] = json.loads(state_path.read_text()) if state_path.exists() else {}
     (out / "logs").mkdir(parents=True, exist_ok=True)
@@ -71,9 +74,8 @@ def _run_slices(slices: Sequence[Slice], out: Path, limit_s: float) -> dict[str,
         print(f"{one.name} ...", end=" ", flush=True)
         began_s = time.monotonic()
         with (out / "logs" / f"{one.name.replace('/', '-')}.log").open("w") as log:
-            process = subprocess.Popen(
-                one.command, stdout=log, stderr=log, cwd=ROOT, start_new_session=True, preexec_fn=die_with_parent
-            )
+            command = (*ending_with_this, *one.command)
+            process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, start_new_session=True)
             try:
                 code = process.wait(limit_s)
                 result = "done" if code == 0 else f"exit status {code}"
