@@ -6,18 +6,24 @@ rest cut into shards.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 from tierplan.hwmodels.names import COMPUTE
 from tierplan.planner.milp.amounts import Problem
 from tierplan.planner.milp.bounds import Bound, compute_s
-from tierplan.planner.plan import Plan
+from tierplan.planner.plan import Plan, UnitwisePlan
 from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.planner.search.incumbents import Incumbents
 from tierplan.planner.several_devices.pack_search import improve_packs
 
 SHARE_OF_PACKS, SHARE_OF_PACKS_ALONE = 0.6, 0.95
 """Of the budget, what the search over packs may take: beside other plans, and where only packs are allowed."""
+WAYS_TO_EXCHANGE: Sequence[tuple[Literal["last", "each"], Literal["nothing", "all"]]] = (
+    ("last", "nothing"), ("last", "all"), ("each", "nothing"), ("each", "all"),
+)  # fmt: skip
+"""Of gradients and parameters: `Sharing.reduces` and `Sharing.keeps`."""
 
 
 def search_packs(incumbents: Incumbents, simulate_plan: PlanSimulator, *, num_ops: float, seed: int) -> None:
@@ -36,9 +42,23 @@ def bound_of_packs(problem: Problem, num_devices: int) -> float:
 
 
 def on_all_devices(incumbents: Incumbents, simulate_plan: PlanSimulator, num_devices: int) -> None:
-    """The best plan of one device on all of them, each with its own micro-batches, the rest cut into shards."""
-    if incumbents.plain is not None:
-        incumbents.consider(simulate_plan(replace(incumbents.plain.plan, devices=num_devices)))
+    """The best plan of one device on all of them, each with its own micro-batches, the rest cut into shards; and the
+    best so far, if it is of this kind, with other ways to exchange the shards."""
+    starts = [] if incumbents.plain is None else [incumbents.plain.plan]
+    best = incumbents.best and incumbents.best.plan
+    if isinstance(best, UnitwisePlan) and best.devices > 1 and best.sharing.divided == "all":
+        starts.append(best)
+    for start in starts:
+        exchanging(start, incumbents, simulate_plan, num_devices)
+        if simulate_plan.budget.is_out_of_time:
+            return
+
+
+def exchanging(start: UnitwisePlan, incumbents: Incumbents, simulate_plan: PlanSimulator, num_devices: int) -> None:
+    """A plan on all devices, cut into shards that are exchanged in the quickest way."""
+    for reduces, keeps in WAYS_TO_EXCHANGE:
+        sharing = replace(start.sharing, reduces=reduces, keeps=keeps)
+        incumbents.consider(simulate_plan(replace(start, devices=num_devices, sharing=sharing)))
 
 
 def bound_by_compute(problem: Problem, plan: Plan, num_devices: int) -> Bound:

@@ -1,11 +1,15 @@
-"""Which policies' devices share the micro-batches of one step."""
+"""Plans of several devices: whose micro-batches are shared, and how shards are exchanged."""
 
 from __future__ import annotations
+
+from itertools import product
 
 import pytest
 
 from tierplan.planner.plan_rules import PlanError
+from tierplan.planner.planning import plan
 from tierplan.planner.policies import POLICIES, SHARED, decide
+from tierplan.planner.prediction import predict
 from tierplan.studies.evaluate import machine_of, workload_at
 from tierplan.studies.study import Point
 
@@ -22,3 +26,18 @@ def test_policies_are_as_they_are_named() -> None:
         except PlanError as error:
             pytest.fail(f"{name}: {error}")
     assert shared == SHARED
+
+
+def test_no_way_to_exchange_shards_is_quicker_than_the_plan() -> None:
+    """Where the whole model has no room on a device, and shards of it have: whatever FSDP is told."""
+    point = Point(
+        model="gpt2-large", machine="ssdtrain-a100", batch=2, accumulation=1, overrides={"gpu.capacity": "14 GiB"}
+    )
+    machine = machine_of(point)
+    workload = workload_at(point, machine)
+    assert not predict("in-memory", workload, machine).fits
+    planned = plan(workload, machine, time_limit_s=0.2, batches="each")
+    for reduces, reshard, checkpointing in product(("each", "last"), ("on", "off"), ("on", "off")):
+        options = {"reduces": reduces, "reshard": reshard, "checkpointing": checkpointing}
+        step_s = predict("fsdp", workload, machine, options).step_s
+        assert step_s is None or planned.step_s <= step_s, options
