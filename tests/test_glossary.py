@@ -6,6 +6,7 @@ import io
 import pkgutil
 import re
 import tokenize
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -39,8 +40,11 @@ def names(path: Path) -> set[str]:
 
 
 def is_there(dotted: str) -> bool:
-    """Whether `module.Class.field` exists below `tierplan`; fields of dataclasses count."""
+    """Whether `module.Class.field` exists below `tierplan`; modules and fields of dataclasses count."""
     owner, _, last = f"tierplan.{dotted}".rpartition(".")
+    with suppress(AttributeError, ImportError):
+        pkgutil.resolve_name(f"tierplan.{dotted}")  # which imports a module
+        return True
     thing = pkgutil.resolve_name(owner)
     return hasattr(thing, last) or last in getattr(thing, "__annotations__", {})
 
