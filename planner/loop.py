@@ -18,7 +18,7 @@ from tierplan.planner.lowering import Lowering
 from tierplan.planner.milp.amounts import Problem, problem
 from tierplan.planner.milp.bounds import Bound, Shortage, lower_bound, shortages
 from tierplan.planner.milp.program import SOLVER, Solver
-from tierplan.planner.plan import Plan, UnitPlan, UnitwisePlan, plain_semantics
+from tierplan.planner.plan import Plan, UnitwisePlan, plain_semantics
 from tierplan.planner.plan_rules import Order, PlanError
 from tierplan.planner.policies import NEED_SEVERAL_DEVICES, POLICIES, SHARED, comparable
 from tierplan.planner.prediction import predicted
@@ -360,10 +360,10 @@ class Search:
             candidate = self.simulate_plan(self.known.plan)
             seeds.consider(candidate)
             self.incumbents.consider(candidate)
-        if self.num_devices > 1 and self.semantics != "delayed-1":  # a shard may fit where the whole does not
-            units = (UnitPlan(),) * len(self.workload.units)
-            in_memory = UnitwisePlan(policy="planner", units=units, semantics="exact-clip")
-            exchanging(in_memory, self.incumbents, self.simulate_plan, self.num_devices)
+        if self.num_devices > 1 and self.batches != "shared":  # a shard may fit where the whole does not
+            sharded = POLICIES["in-memory"](self.workload, self.machine, {"sharing": "fsdp"})
+            if isinstance(sharded, UnitwisePlan) and is_same(sharded):
+                exchanging(sharded, self.incumbents, self.simulate_plan, self.num_devices)
         self.budget.ops_left = self.budget.num_ops  # comparing is beside the budget of the search
         return {name: partial(result, name) for name in POLICIES if name in names}, seeds
 

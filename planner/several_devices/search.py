@@ -14,6 +14,7 @@ from tierplan.hwmodels.names import COMPUTE
 from tierplan.planner.milp.amounts import Problem
 from tierplan.planner.milp.bounds import Bound, compute_s
 from tierplan.planner.plan import Plan, UnitwisePlan
+from tierplan.planner.plan_rules import PLANNER
 from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.planner.search.incumbents import Incumbents
 from tierplan.planner.several_devices.pack_search import improve_packs
@@ -58,7 +59,8 @@ def exchanging(start: UnitwisePlan, incumbents: Incumbents, simulate_plan: PlanS
     """A plan on all devices, cut into shards that are exchanged in the quickest way."""
     for reduces, keeps in WAYS_TO_EXCHANGE:
         sharing = replace(start.sharing, reduces=reduces, keeps=keeps)
-        incumbents.consider(simulate_plan(replace(start, devices=num_devices, sharing=sharing)))
+        changed = replace(start, policy=PLANNER, options={}, devices=num_devices, sharing=sharing)
+        incumbents.consider(simulate_plan(changed))
 
 
 def bound_by_compute(problem: Problem, plan: Plan, num_devices: int) -> Bound:
