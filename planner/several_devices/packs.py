@@ -12,7 +12,7 @@ runtime.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, product
 
@@ -60,7 +60,7 @@ from tierplan.sim.workloads.workload import Amounts, Unit, Workload, total_work
 
 def pack_schedule(plan: PackPlan, workload: Workload, machine: Machine) -> Schedule:
     """The schedule of one step of a plan that has been checked, with one op for each pack and micro-batch."""
-    return PackLowering(plan, workload).schedule(machine)
+    return PackLowering(plan, workload, machine).schedule()
 
 
 @dataclass
@@ -90,8 +90,8 @@ class Task:
 class PackLowering:
     """Builds the schedule turn by turn, with one op per pack; `packs_unitwise` overrides what differs unit by unit."""
 
-    def __init__(self, plan: PackPlan, workload: Workload) -> None:
-        self.plan, self.packs, self.workload = plan, plan.packs, workload
+    def __init__(self, plan: PackPlan, workload: Workload, machine: Machine) -> None:
+        self.plan, self.packs, self.workload, self.machine = plan, plan.packs, workload, machine
         self.units, self.training = workload.units, workload.training
         self.builder = Builder()
         self.params_home: dict[str, str] = {}
@@ -104,8 +104,9 @@ class PackLowering:
         self.sums: dict[int, str] = {}  # by first unit of a backward pack: its gradients in host memory
         self.brought: dict[tuple[str, int, int], str] = {}  # as `handed`: host memory that is free when it has come
         self.stash_at = {a for a, _ in self.packs.backward[:-1]}
-        self.links: set[str] = set()
+        self.links = {stream.name for stream in machine.streams}
         self.at, self.first = 0, 0  # the turn's device and first unit
+        self.may_begin: dict[int, list[str]] = {}  # device -> keys that its next op comes after, beside what it reads
         self.norms: list[str] = []
         self.coefficients: list[str] = []  # of clipping, one in each host memory
         self.num_memories = 1
@@ -135,9 +136,13 @@ class PackLowering:
                 rounds.append([Task(phase, a, b, d, is_last, tuple(share), is_final) for d, share in enumerate(shares)])
         return rounds
 
-    def schedule(self, machine: Machine) -> Schedule:
-        self.links = {stream.name for stream in machine.streams}
+    def schedule(self) -> Schedule:
         self._declare_homes()
+        self._take_turns()
+        name = f"{self.plan.policy} {self.workload.name}"
+        return self.builder.schedule(name, tiers_of(self.machine), step=self.step(), meta=self.meta())
+
+    def _take_turns(self) -> None:
         before: dict[int, list[Task]] = {d: [] for d in range(self.packs.devices)}
         rounds = self._rounds()
         if self.packs.late_updates:
@@ -157,11 +162,9 @@ class PackLowering:
             self._coefficients()
             for task in reversed([tasks[0] for tasks in rounds if tasks[0].phase == "bwd" and tasks[0].is_final]):
                 self._update(task)  # the next step needs the first pack first
-        name = f"{self.plan.policy} {self.workload.name}"
-        return self.builder.schedule(name, tiers_of(machine), step=self.step(), meta=self.meta(machine))
 
-    def meta(self, machine: Machine) -> dict[str, object]:
-        return facts_of(self.plan, self.workload, machine, devices=self.packs.devices, form=self.packs.form)
+    def meta(self) -> dict[str, object]:
+        return facts_of(self.plan, self.workload, self.machine, devices=self.packs.devices, form=self.packs.form)
 
     def step(self) -> StepSpec | None:
         """What the runtime has to know; nothing where it executes no such schedule."""
@@ -320,8 +323,7 @@ class PackLowering:
         y = self.builder.buffer(Input(self.units[end].name, m), gpu, units[-1].output_bytes, "acts")
         size = max(u.saved_bytes + u.forward_work_bytes for u in units)
         work = self.builder.buffer(Transient(key), gpu, size, "work")
-        reads = [*params, *([x] if x else [])]
-        self._op(key, "forward", total_work(u.forward for u in units), reads, [y, work], units[0], m)
+        self._op(key, "forward", total_work(u.forward for u in units), [*params, x], [y, work], units[0], m)
         return key, y
 
     def _no_input(self, unit: int, m: int) -> str:
@@ -358,10 +360,9 @@ class PackLowering:
         pack = self.pack(task)
         size = sum(u.saved_bytes for u in units) + sum(u.input_bytes for u in units[1:])
         acts = self.builder.buffer(PackActs(pack, m), gpu, size, "acts")
-        reads = [*params, *([x] if x else [])]
         flops = total_work(u.forward for u in units)
-        task.again.append(self._op(recompute_key(pack, m), "recompute", flops, reads, [acts], units[0], m))
-        reads += [acts, *([dy] if dy else [])]
+        task.again.append(self._op(recompute_key(pack, m), "recompute", flops, [*params, x], [acts], units[0], m))
+        reads = [*params, x, acts, dy, grads]
         size = sum(u.num_trained for u in units) * self.training.grad_bytes
         backward = backward_key(pack, m)
         size_bytes = max(u.backward_work_bytes for u in units)
@@ -370,7 +371,6 @@ class PackLowering:
             content = Gradients(pack, device=task.device if self.packs.devices > 1 else None)
             grads = self.builder.buffer(content, gpu, size, "grads")
         else:
-            reads.append(grads)
             grads = self.builder.over(grads)
         writes.append(grads)
         if task.first > 0:
@@ -383,13 +383,13 @@ class PackLowering:
         return grads
 
     def _op(
-        self, key: str, kind: str, work: Amounts, reads: list[str], writes: list[str], unit: Unit, m: int,
-        after: Sequence[str] = (),
-    ) -> str:  # fmt: skip
+        self, key: str, kind: str, work: Amounts, reads: Iterable[str | None], writes: Iterable[str], unit: Unit, m: int
+    ) -> str:
         """Adds an op that computes; its key."""
+        read, after = filter(None, reads), self.may_begin.pop(self.at, ())
         stream = compute(self.at)
         return self.builder.op(
-            key, stream, kind, work=work, reads=reads, writes=writes, after=after, unit=unit.name, m=m
+            key, stream, kind, work=work, reads=read, writes=writes, after=after, unit=unit.name, m=m
         )
 
     # ---- the end of a turn ----
@@ -440,8 +440,9 @@ class PackLowering:
                 self.norms.append(self.builder.buffer(Norm(unit.name), HOST, NORM_BYTES, "work"))
                 work = {"elementwise_bytes": unit.num_trained * self.training.grad_bytes}
                 key, writes = self._key_on(task.device, op_key("norm", unit.name)), self.norms[-1:]
+                stream = self._updates_on(task.device)
                 self.builder.op(
-                    key, HOST_ADAM, "norm", work=work, reads=reads[:1], writes=writes, after=after, unit=unit.name
+                    key, stream, "norm", work=work, reads=reads[:1], writes=writes, after=after, unit=unit.name
                 )
 
     def _coefficients(self) -> None:
@@ -465,11 +466,13 @@ class PackLowering:
                     writes.append(homes[unit.name])
             if self.coefficients:
                 reads.append(self.coefficients[task.device % self.num_memories])
-            work = self.training.host_work(unit)
-            key = self._key_on(task.device, States(unit.name).update_key)
-            self.builder.op(
-                key, HOST_ADAM, "update", work=work, reads=reads, writes=writes, after=after, unit=unit.name
-            )
+            stream, key = self._updates_on(task.device), self._key_on(task.device, States(unit.name).update_key)
+            work = (self.training.host_work if stream == HOST_ADAM else self.training.update_work)(unit)
+            self.builder.op(key, stream, "update", work=work, reads=reads, writes=writes, after=after, unit=unit.name)
+
+    def _updates_on(self, device: int) -> str:
+        """The stream of updates, and of what they wait for."""
+        return HOST_ADAM
 
     def _key_on(self, device: int, key: str) -> str:
         """What the host does for a device: said where each has host memory of its own."""
