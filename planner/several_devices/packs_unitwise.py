@@ -114,18 +114,16 @@ class _UnitwiseLowering(PackLowering):
         writes = [*writes, *filter(None, (y, acts)), *self.builder.work(key, work_bytes, gpu)]
         return self._op(key, kind, work or unit.forward, reads, writes, unit, m), y, acts
 
-    def _run_forward(self, start: int, end: int, m: int, x: str | None, params: list[str]) -> tuple[str, str | None]:
+    def _run_forward(self, task: Task, start: int, end: int, m: int, x: str | None) -> tuple[str, str | None]:
         for u in range(start, end):
-            key, x, _ = self._run("forward", u, m, [*self._params_of(self.units[u], params), x])
+            key, x, _ = self._run("forward", u, m, [*self._params_of(self.units[u], task.params), x])
         return key, x
 
-    def _backward(
-        self, task: Task, m: int, x: str | None, dy: str | None, params: list[str], grads: str | None
-    ) -> str | None:
+    def _backward(self, task: Task, m: int, x: str | None, dy: str | None) -> None:
         inputs: dict[int, str | None] = {task.first: x}
         acts: dict[int, str | None] = {}
         kind, saved = ("forward", KeptActs) if task.is_last else ("recompute", RecomputedActs)
-        own_params = {u: self._params_of(self.units[u], params) for u in range(task.first, task.end)}
+        own_params = {u: self._params_of(unit, task.params) for u, unit in enumerate(task.units, task.first)}
         for u in range(task.first, task.end):
             hands_over, reads = u + 1 < task.end, [*own_params[u], inputs[u]]
             key, inputs[u + 1], acts[u] = self._run(kind, u, m, reads, saved=saved, hands_over=hands_over)
@@ -135,12 +133,11 @@ class _UnitwiseLowering(PackLowering):
             key, dy = self._unit_backward(u, m, reads)
         task.computes.append(key)
         if dy:
-            self._leaves("dx", task.first, m, dy, task, self._device_after(task))
+            self._leaves("dx", task.first, m, dy, task)
         for (owner, batch), tied in self.tied.items():
             if batch == m and self.builder.buffers[tied].tier != HOST:
                 label, u = copy_key("offload", TiedGradients(owner, m)), self.units.index(self.by_name[owner])
                 self.tied[owner, batch] = self._to_host(label, tied, u, m=m)
-        return None
 
     def _unit_backward(self, u: int, m: int, reads: list[str | None]) -> tuple[str, str | None]:
         """A unit's backward: the op's key, and the gradient of its input."""
@@ -173,15 +170,15 @@ class _UnitwiseLowering(PackLowering):
 
     # ---- the end of a turn ----
 
-    def _gradients(self, tasks: list[Task], grads: list[str]) -> None:
+    def _gradients(self, tasks: list[Task]) -> None:
         (task,) = tasks
-        for u, unit in enumerate(self.between(task.first, task.end), task.first):
+        for u, unit in enumerate(task.units, task.first):
             if unit.num_trained:
                 label, on_device = copy_key("offload", Gradients(unit.name)), self.grads[unit.name]
                 self.grads[unit.name] = self._to_host(label, on_device, u, after=task.computes[-1:])
 
     def _gradients_gone(self, task: Task) -> list[str]:
-        units = self.between(task.first, task.end)
+        units = task.units
         return [copy_key("offload", Gradients(unit.name)) for unit in units if unit.num_trained]
 
     def _arrived(self, task: Task, unit: Unit) -> tuple[list[str], list[str]]:
@@ -216,9 +213,9 @@ class Pipeline(_UnitwiseLowering):
             if size := self.training.states_bytes(unit):
                 self.states_home[unit.name] = self.builder.home(States(unit.name), HOST, size, "states", owner=own)
 
-    def _turn(self, task: Task, before: list[Task]) -> str | None:
+    def _turn(self, task: Task) -> None:
         self.params_home = self.homes[task.device]
-        return super()._turn(task, before)
+        super()._turn(task)
 
     def _beside(self, u: int, kind: str) -> int:
         embed = self.units[0]  # by which the model's own forward leads to the turn's first unit
@@ -227,7 +224,7 @@ class Pipeline(_UnitwiseLowering):
     def _from_peer(self, key: str, source: str, target: int, after: list[str], m: int) -> str:
         return add_send(self.builder, self.links, key, source, target, m=m, after=after)
 
-    def _leaves(self, what: str, unit: int, m: int, buffer: str, task: Task, to_device: int) -> None:
+    def _leaves(self, what: str, unit: int, m: int, buffer: str, task: Task) -> None:
         self.handed[what, unit, m] = buffer
 
     def _to_host(self, key: str, buffer: str, u: int, *, m: int = 0, after: Sequence[str] = ()) -> str:
@@ -238,7 +235,7 @@ class Pipeline(_UnitwiseLowering):
     def _update(self, task: Task) -> None:
         self.params_home = self.homes[task.device]
         super()._update(task)
-        for unit in self.between(task.first, task.end):
+        for unit in task.units:
             for d, homes in enumerate(self.homes):
                 if d != task.device and unit.name in homes:
                     key, new = copy_key("send", self._new_params(unit, d)), self.params_home[unit.name]

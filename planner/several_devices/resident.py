@@ -61,7 +61,7 @@ class _Resident(Pipeline):
             for self.at, own in enumerate(turns):
                 if own and self._is_ready(*own[0]):
                     self._stage(*own.pop(0))
-        tasks = [Task("bwd", u, u + 1, d) for u, d in enumerate(self.own) if self.units[u].num_trained]
+        tasks = [Task("bwd", u, (unit,), self.own[u]) for u, unit in enumerate(self.units) if unit.num_trained]
         if self.training.max_grad_norm is not None:
             for task in tasks:
                 self._norms(task)
