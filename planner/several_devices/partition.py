@@ -92,11 +92,9 @@ class _Partition:
             return b.tier != DEVICE and self.home.get(b.content) == DEVICE  # on the way home
         if b.tier != DEVICE or b.kind == "params":
             return True
-        match b.kind:
-            case "states":
-                return self.sharing.divided != "nothing"
-            case _:
-                return self._is_summed_at_once(b) and self.sharing.divided in ("all", "gradients")
+        if b.kind == "states":
+            return self.sharing.divided != "nothing"
+        return self._is_summed_at_once(b) and self.sharing.divided in ("all", "gradients")
 
     def _is_border(self, b: Buffer) -> bool:
         """Whether it passes from unit to unit, or belongs to all of them."""
@@ -133,10 +131,9 @@ class _Partition:
     def _shard_bytes(self, b: Buffer, r: int) -> int:
         """A device's share, of whole values where there is one for each parameter, as the runtime cuts them."""
         length = self.lengths.get(getattr(parse_content(b.content), "unit", ""), 0)
-        is_flat = length and b.size_bytes % length == 0 and not self.cuts_tensors
-        return (
-            len(shard(range(length), r, self.n)) * (b.size_bytes // length) if is_flat else -(-b.size_bytes // self.n)
-        )
+        if length and b.size_bytes % length == 0 and not self.cuts_tensors:
+            return len(shard(range(length), r, self.n)) * (b.size_bytes // length)
+        return -(-b.size_bytes // self.n)
 
     def _all(self, names: Iterable[str]) -> list[str]:
         return [self._name(name, r) for name in names for r in self._ranks(name)]
@@ -156,6 +153,10 @@ class _Partition:
             for name, r in product(updated, range(self.n)):
                 self._complete(op, name, r, is_sum=False)
             return
+        is_shard = op.kind == "copy" and any(map(self._is_sharded, touched))
+        is_shared_update = op.kind == "update" and self.sharing.divided != "nothing"
+        share = self.n if is_shard or is_shared_update or (computes and self.cuts_tensors) else 1
+        work = op.work if share == 1 else {kind: amount / share for kind, amount in op.work.items()}
         for r in range(self.n):
             reads = [
                 self._input(op, name, r) for name in op.reads if not (sums and self._is_summed_at_once(self.old[name]))
@@ -163,14 +164,6 @@ class _Partition:
             writes = [
                 self._own_part(op, name, r) if name in (*sums, *updated) else self._name(name, r) for name in op.writes
             ]
-            work = op.work
-            is_shard = op.kind == "copy" and any(map(self._is_sharded, touched))
-            if (
-                is_shard
-                or (computes and self.cuts_tensors)
-                or (op.kind == "update" and self.sharing.divided != "nothing")
-            ):
-                work = {kind: amount / self.n for kind, amount in op.work.items()}
             stream = parse_stream(op.stream).on(r) if on_device else op.stream
             key = self._emit(op, device_name(op.key, r), stream, work, reads, writes, r)
             if computes:
