@@ -11,10 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tierplan.planner.lowering.listing import COMPUTE, HOME, Turns
+from tierplan.planner.lowering.listing import Turns
 from tierplan.sim.columns import Float64, Int64, Lists
 from tierplan.sim.compiled.compiler import compiled
 
+COMPUTE, READ, HOME = range(3)
+"""As in `listing`: marked ops of a turn, which others come after."""
 NUM_MARKS = 3
 OP_FIELDS, BUFFER_FIELDS, PUT_FIELDS, CELL_FIELDS = 6, 4, 3, 4
 NO_REF = 2**40
