@@ -184,15 +184,12 @@ class Sketch(Builder):
         stream: str,
         kind: str,
         *,
-        work: Mapping[str, float],
         reads: Iterable[str | None] = (),
-        writes: Iterable[str] = (),
         after: Iterable[str] = (),
-        unit: str = "",
-        m: int = 0,
         rank: int = COMPUTES,
         lead: int = NOW,
         mark: str = "",
+        **more: Any,
     ) -> str:
         """Adds an op; `after` names cells of ops, and empty ones are left out. Others find it by its mark."""
         if mark:
@@ -201,25 +198,13 @@ class Sketch(Builder):
         read = [buffer for buffer in reads if buffer is not None]
         ended = [self.get(cell) or "" for cell in after]
         unit = "" if kind == "clip" else self.unit.name
-        return super().op(key, stream, kind, work=work, reads=read, writes=writes, after=ended, unit=unit, m=m)
+        return super().op(key, stream, kind, reads=read, after=ended, unit=unit, **more)
 
-    def move(
-        self,
-        what: Content | str,
-        source: str,
-        tier: str,
-        *,
-        over: str | None = None,
-        after: Iterable[str] = (),
-        m: int = 0,
-        rank: int,
-        lead: int = NOW,
-        mark: str = "",
-    ) -> str:
-        """Copies a buffer into another tier, over one that is there if one is given; the new buffer."""
+    def move(self, what: Content | str, source: str, tier: str, *, over: str | None = None, **more: Any) -> str:
+        """Copies a buffer into another tier, over one that is there if one is given; the new buffer. `more` is as for
+        `op`."""
         stream, verb = COPIES[self.tier(source), tier]
-        own: dict[str, Any] = {"after": after, "m": m, "rank": rank, "lead": lead, "mark": mark}
-        return self.copy(copy_key(verb, what), stream, source, tier, over=over, **own)
+        return self.copy(copy_key(verb, what), stream, source, tier, over=over, **more)
 
     # ---- what becomes of it ----
 
