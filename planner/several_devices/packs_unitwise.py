@@ -22,6 +22,7 @@ from tierplan.planner.plan import PackPlan, Sharing
 from tierplan.planner.several_devices.collectives import add_send
 from tierplan.planner.several_devices.packs import PackLowering, Task
 from tierplan.planner.several_devices.partition import partition
+from tierplan.sim.columns import columns_of
 from tierplan.sim.contents import (
     Gradients,
     Input,
@@ -49,7 +50,7 @@ def unitwise_pack_schedule(plan: PackPlan, workload: Workload, machine: Machine)
         batches = training.gradient_accumulation_steps // packs.devices
         workload = replace(workload, training=replace(training, gradient_accumulation_steps=batches))
         one = _UnitwiseLowering(replace(plan, packs=replace(packs, devices=1)), workload, machine).schedule()
-        return partition(one, packs.devices, Sharing(divided="gradients"))
+        return partition(columns_of(one), packs.devices, Sharing(divided="gradients")).schedule()
     lowering = _UnitwiseLowering if packs.devices == 1 else Pipeline
     return lowering(plan, workload, machine).schedule()
 
