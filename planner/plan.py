@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.scaling import Part
@@ -264,7 +264,7 @@ class PackPlan:
     def check(self, workload: Workload) -> None:
         """Raises `PlanError` if packs leave out units or take some twice, or for training that they cannot do."""
         packs = self.packs
-        check_words(f"plan {self.policy!r}", packs, {"form": get_args(PackForm)})
+        check_words(f"plan {self.policy!r}", packs)
         check_number(self.policy, "devices", packs.devices, 1)
         check_number(self.policy, "rounds", packs.rounds, 1)
         if (total := workload.training.gradient_accumulation_steps) % packs.rounds:

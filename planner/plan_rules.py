@@ -6,9 +6,10 @@ PlanError(ValueError)   a plan that contradicts itself, its workload or its mach
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, get_args
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
-from tierplan.sim.step import Action, Semantics
+from tierplan.sim.step import Action
 from tierplan.sim.workloads.workload import Training, Unit, Workload
 
 if TYPE_CHECKING:
@@ -31,22 +32,6 @@ MAX_TURNS = 200_000
 ACTIONS: tuple[Action, ...] = get_args(Action)
 
 Divided = Literal["all", "gradients", "states", "nothing", "tensors"]
-UNIT_WORDS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("params", "grads", "states"), PLACES),
-    "input": get_args(InputAction),
-    "update": get_args(UpdatePlace),
-}
-PLAN_WORDS: Mapping[str, tuple[str, ...]] = {
-    "semantics": get_args(Semantics),
-    "order": get_args(Order),
-    "write_back": get_args(WriteBack),
-    "update_order": get_args(UpdateOrder),
-}
-SHARING_WORDS: Mapping[str, tuple[str, ...]] = {
-    "divided": get_args(Divided),
-    "reduces": ("last", "each"),
-    "by": ("reduce", "all_reduce"),
-}
 PLAN_NUMBERS: Mapping[str, int] = {
     **dict.fromkeys(("prefetch_params_units", "prefetch_acts_units", "prefetch_states_units", "updates_in_flight"), 0),
     **dict.fromkeys(("segment_units", "sub_batches", "operator_tiles", "devices", "update_over_units"), 1),
@@ -58,8 +43,14 @@ class PlanError(ValueError):
     """A plan that contradicts itself, its workload or its machine."""
 
 
-def check_words(whose: str, choices: object, allowed: Mapping[str, tuple[str, ...]]) -> None:
-    for name, words in allowed.items():
+@cache
+def _words(kind: type) -> Mapping[str, tuple[str, ...]]:
+    """The fields that are one of several words, and these."""
+    return {name: get_args(hint) for name, hint in get_type_hints(kind).items() if get_origin(hint) is Literal}
+
+
+def check_words(whose: str, choices: Any) -> None:
+    for name, words in _words(choices.__class__).items():
         if (word := getattr(choices, name)) not in words:
             raise PlanError(f"{whose} has {name} {word!r}; choose among {', '.join(words)}")
 
@@ -99,8 +90,8 @@ def refuse_clipping(whose: str, training: Training) -> None:
 
 def check_unitwise(plan: UnitwisePlan, workload: Workload) -> None:
     """Raises `PlanError` if the plan contradicts itself, or does not fit the workload or what training asks for."""
-    check_words(f"plan {plan.policy!r}", plan, PLAN_WORDS)
-    check_words(f"plan {plan.policy!r}", plan.sharing, SHARING_WORDS)
+    check_words(f"plan {plan.policy!r}", plan)
+    check_words(f"plan {plan.policy!r}", plan.sharing)
     for name, least in PLAN_NUMBERS.items():
         check_number(plan.policy, name, getattr(plan, name), least)
     if any(not 0 < part <= 1 for *_, part in plan.parts):
@@ -135,7 +126,7 @@ def check_unitwise(plan: UnitwisePlan, workload: Workload) -> None:
 
 
 def _check_unit(unit: Unit, choice: UnitPlan) -> None:
-    check_words(f"unit {unit.name!r}", choice, UNIT_WORDS)
+    check_words(f"unit {unit.name!r}", choice)
     if not isinstance(choice.acts, str) and len(choice.acts) != len(unit.saved):
         raise PlanError(
             f"unit {unit.name!r} saves {len(unit.saved)} tensors, but the plan has {len(choice.acts)} actions "

@@ -51,7 +51,7 @@ class Lowering:
             case UnitwisePlan():
                 columns = unitwise_columns(plan, self.workload, self.machine, self._chains)
                 if plan.devices > 1:
-                    columns = columns_of(partition(columns.schedule(), plan.devices, plan.sharing))
+                    columns = partition(columns, plan.devices, plan.sharing)
                 if plan.parts:
                     columns = _held_back(columns, self.machine, with_parts(self.machine, plan.parts))
             case PackPlan():

@@ -5,7 +5,7 @@ A turn is given by its kind, unit, micro-batch and flag; what it adds is `templa
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -250,7 +250,6 @@ def _after(a: Asked, t: Making, owners: Int64) -> None:
     _go_home(t, EMPTY)
 
 
-@compiled
 def listed(a: Asked) -> Turns:
     """All turns of a step: what exists before it, late updates of the step before, forwards and backwards with the
     updates in between, and those behind them.
@@ -258,19 +257,22 @@ def listed(a: Asked) -> Turns:
     Late updates come in time for the unit's parameters to be fetched. They are listed in the step that they overlap,
     rather than behind the step whose gradients they use, so that their grants do not hold back those of this forward.
     """
+    num_updates = int(a.num_parts.sum())
+    most = 4 * len(a.is_block) * a.num_batches + 6 * (len(a.is_block) + num_updates) + 1
+    sizes = {"begins": most + 1, "refs": 6 * most}
+    columns: dict[str, Any] = {
+        name: np.zeros(sizes.get(name, most), np.float64 if name == "at" else np.int64) for name in Turns._fields
+    }
+    turns = Turns(**columns)
+    n = _list(a, turns, num_updates)
+    ends = {"begins": n + 1, "refs": turns.begins[n]}
+    return Turns(**{name: column[: ends.get(name, n)] for name, column in columns.items()})
+
+
+@compiled
+def _list(a: Asked, turns: Turns, num_updates: int) -> int:
+    """Adds all turns; their number."""
     num_units = len(a.is_block)
-    num_updates = a.num_parts.sum()
-    most = 4 * num_units * a.num_batches + 6 * (num_units + num_updates) + 1
-    turns = Turns(
-        np.empty(most, np.int64),
-        np.empty(most, np.int64),
-        np.empty(most, np.int64),
-        np.empty(most, np.int64),
-        np.empty(most, np.float64),
-        np.zeros(most + 1, np.int64),
-        np.empty(6 * most, np.int64),
-        np.empty(most, np.int64),
-    )
     t = Making(
         turns,
         np.zeros(3, np.int64),
@@ -304,14 +306,4 @@ def listed(a: Asked) -> Turns:
             _before(a, t, step, 2)
             t.num[COMPUTES] += 1
     _after(a, t, owners)
-    n = t.num[TURNS]
-    return Turns(
-        turns.kind[:n],
-        turns.unit[:n],
-        turns.batch[:n],
-        turns.flag[:n],
-        turns.at[:n],
-        turns.begins[: n + 1],
-        turns.refs[: turns.begins[n]],
-        turns.computed_in[:n],
-    )
+    return int(t.num[TURNS])

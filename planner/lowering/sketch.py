@@ -15,10 +15,13 @@ from itertools import chain
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from tierplan.hwmodels.names import D2H, DEVICE, H2D, HOST, NVME, NVME_READ, NVME_WRITE
 from tierplan.planner.lowering.placing import NO_REF
+from tierplan.planner.plan import UnitwisePlan
 from tierplan.sim.builder import Builder
-from tierplan.sim.columns import BufferLabel, OpLabel, Works
+from tierplan.sim.columns import BufferLabel, Float64, OpLabel, Works
 from tierplan.sim.contents import Content, copy_key
 from tierplan.sim.schedule import Buffer
 from tierplan.sim.step import Action, UnitSpec
@@ -41,6 +44,16 @@ NOW, PARAMS, PARAMS_EARLY, ACTS, ACTS_EARLY, STATES = range(6)
 """How much before its turn an op is wanted. `STATES + n`: the states of one of n + 1 parts."""
 FETCHES, COMPUTES, OFFLOADS, UPDATES, GOES_HOME = range(5)
 """Order among ops that are wanted at the same moment."""
+
+
+def leads(plan: UnitwisePlan, turns: int, num_parts: int) -> Float64:
+    """How much before its turn an op is wanted, by the number of its lead; a unit has so many turns, one after the
+    other, and states come in so many parts at most."""
+    params, acts = plan.prefetch_params_units * turns, plan.prefetch_acts_units
+    found = np.zeros(STATES + num_parts)
+    found[[PARAMS, PARAMS_EARLY, ACTS, ACTS_EARLY]] = params, params + max(params, 1), acts, acts + max(acts, 1)
+    found[STATES:] = [plan.prefetch_states_units * turns / (k + 1) for k in range(num_parts)]
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,15 +184,12 @@ class Sketch(Builder):
         stream: str,
         kind: str,
         *,
-        work: Mapping[str, float],
         reads: Iterable[str | None] = (),
-        writes: Iterable[str] = (),
         after: Iterable[str] = (),
-        unit: str = "",
-        m: int = 0,
         rank: int = COMPUTES,
         lead: int = NOW,
         mark: str = "",
+        **more: Any,
     ) -> str:
         """Adds an op; `after` names cells of ops, and empty ones are left out. Others find it by its mark."""
         if mark:
@@ -188,25 +198,13 @@ class Sketch(Builder):
         read = [buffer for buffer in reads if buffer is not None]
         ended = [self.get(cell) or "" for cell in after]
         unit = "" if kind == "clip" else self.unit.name
-        return super().op(key, stream, kind, work=work, reads=read, writes=writes, after=ended, unit=unit, m=m)
+        return super().op(key, stream, kind, reads=read, after=ended, unit=unit, **more)
 
-    def move(
-        self,
-        what: Content | str,
-        source: str,
-        tier: str,
-        *,
-        over: str | None = None,
-        after: Iterable[str] = (),
-        m: int = 0,
-        rank: int,
-        lead: int = NOW,
-        mark: str = "",
-    ) -> str:
-        """Copies a buffer into another tier, over one that is there if one is given; the new buffer."""
+    def move(self, what: Content | str, source: str, tier: str, *, over: str | None = None, **more: Any) -> str:
+        """Copies a buffer into another tier, over one that is there if one is given; the new buffer. `more` is as for
+        `op`."""
         stream, verb = COPIES[self.tier(source), tier]
-        own: dict[str, Any] = {"after": after, "m": m, "rank": rank, "lead": lead, "mark": mark}
-        return self.copy(copy_key(verb, what), stream, source, tier, over=over, **own)
+        return self.copy(copy_key(verb, what), stream, source, tier, over=over, **more)
 
     # ---- what becomes of it ----
 

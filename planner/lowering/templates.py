@@ -9,20 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 
 import tierplan.planner.lowering.listing as listing
+import tierplan.planner.lowering.turns as turns
 from tierplan.planner.lowering.placing import BUFFER_FIELDS, CELL_FIELDS, OP_FIELDS, Growing, Rows, Table, enter
 from tierplan.planner.lowering.sketch import Facts, Sketch, Template, Terms, moved_together
-from tierplan.planner.lowering.turns import (
-    arrive,
-    backward,
-    clip,
-    declare,
-    fetch,
-    forward,
-    go_home,
-    remake,
-    update,
-    update_here,
-)
 from tierplan.planner.plan import UnitPlan
 from tierplan.sim.columns import Int64, Works
 from tierplan.sim.step import Action, UnitSpec, unit_spec
@@ -73,20 +62,22 @@ DECLARED = ("params", "frozen", "states*", "old grads")
 AT_HOME = ("params", "states", "state_shards", "host_shards")
 
 TURNS: Mapping[int, TurnKind] = {
-    listing.DECLARE: TurnKind((declare,), (*AT_HOME, "frozen", "late_update"), DECLARED),
-    listing.FORWARD: TurnKind((forward,), ("acts", "input"), IN_FORWARD_TOO, BEFORE[:2]),
-    listing.FETCH: TurnKind((fetch,), (), IN_BACKWARD, BEFORE[:2]),
-    listing.REMAKE: TurnKind((remake,), ("acts",), REMADE, BEFORE),
-    listing.BACKWARD: TurnKind((backward,), ("acts", "grads", "update"), IN_BACKWARD_TOO, BEFORE),
-    listing.CLIP: TurnKind((clip,), (), ("norm", "clip")),
+    listing.DECLARE: TurnKind((turns.declare,), (*AT_HOME, "frozen", "late_update"), DECLARED),
+    listing.FORWARD: TurnKind((turns.forward,), ("acts", "input"), IN_FORWARD_TOO, BEFORE[:2]),
+    listing.FETCH: TurnKind((turns.fetch,), (), IN_BACKWARD, BEFORE[:2]),
+    listing.REMAKE: TurnKind((turns.remake,), ("acts",), REMADE, BEFORE),
+    listing.BACKWARD: TurnKind((turns.backward,), ("acts", "grads", "update"), IN_BACKWARD_TOO, BEFORE),
+    listing.CLIP: TurnKind((turns.clip,), (), ("norm", "clip")),
     listing.UPDATE_HERE: TurnKind(
-        (update_here,), ("state_shards",), ("params", "states#", "due", "new params", "clip")
+        (turns.update_here,), ("state_shards",), ("params", "states#", "due", "new params", "clip")
     ),
     listing.ALIAS: TurnKind((), (), ("due", "grads", "old grads")),
-    listing.ARRIVE: TurnKind((arrive,), ("state_shards",), TO_UPDATE, AFTER),
-    listing.UPDATE: TurnKind((update,), ("params", "state_shards"), TO_UPDATE, AFTER),
-    listing.GO_HOME: TurnKind((go_home,), AT_HOME, TO_UPDATE, ("home after",)),
-    listing.UPDATE_AND_GO: TurnKind((arrive, update, go_home), AT_HOME, TO_UPDATE, (*AFTER, "home after")),
+    listing.ARRIVE: TurnKind((turns.arrive,), ("state_shards",), TO_UPDATE, AFTER),
+    listing.UPDATE: TurnKind((turns.update,), ("params", "state_shards"), TO_UPDATE, AFTER),
+    listing.GO_HOME: TurnKind((turns.go_home,), AT_HOME, TO_UPDATE, ("home after",)),
+    listing.UPDATE_AND_GO: TurnKind(
+        (turns.arrive, turns.update, turns.go_home), AT_HOME, TO_UPDATE, (*AFTER, "home after")
+    ),
 }
 MARKS = ("compute", "read", "home")
 """Ops of turns that others come after, in the order of their numbers in `placing`."""

@@ -13,18 +13,7 @@ import numpy as np
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering.listing import ALIAS, NUM_KINDS, Asked, listed
 from tierplan.planner.lowering.placing import Step, walk, written
-from tierplan.planner.lowering.sketch import (
-    ACTS,
-    ACTS_EARLY,
-    EMPTY,
-    PARAMS,
-    PARAMS_EARLY,
-    STATES,
-    TIERS,
-    Sketch,
-    Template,
-    Terms,
-)
+from tierplan.planner.lowering.sketch import EMPTY, TIERS, Sketch, Template, Terms, leads
 from tierplan.planner.lowering.templates import TURNS, Chain
 from tierplan.planner.lowering.tiling import cut_batches, cut_operators
 from tierplan.planner.plan import UnitwisePlan, facts_of
@@ -160,7 +149,9 @@ class UnitwiseStep:
 
     def columns(self, machine: Machine) -> ScheduleColumns:
         """All turns in list order."""
-        made = written(self.step, self.turns.at, self._leads(), *self.chain.parts)
+        turns = self.num_batches if self.plan.order == "vertical" else 1  # of compute, of one unit
+        leads_of = leads(self.plan, turns, int(self.num_parts.max()))
+        made = written(self.step, self.turns.at, leads_of, *self.chain.parts)
         becomes = np.full(len(made.reuses), EMPTY, np.int32)
         old, new = self.chain.cell("old grads"), self.chain.cell("grads")
         is_old = (self.initial >= old) & (self.initial < old + len(self.workload.units))
@@ -186,16 +177,6 @@ class UnitwiseStep:
         )
         wanted = np.lexsort((made.rank, made.wanted_at))
         return columns.reordered(consistent_order(wanted, graph_columns(columns)).astype(np.int32))
-
-    def _leads(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        """How much before its turn an op is wanted, by the number of its lead."""
-        turns = self.num_batches if self.plan.order == "vertical" else 1  # of compute, of one unit
-        params, acts = self.plan.prefetch_params_units * turns, self.plan.prefetch_acts_units
-        states = self.plan.prefetch_states_units * turns
-        leads = np.zeros(STATES + self.num_parts.max())
-        leads[[PARAMS, PARAMS_EARLY, ACTS, ACTS_EARLY]] = params, params + max(params, 1), acts, acts + max(acts, 1)
-        leads[STATES:] = [states / (k + 1) for k in range(len(leads) - STATES)]
-        return leads
 
     def _tiers(self, machine: Machine, tiers: Int64) -> Int32:
         """Each buffer's place among the machine's tiers."""

@@ -12,7 +12,7 @@ runtime.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, product
 
@@ -60,7 +60,7 @@ from tierplan.sim.workloads.workload import Amounts, Unit, Workload, total_work
 
 def pack_schedule(plan: PackPlan, workload: Workload, machine: Machine) -> Schedule:
     """The schedule of one step of a plan that has been checked, with one op for each pack and micro-batch."""
-    return PackLowering(plan, workload).schedule(machine)
+    return PackLowering(plan, workload, machine).schedule()
 
 
 @dataclass
@@ -70,28 +70,40 @@ class Task:
     phase: str
     """`fwd` or `bwd`; the last backward pack's turn does its forward too."""
     first: int
-    end: int
+    units: tuple[Unit, ...]
     device: int
     is_last: bool = False
     """The pack with the loss."""
-    batches: tuple[int, ...] = ()
-    is_final: bool = True
-    """In the last round: the pack is updated when its gradients have arrived."""
+    batches: Sequence[int] = ()
+    is_final: bool = False
+    """Backward in the last round: the pack is updated when its gradients have arrived."""
     computes: list[str] = field(default_factory=list)
     """Key of the last compute op of each micro-batch."""
     again: list[str] = field(default_factory=list)
     """Key of the recomputation of each micro-batch, in backward."""
     params: list[str] = field(default_factory=list)
     """Buffers of its parameters on the device."""
+    grads: str | None = None
+    """The buffer with its gradients on the device, in backward."""
     gone: str = ""
     """Key of the op that ends the turn."""
+    left: Task | None = None
+    """The one that the device had before."""
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.units)
+
+    @property
+    def pack(self) -> str:
+        return pack_name(self.units[0].name, self.units[-1].name)
 
 
 class PackLowering:
     """Builds the schedule turn by turn, with one op per pack; `packs_unitwise` overrides what differs unit by unit."""
 
-    def __init__(self, plan: PackPlan, workload: Workload) -> None:
-        self.plan, self.packs, self.workload = plan, plan.packs, workload
+    def __init__(self, plan: PackPlan, workload: Workload, machine: Machine) -> None:
+        self.plan, self.packs, self.workload, self.machine = plan, plan.packs, workload, machine
         self.units, self.training = workload.units, workload.training
         self.builder = Builder()
         self.params_home: dict[str, str] = {}
@@ -104,8 +116,9 @@ class PackLowering:
         self.sums: dict[int, str] = {}  # by first unit of a backward pack: its gradients in host memory
         self.brought: dict[tuple[str, int, int], str] = {}  # as `handed`: host memory that is free when it has come
         self.stash_at = {a for a, _ in self.packs.backward[:-1]}
-        self.links: set[str] = set()
+        self.links = {stream.name for stream in machine.streams}
         self.at, self.first = 0, 0  # the turn's device and first unit
+        self.may_begin: dict[int, list[str]] = {}  # device -> keys that its next op comes after, beside what it reads
         self.norms: list[str] = []
         self.coefficients: list[str] = []  # of clipping, one in each host memory
         self.num_memories = 1
@@ -117,51 +130,54 @@ class PackLowering:
         """Tasks in order; those of one round have the same pack on all devices (data) or are alone (pipeline)."""
         packs, total = self.packs, self.training.gradient_accumulation_steps
         turns = [("fwd", a, b) for a, b in packs.forward] + [("bwd", a, b) for a, b in reversed(packs.backward)]
-        last, num = packs.backward[-1], packs.rounds
+        last, num, is_pipeline = packs.backward[-1], packs.rounds, packs.form == "pipeline"
+        shares = [range(total)] if is_pipeline else shared_micro_batches(self.workload, packs.devices)
         rounds = []
         for k, (part, (phase, a, b)) in enumerate(product(range(num), turns)):
-            is_last, is_final = phase == "bwd" and (a, b) == last, part == num - 1
-            if packs.form == "pipeline":
-                device = k % packs.devices
-                if phase == "bwd":
-                    self.takes_backward[a] = device
-                batches = tuple(range(total * part // num, total * (part + 1) // num))
-                rounds.append([Task(phase, a, b, device, is_last, batches, is_final)])
-            else:
-                shares = [
-                    share[len(share) * part // num : len(share) * (part + 1) // num]
-                    for share in shared_micro_batches(self.workload, packs.devices)
+            is_last, is_final = phase == "bwd" and (a, b) == last, phase == "bwd" and part == num - 1
+            if is_pipeline and phase == "bwd":
+                self.takes_backward[a] = k % packs.devices
+            parts = [share[len(share) * part // num : len(share) * (part + 1) // num] for share in shares]
+            rounds.append(
+                [
+                    Task(phase, a, self.units[a:b], d, is_last, batches, is_final)
+                    for d, batches in enumerate(parts, k % packs.devices if is_pipeline else 0)
                 ]
-                rounds.append([Task(phase, a, b, d, is_last, tuple(share), is_final) for d, share in enumerate(shares)])
+            )
         return rounds
 
-    def schedule(self, machine: Machine) -> Schedule:
-        self.links = {stream.name for stream in machine.streams}
+    def schedule(self) -> Schedule:
         self._declare_homes()
-        before: dict[int, list[Task]] = {d: [] for d in range(self.packs.devices)}
+        self._take_turns()
+        name = f"{self.plan.policy} {self.workload.name}"
+        return self.builder.schedule(name, tiers_of(self.machine), step=self.step(), meta=self.meta())
+
+    def _take_turns(self) -> None:
+        before: dict[int, Task] = {}  # the last one on each device
         rounds = self._rounds()
+        updated = [tasks[0] for tasks in rounds if tasks[0].is_final]
         if self.packs.late_updates:
-            self._update_late([tasks[0] for tasks in rounds if tasks[0].phase == "bwd" and tasks[0].is_final])
+            self._update_late(updated)
         for tasks in rounds:
             if self.packs.flushes and tasks[0].phase == "fwd" and tasks[0].first == 0:
-                self.flushed = [done[-1].gone for done in before.values() if done]
-            grads = [self._turn(task, before[task.device]) for task in tasks]
+                self.flushed = [done.gone for done in before.values()]
+            for task in tasks:
+                task.left = before.get(task.device)
+                self._turn(task)
             if tasks[0].phase == "bwd":
-                self._gradients(tasks, [buffer for buffer in grads if buffer is not None])
+                self._gradients(tasks)
             for task in tasks:
                 self._clean_up(task)
-                before[task.device].append(task)
-            if tasks[0].phase == "bwd" and tasks[0].is_final and not self.packs.late_updates:
+                before[task.device] = task
+            if tasks[0].is_final and not self.packs.late_updates:
                 (self._norms if self.packs.hold_updates else self._update)(tasks[0])
         if self.packs.hold_updates:
             self._coefficients()
-            for task in reversed([tasks[0] for tasks in rounds if tasks[0].phase == "bwd" and tasks[0].is_final]):
+            for task in reversed(updated):
                 self._update(task)  # the next step needs the first pack first
-        name = f"{self.plan.policy} {self.workload.name}"
-        return self.builder.schedule(name, tiers_of(machine), step=self.step(), meta=self.meta(machine))
 
-    def meta(self, machine: Machine) -> dict[str, object]:
-        return facts_of(self.plan, self.workload, machine, devices=self.packs.devices, form=self.packs.form)
+    def meta(self) -> dict[str, object]:
+        return facts_of(self.plan, self.workload, self.machine, devices=self.packs.devices, form=self.packs.form)
 
     def step(self) -> StepSpec | None:
         """What the runtime has to know; nothing where it executes no such schedule."""
@@ -179,61 +195,54 @@ class PackLowering:
     # ---- names and units ----
 
     def name(self, task: Task) -> str:
-        name = device_name(self.pack(task), task.device) if self.packs.devices > 1 else self.pack(task)
+        name = device_name(task.pack, task.device) if self.packs.devices > 1 else task.pack
         return op_key(name, micro_batch_name(task.batches[0])) if self.packs.rounds > 1 else name
-
-    def pack(self, task: Task) -> str:
-        return pack_name(self.units[task.first].name, self.units[task.end - 1].name)
-
-    def between(self, first: int, end: int) -> tuple[Unit, ...]:
-        return self.units[first:end]
 
     def shared_params(self, task: Task) -> list[str]:
         """Units whose parameters the task needs: its own, and those that it shares with a unit outside (tied head)."""
-        own = [u.name for u in self.between(task.first, task.end) if u.num_parameters]
-        tied = [u.shares for u in self.between(task.first, task.end) if u.shares and u.shares not in own]
+        own = [u.name for u in task.units if u.num_parameters]
+        tied = [u.shares for u in task.units if u.shares and u.shares not in own]
         return own + tied
 
     # ---- one turn ----
 
-    def _turn(self, task: Task, before: list[Task]) -> str | None:
-        """The ops of one task but for its end; the buffer with its gradients, in backward."""
+    def _turn(self, task: Task) -> None:
+        """The ops of one task but for its end."""
         self.at, self.first = task.device, task.first
-        gpu, name = device(task.device), self.name(task)
-        left = before[-1] if before else None
-        left2 = before[-2] if len(before) > 1 else None
-        params: list[str] = []
-        homes_of = {Params: self.params_home, Frozen: self.frozen_home}
-
-        def fetch_params() -> None:
-            ended = (left.computes[:1] if self.packs.streams else left.computes[-1:]) if left else []
-            after = [*ended, *self.flushed]
-            for unit, (content, homes) in product(self.shared_params(task), homes_of.items()):
-                if unit in homes:
-                    key = op_key(copy_key("fetch", content(unit)), task.phase, name)
-                    params.append(self.builder.copy(key, h2d(task.device), homes[unit], gpu, after=after))
-
-        between_devices = self.packs.form == "pipeline" and self.packs.devices > 1
-        params_first = left is None or (between_devices and (task.phase == "fwd" or task.is_last))
+        params_first = task.left is None or (self._goes_round and (task.phase == "fwd" or task.is_last))
+        task.gone = op_key("leave", task.phase, self.name(task))
         if params_first:
-            fetch_params()
-        grads = self._earlier_gradients(task) if task.phase == "bwd" else None
+            self._fetch_params(task)
+        if task.phase == "bwd":
+            task.grads = self._earlier_gradients(task)
         for i, m in enumerate(task.batches):
-            may_come = self._one_ahead(task, i, left, left2)
+            may_come = self._one_ahead(task, i)
             dy = None
             if task.phase == "fwd" or task.is_last:
                 x = self._arrives("y", task.first, m, task, may_come)
             else:
                 x = self._stash_arrives(task, m, may_come)
-                dy = self._arrives("dx", task.end, m, task, self._gradient_ahead(task, i, left, left2))
+                dy = self._arrives("dx", task.end, m, task, self._gradient_ahead(task, i))
             if i == 0 and not params_first:
-                fetch_params()
+                self._fetch_params(task)
             if task.phase == "fwd":
-                self._forward(task, i, m, x, params, left)
+                self._forward(task, i, m, x)
             else:
-                grads = self._backward(task, m, x, dy, params, grads)
-        task.gone, task.params = op_key("leave", task.phase, name), params
-        return grads
+                self._backward(task, m, x, dy)
+
+    @property
+    def _goes_round(self) -> bool:
+        """Whether each pack is on another device than the one before."""
+        return self.packs.form == "pipeline" and self.packs.devices > 1
+
+    def _fetch_params(self, task: Task) -> None:
+        ended = (task.left.computes[:1] if self.packs.streams else task.left.computes[-1:]) if task.left else []
+        gpu, after = device(task.device), [*ended, *self.flushed]
+        homes_of = {Params: self.params_home, Frozen: self.frozen_home}
+        for unit, (content, homes) in product(self.shared_params(task), homes_of.items()):
+            if unit in homes:
+                key = op_key(copy_key("fetch", content(unit)), task.phase, self.name(task))
+                task.params.append(self.builder.copy(key, h2d(task.device), homes[unit], gpu, after=after))
 
     def _label(self, what: str, unit: int, m: int) -> str:
         return op_key(what, self.units[unit].name, micro_batch_name(m))
@@ -241,8 +250,9 @@ class PackLowering:
     def _offload_key(self, task: Task) -> str:
         return op_key(copy_key("offload", "grads"), self.name(task))
 
-    def _one_ahead(self, task: Task, i: int, left: Task | None, left2: Task | None) -> list[str]:
+    def _one_ahead(self, task: Task, i: int) -> list[str]:
         """What has to end before micro-batch i's input may come: one buffer is in use, the other one is filled."""
+        left = task.left
         if i >= 2:
             return [task.computes[i - 2]]
         if left is None:
@@ -251,16 +261,17 @@ class PackLowering:
             return [left.gone]
         if len(left.batches) >= 2:
             return [left.computes[-2]]
-        return [left2.gone] if left2 else []
+        return [left.left.gone] if left.left else []
 
-    def _gradient_ahead(self, task: Task, i: int, left: Task | None, left2: Task | None) -> list[str]:
+    def _gradient_ahead(self, task: Task, i: int) -> list[str]:
+        left = task.left
         if i >= 1:
             return [task.again[i - 1]]
         if left is None:
             return []
-        if self.packs.devices == 1 or self.packs.form == "data" or (left.phase == "bwd" and not left.is_last):
+        if not self._goes_round or (left.phase == "bwd" and not left.is_last):
             return left.again[-1:] or left.computes[-1:]
-        return self._one_ahead(task, 0, left, left2)
+        return self._one_ahead(task, 0)
 
     def _stash_arrives(self, task: Task, m: int, after: list[str]) -> str | None:
         """Brings the input from which a backward task recomputes; None where there is nothing to bring."""
@@ -286,9 +297,9 @@ class PackLowering:
         assert peer is not None
         return self.builder.copy(key, p2p(peer, target), source, device(target), after=after, m=m)
 
-    def _leaves(self, what: str, unit: int, m: int, buffer: str, task: Task, to_device: int) -> None:
+    def _leaves(self, what: str, unit: int, m: int, buffer: str, task: Task) -> None:
         """Over host memory to a later task on the same device; another device takes it itself where it can."""
-        if to_device == task.device or not any(parse_stream(link).task == "p2p" for link in self.links):
+        if not self._goes_round or not any(parse_stream(link).task == "p2p" for link in self.links):
             label, room = copy_key("offload", self._label(what, unit, m)), self.brought.get((what, unit, m))
             if room is None or not self.packs.streams:
                 buffer = self.builder.copy(label, d2h(task.device), buffer, HOST, m=m)
@@ -300,37 +311,36 @@ class PackLowering:
                 buffer = gone
         self.handed[what, unit, m] = buffer
 
-    def _forward(self, task: Task, i: int, m: int, x: str | None, params: list[str], left: Task | None) -> None:
+    def _forward(self, task: Task, i: int, m: int, x: str | None) -> None:
         cuts = sorted({task.first, *(a for a in self.stash_at if task.first < a < task.end), task.end})
         key = ""
         for start, end in pairwise(cuts):
             if start in self.stash_at and x is not None:
-                self._stash(task, start, i, m, x, left)
+                self._stash(task, start, i, m, x)
             elif start in self.stash_at:
                 self.stash[start, m] = self._no_input(start, m)
-            key, x = self._run_forward(start, end, m, x, params)
+            key, x = self._run_forward(task, start, end, m, x)
         task.computes.append(key)
         assert x is not None
-        self._leaves("y", task.end, m, x, task, self._device_after(task))
+        self._leaves("y", task.end, m, x, task)
 
-    def _run_forward(self, start: int, end: int, m: int, x: str | None, params: list[str]) -> tuple[str, str | None]:
+    def _run_forward(self, task: Task, start: int, end: int, m: int, x: str | None) -> tuple[str, str | None]:
         """The forward of these units: the last op's key, and the input of the unit behind them."""
-        gpu, units = device(self.at), self.between(start, end)
+        gpu, units = device(self.at), self.units[start:end]
         key = forward_key(pack_name(units[0].name, units[-1].name), m)
         y = self.builder.buffer(Input(self.units[end].name, m), gpu, units[-1].output_bytes, "acts")
         size = max(u.saved_bytes + u.forward_work_bytes for u in units)
         work = self.builder.buffer(Transient(key), gpu, size, "work")
-        reads = [*params, *([x] if x else [])]
-        self._op(key, "forward", total_work(u.forward for u in units), reads, [y, work], units[0], m)
+        self._op(key, "forward", total_work(u.forward for u in units), [*task.params, x], [y, work], units[0], m)
         return key, y
 
     def _no_input(self, unit: int, m: int) -> str:
         """The first unit reads token ids, which are in host memory anyway and cost nothing."""
         return self.builder.home(Input(self.units[unit].name, m), HOST, 0, "acts")
 
-    def _stash(self, task: Task, unit: int, i: int, m: int, x: str, left: Task | None) -> None:
+    def _stash(self, task: Task, unit: int, i: int, m: int, x: str) -> None:
         """Keeps the input of a backward pack in host memory; that of the turn itself when compute has come to it."""
-        before = task.computes[i - 1 : i] if i else [left.gone] if left else []
+        before = task.computes[i - 1 : i] if i else [task.left.gone] if task.left else []
         label, after = self._label("stash", unit, m), before if unit == task.first else []
         stashed = self._to_host(copy_key("offload", label), x, unit, m=m, after=after)
         rate = self.packs.host_copy_bytes_per_s if self.num_memories == 1 else 0.0
@@ -348,64 +358,55 @@ class PackLowering:
         """Takes what the turn has made to host memory, for the backward of a unit."""
         return self.builder.copy(key, d2h(self.at), buffer, HOST, m=m, after=after)
 
-    def _device_after(self, task: Task) -> int:
-        return (task.device + 1) % self.packs.devices if self.packs.form == "pipeline" else task.device
-
-    def _backward(
-        self, task: Task, m: int, x: str | None, dy: str | None, params: list[str], grads: str | None
-    ) -> str | None:
-        gpu, units = device(task.device), self.between(task.first, task.end)
-        pack = self.pack(task)
+    def _backward(self, task: Task, m: int, x: str | None, dy: str | None) -> None:
+        gpu, units, pack = device(task.device), task.units, task.pack
         size = sum(u.saved_bytes for u in units) + sum(u.input_bytes for u in units[1:])
         acts = self.builder.buffer(PackActs(pack, m), gpu, size, "acts")
-        reads = [*params, *([x] if x else [])]
         flops = total_work(u.forward for u in units)
-        task.again.append(self._op(recompute_key(pack, m), "recompute", flops, reads, [acts], units[0], m))
-        reads += [acts, *([dy] if dy else [])]
+        task.again.append(self._op(recompute_key(pack, m), "recompute", flops, [*task.params, x], [acts], units[0], m))
+        reads = [*task.params, x, acts, dy, task.grads]
         size = sum(u.num_trained for u in units) * self.training.grad_bytes
         backward = backward_key(pack, m)
         size_bytes = max(u.backward_work_bytes for u in units)
         writes = [self.builder.buffer(Transient(backward), gpu, size_bytes, "work")]
-        if grads is None:
-            content = Gradients(pack, device=task.device if self.packs.devices > 1 else None)
-            grads = self.builder.buffer(content, gpu, size, "grads")
+        if task.grads is None:
+            task.grads = self.builder.buffer(self._pack_gradients(task), gpu, size, "grads")
         else:
-            reads.append(grads)
-            grads = self.builder.over(grads)
-        writes.append(grads)
+            task.grads = self.builder.over(task.grads)
+        writes.append(task.grads)
         if task.first > 0:
             dx = self.builder.buffer(InputGradient(units[0].name, m), gpu, units[0].input_bytes, "acts")
             writes.append(dx)
         flops = total_work(u.backward for u in units)
         task.computes.append(self._op(backward, "backward", flops, reads, writes, units[0], m))
         if task.first > 0:
-            self._leaves("dx", task.first, m, dx, task, self._device_after(task))
-        return grads
+            self._leaves("dx", task.first, m, dx, task)
+
+    def _pack_gradients(self, task: Task) -> Gradients:
+        return Gradients(task.pack, device=task.device if self.packs.devices > 1 else None)
 
     def _op(
-        self, key: str, kind: str, work: Amounts, reads: list[str], writes: list[str], unit: Unit, m: int,
-        after: Sequence[str] = (),
-    ) -> str:  # fmt: skip
+        self, key: str, kind: str, work: Amounts, reads: Iterable[str | None], writes: Iterable[str], unit: Unit, m: int
+    ) -> str:
         """Adds an op that computes; its key."""
+        read, after = filter(None, reads), self.may_begin.pop(self.at, ())
         stream = compute(self.at)
         return self.builder.op(
-            key, stream, kind, work=work, reads=reads, writes=writes, after=after, unit=unit.name, m=m
+            key, stream, kind, work=work, reads=read, writes=writes, after=after, unit=unit.name, m=m
         )
 
     # ---- the end of a turn ----
 
-    def _gradients(self, tasks: list[Task], grads: list[str]) -> None:
+    def _gradients(self, tasks: list[Task]) -> None:
         """All-reduces the gradients of a round (data) and takes them to host memory."""
-        reduced = grads
+        grads = reduced = [task.grads for task in tasks if task.grads is not None]
         if len(tasks) > 1:
             reduced = []
-            for task in tasks:
-                own = grads[task.device]
-                total = self.builder.like(own, device(task.device))
+            for task, own in zip(tasks, grads, strict=True):
+                reduced.append(self.builder.like(own, device(task.device)))
                 work = collective_work("all_reduce", self.builder.buffers[own].size_bytes, len(tasks))
                 key, stream = op_key("all_reduce", self.name(task)), collective(task.device)
-                self.builder.op(key, stream, "all_reduce", work=work, reads=grads, writes=(total,))
-                reduced.append(total)
+                self.builder.op(key, stream, "all_reduce", work=work, reads=grads, writes=reduced[-1:])
         first = tasks[0].first
         self.arrived_grads[first] = [
             self.builder.copy(self._offload_key(task), d2h(task.device), buffer, HOST, over=self.sums.get(first))
@@ -434,14 +435,15 @@ class PackLowering:
 
     def _norms(self, task: Task) -> None:
         """The norms of the pack's gradients in host memory, which wait there."""
-        for unit in self.between(task.first, task.end):
+        for unit in task.units:
             if unit.num_trained:
                 reads, after = self._arrived(task, unit)
                 self.norms.append(self.builder.buffer(Norm(unit.name), HOST, NORM_BYTES, "work"))
                 work = {"elementwise_bytes": unit.num_trained * self.training.grad_bytes}
                 key, writes = self._key_on(task.device, op_key("norm", unit.name)), self.norms[-1:]
+                stream = self._updates_on(task.device)
                 self.builder.op(
-                    key, HOST_ADAM, "norm", work=work, reads=reads[:1], writes=writes, after=after, unit=unit.name
+                    key, stream, "norm", work=work, reads=reads[:1], writes=writes, after=after, unit=unit.name
                 )
 
     def _coefficients(self) -> None:
@@ -453,7 +455,7 @@ class PackLowering:
 
     def _update(self, task: Task) -> None:
         """Updates the pack's units one by one in host memory, while the next turns run, or after all where it clips."""
-        for unit in self.between(task.first, task.end):
+        for unit in task.units:
             if not unit.num_trained:
                 continue
             reads, after = self._arrived(task, unit)
@@ -465,11 +467,13 @@ class PackLowering:
                     writes.append(homes[unit.name])
             if self.coefficients:
                 reads.append(self.coefficients[task.device % self.num_memories])
-            work = self.training.host_work(unit)
-            key = self._key_on(task.device, States(unit.name).update_key)
-            self.builder.op(
-                key, HOST_ADAM, "update", work=work, reads=reads, writes=writes, after=after, unit=unit.name
-            )
+            stream, key = self._updates_on(task.device), self._key_on(task.device, States(unit.name).update_key)
+            work = (self.training.host_work if stream == HOST_ADAM else self.training.update_work)(unit)
+            self.builder.op(key, stream, "update", work=work, reads=reads, writes=writes, after=after, unit=unit.name)
+
+    def _updates_on(self, device: int) -> str:
+        """The stream of updates, and of what they wait for."""
+        return HOST_ADAM
 
     def _key_on(self, device: int, key: str) -> str:
         """What the host does for a device: said where each has host memory of its own."""
@@ -478,10 +482,9 @@ class PackLowering:
     def _update_late(self, tasks: list[Task]) -> None:
         """Applies the gradients of the step before, in host memory, and makes new parameters beside those in use."""
         for task in tasks:
-            pack = self.between(task.first, task.end)
+            pack = task.units
             size = sum(unit.num_trained for unit in pack) * self.training.grad_bytes
-            content = Gradients(self.pack(task), device=task.device if self.packs.devices > 1 else None)
-            old = self.sums[task.first] = self.builder.home(content, HOST, size, "grads")
+            old = self.sums[task.first] = self.builder.home(self._pack_gradients(task), HOST, size, "grads")
             for unit in pack:
                 if home := self.states_home.get(unit.name):
                     new = self.states_home[unit.name] = self.builder.over(home)

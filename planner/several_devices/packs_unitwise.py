@@ -8,12 +8,12 @@ A tied head's share of the embedding's gradient waits in host memory where the t
 
 With data parallelism each rank has all parameters in its host memory and fetches them whole, as in Harmony. It takes a
 shard of the gradients and of the states, updates that, and gathers what the others have updated. In a pipeline packs
-go round the ranks (`_Pipeline`).
+go round the ranks (`Pipeline`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from tierplan.hwmodels.machine import Machine
@@ -22,6 +22,7 @@ from tierplan.planner.plan import PackPlan, Sharing
 from tierplan.planner.several_devices.collectives import add_send
 from tierplan.planner.several_devices.packs import PackLowering, Task
 from tierplan.planner.several_devices.partition import partition
+from tierplan.sim.columns import columns_of
 from tierplan.sim.contents import (
     Gradients,
     Input,
@@ -39,7 +40,7 @@ from tierplan.sim.contents import (
 )
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.step import StepSpec, unit_spec
-from tierplan.sim.workloads.workload import Unit, Workload
+from tierplan.sim.workloads.workload import Amounts, Unit, Workload
 
 
 def unitwise_pack_schedule(plan: PackPlan, workload: Workload, machine: Machine) -> Schedule:
@@ -48,20 +49,19 @@ def unitwise_pack_schedule(plan: PackPlan, workload: Workload, machine: Machine)
     if packs.form == "data" and packs.devices > 1:
         batches = training.gradient_accumulation_steps // packs.devices
         workload = replace(workload, training=replace(training, gradient_accumulation_steps=batches))
-        one = _UnitwiseLowering(replace(plan, packs=replace(packs, devices=1)), workload).schedule(machine)
-        return partition(one, packs.devices, Sharing(divided="gradients"))
-    lowering = _UnitwiseLowering if packs.devices == 1 else _Pipeline
-    return lowering(plan, workload).schedule(machine)
+        one = _UnitwiseLowering(replace(plan, packs=replace(packs, devices=1)), workload, machine).schedule()
+        return partition(columns_of(one), packs.devices, Sharing(divided="gradients")).schedule()
+    lowering = _UnitwiseLowering if packs.devices == 1 else Pipeline
+    return lowering(plan, workload, machine).schedule()
 
 
 class _UnitwiseLowering(PackLowering):
     """As `PackLowering`, with ops and buffers of each unit."""
 
-    def __init__(self, plan: PackPlan, workload: Workload) -> None:
-        super().__init__(plan, workload)
+    def __init__(self, plan: PackPlan, workload: Workload, machine: Machine) -> None:
+        super().__init__(plan, workload, machine)
         self.grads: dict[str, str] = {}  # of a unit, accumulated so far
         self.tied: dict[tuple[str, int], str] = {}
-        self.may_begin: list[str] = []
         self.by_name = {unit.name: unit for unit in self.units}
 
     def step(self) -> StepSpec:
@@ -69,8 +69,8 @@ class _UnitwiseLowering(PackLowering):
         units = [unit_spec(unit, "keep" if u >= kept_from else "recompute") for u, unit in enumerate(self.units)]
         return StepSpec(training=self.training, semantics=self.plan.semantics, units=tuple(units))
 
-    def meta(self, machine: Machine) -> dict[str, object]:
-        return {**super().meta(machine), "config": dict(self.workload.config)}
+    def meta(self) -> dict[str, object]:
+        return {**super().meta(), "config": dict(self.workload.config)}
 
     def _no_input(self, unit: int, m: int) -> str:
         return ""  # token ids are where they are
@@ -78,10 +78,10 @@ class _UnitwiseLowering(PackLowering):
     def _stash_arrives(self, task: Task, m: int, after: list[str]) -> str | None:
         if task.first:
             return super()._stash_arrives(task, m, after)
-        self.may_begin = after  # nothing to bring, but the turn is the same
+        self.may_begin[self.at] = after  # nothing to bring, but the turn is the same
         return None
 
-    def _beside(self, u: int) -> int:
+    def _beside(self, u: int, kind: str) -> int:
         """Bytes that a unit's forward has beside its own."""
         return 0
 
@@ -96,82 +96,74 @@ class _UnitwiseLowering(PackLowering):
         kind: str,
         u: int,
         m: int,
-        x: str | None,
-        params: list[str],
+        reads: list[str | None],
         *,
+        work: Amounts | None = None,
+        writes: Iterable[str] = (),
         saved: type[KeptActs | RecomputedActs] | None = None,
         hands_over: bool = True,
-    ) -> tuple[str, str | None, str]:
+    ) -> tuple[str, str | None, str | None]:
         """A unit's forward or recomputation: the op's key, the next unit's input, and what is saved."""
-        unit = self.units[u]
+        unit, gpu = self.units[u], device(self.at)
         key = (forward_key if kind == "forward" else recompute_key)(unit.name, m)
-        writes, acts, y = [], "", None
+        acts = y = None
         if hands_over and u + 1 < len(self.units):
-            y = self.builder.buffer(Input(self.units[u + 1].name, m), device(self.at), unit.output_bytes, "acts")
-            writes.append(y)
+            y = self.builder.buffer(Input(self.units[u + 1].name, m), gpu, unit.output_bytes, "acts")
         if saved and unit.saved_bytes:
-            content = saved(unit.name, m)
-            acts = self.builder.buffer(content, device(self.at), unit.saved_bytes, "acts")
-            writes.append(acts)
-        work_bytes = max(unit.forward_work_bytes + (0 if saved else unit.saved_bytes), self._beside(u))
-        writes += self.builder.work(key, work_bytes, device(self.at))
-        reads = [*self._params_of(unit, params), *([x] if x else [])]
-        after, self.may_begin = self.may_begin, []
-        return self._op(key, kind, unit.forward, reads, writes, unit, m, after), y, acts
+            acts = self.builder.buffer(saved(unit.name, m), gpu, unit.saved_bytes, "acts")
+        work_bytes = max(unit.forward_work_bytes + (0 if saved else unit.saved_bytes), self._beside(u, kind))
+        writes = [*writes, *filter(None, (y, acts)), *self.builder.work(key, work_bytes, gpu)]
+        return self._op(key, kind, work or unit.forward, reads, writes, unit, m), y, acts
 
-    def _run_forward(self, start: int, end: int, m: int, x: str | None, params: list[str]) -> tuple[str, str | None]:
+    def _run_forward(self, task: Task, start: int, end: int, m: int, x: str | None) -> tuple[str, str | None]:
         for u in range(start, end):
-            key, x, _ = self._run("forward", u, m, x, params)
+            key, x, _ = self._run("forward", u, m, [*self._params_of(self.units[u], task.params), x])
         return key, x
 
-    def _backward(
-        self, task: Task, m: int, x: str | None, dy: str | None, params: list[str], grads: str | None
-    ) -> str | None:
+    def _backward(self, task: Task, m: int, x: str | None, dy: str | None) -> None:
         inputs: dict[int, str | None] = {task.first: x}
-        acts: dict[int, str] = {}
+        acts: dict[int, str | None] = {}
         kind, saved = ("forward", KeptActs) if task.is_last else ("recompute", RecomputedActs)
+        own_params = {u: self._params_of(unit, task.params) for u, unit in enumerate(task.units, task.first)}
         for u in range(task.first, task.end):
-            hands_over = u + 1 < task.end
-            key, y, acts[u] = self._run(kind, u, m, inputs[u], params, saved=saved, hands_over=hands_over)
-            inputs[u + 1] = y
+            hands_over, reads = u + 1 < task.end, [*own_params[u], inputs[u]]
+            key, inputs[u + 1], acts[u] = self._run(kind, u, m, reads, saved=saved, hands_over=hands_over)
         task.again.append(key)
         for u in reversed(range(task.first, task.end)):
-            key, dy = self._unit_backward(u, m, [inputs[u] or "", acts[u], dy or ""], params)
+            reads = [*(own_params[u] if self.units[u].saves_parameters else []), inputs[u], acts[u], dy]
+            key, dy = self._unit_backward(u, m, reads)
         task.computes.append(key)
         if dy:
-            self._leaves("dx", task.first, m, dy, task, self._device_after(task))
+            self._leaves("dx", task.first, m, dy, task)
         for (owner, batch), tied in self.tied.items():
             if batch == m and self.builder.buffers[tied].tier != HOST:
                 label, u = copy_key("offload", TiedGradients(owner, m)), self.units.index(self.by_name[owner])
                 self.tied[owner, batch] = self._to_host(label, tied, u, m=m)
-        return None
 
-    def _unit_backward(self, u: int, m: int, reads: list[str], params: list[str]) -> tuple[str, str | None]:
+    def _unit_backward(self, u: int, m: int, reads: list[str | None]) -> tuple[str, str | None]:
         """A unit's backward: the op's key, and the gradient of its input."""
-        unit, t, gpu = self.units[u], self.training, device(self.at)
+        unit, grad_bytes, gpu = self.units[u], self.training.grad_bytes, device(self.at)
         key = backward_key(unit.name, m)
-        reads = [*(self._params_of(unit, params) if unit.saves_parameters else []), *(name for name in reads if name)]
         writes, dx, work_bytes = [], None, unit.backward_work_bytes
         if u > 0:
             dx = self.builder.buffer(InputGradient(unit.name, m), gpu, unit.input_bytes, "acts")
             writes.append(dx)
-        if unit.shares:
-            size = self.by_name[unit.shares].num_parameters * t.grad_bytes
+        if unit.shares and unit.adds_to_shared:
+            size = self.by_name[unit.shares].num_trained * grad_bytes
             self.tied[unit.shares, m] = self.builder.buffer(TiedGradients(unit.shares, m), gpu, size, "grads")
             writes.append(self.tied[unit.shares, m])
-        if unit.num_parameters:
-            tied = self.tied.pop((unit.name, m), "")
+        if unit.num_trained:
+            tied = self.tied.pop((unit.name, m), None)
             if tied and self.builder.buffers[tied].tier == HOST:
                 key_of_copy = copy_key("fetch", TiedGradients(unit.name, m))
                 tied = self.builder.copy(key_of_copy, h2d(self.at), tied, gpu, m=m)
             old = self.grads.get(unit.name)
-            reads += [name for name in (tied, old) if name]
-            if old or tied:  # gradients are added to: the earlier ones are there throughout, the new beside them
-                grads = self.builder.over(old or tied, Gradients(unit.name, m))
+            reads = [*reads, tied, old]
+            if earlier := old or tied:  # gradients are added to: these are there throughout, the new beside them
+                grads = self.builder.over(earlier, Gradients(unit.name, m))
                 work_bytes = max(work_bytes, unit.accumulating_work_bytes)
             else:
-                size = unit.num_parameters * t.grad_bytes
-                grads = self.builder.buffer(Gradients(unit.name, m), gpu, size, "grads")
+                grads = self.builder.buffer(Gradients(unit.name, m), gpu, unit.num_trained * grad_bytes, "grads")
             self.grads[unit.name] = grads
             writes.append(grads)
         writes += self.builder.work(key, work_bytes, gpu)
@@ -179,22 +171,22 @@ class _UnitwiseLowering(PackLowering):
 
     # ---- the end of a turn ----
 
-    def _gradients(self, tasks: list[Task], grads: list[str]) -> None:
+    def _gradients(self, tasks: list[Task]) -> None:
         (task,) = tasks
-        for u, unit in enumerate(self.between(task.first, task.end), task.first):
-            if unit.num_parameters:
+        for u, unit in enumerate(task.units, task.first):
+            if unit.num_trained:
                 label, on_device = copy_key("offload", Gradients(unit.name)), self.grads[unit.name]
                 self.grads[unit.name] = self._to_host(label, on_device, u, after=task.computes[-1:])
 
     def _gradients_gone(self, task: Task) -> list[str]:
-        units = self.between(task.first, task.end)
-        return [copy_key("offload", Gradients(unit.name)) for unit in units if unit.num_parameters]
+        units = task.units
+        return [copy_key("offload", Gradients(unit.name)) for unit in units if unit.num_trained]
 
     def _arrived(self, task: Task, unit: Unit) -> tuple[list[str], list[str]]:
         return [self.grads[unit.name]], self._gradients_gone(task)
 
 
-class _Pipeline(_UnitwiseLowering):
+class Pipeline(_UnitwiseLowering):
     """On devices whose processes have host memory of their own.
 
     The one that makes a unit's gradients has its parameters and states, and updates it; others that compute with it
@@ -202,34 +194,38 @@ class _Pipeline(_UnitwiseLowering):
     it, or into its process's memory where it waits there: inputs from which a pack is made again, a tied head's share.
     """
 
-    def _declare_homes(self) -> None:
-        rounds = self._rounds()
-        self.wanted_by: dict[str, list[int]] = {}  # unit -> devices that compute with its parameters, its own first
-        for (task,) in sorted(rounds, key=lambda tasks: tasks[0].phase):
-            for name in self.shared_params(task):
-                self.wanted_by.setdefault(name, []).append(task.device)
+    def __init__(self, plan: PackPlan, workload: Workload, machine: Machine) -> None:
+        super().__init__(plan, workload, machine)
         self.num_memories = self.packs.devices
         self.homes: list[dict[str, str]] = [{} for _ in range(self.num_memories)]
+        self.own: list[int] = []  # by unit: the device that makes its gradients
+
+    def _declare_homes(self) -> None:
+        rounds = self._rounds()
+        wanted_by: dict[str, list[int]] = {}  # unit -> devices that compute with its parameters, its own first
+        for (task,) in sorted(rounds, key=lambda tasks: tasks[0].phase):
+            for name in self.shared_params(task):
+                wanted_by.setdefault(name, []).append(task.device)
         self.own = [self.takes_backward[a] for a, b in self.packs.backward for _ in range(a, b)]
         for unit, own in zip(self.units, self.own, strict=True):
             if size := unit.num_trained * self.training.param_bytes:
-                for d in dict.fromkeys((own, *self.wanted_by[unit.name])):
+                for d in dict.fromkeys((own, *wanted_by[unit.name])):
                     self.homes[d][unit.name] = self.builder.home(Params(unit.name), HOST, size, "params", owner=d)
             if size := self.training.states_bytes(unit):
                 self.states_home[unit.name] = self.builder.home(States(unit.name), HOST, size, "states", owner=own)
 
-    def _turn(self, task: Task, before: list[Task]) -> str | None:
+    def _turn(self, task: Task) -> None:
         self.params_home = self.homes[task.device]
-        return super()._turn(task, before)
+        super()._turn(task)
 
-    def _beside(self, u: int) -> int:
+    def _beside(self, u: int, kind: str) -> int:
         embed = self.units[0]  # by which the model's own forward leads to the turn's first unit
         return embed.forward_work_bytes + embed.saved_bytes + embed.output_bytes if u == self.first > 0 else 0
 
     def _from_peer(self, key: str, source: str, target: int, after: list[str], m: int) -> str:
         return add_send(self.builder, self.links, key, source, target, m=m, after=after)
 
-    def _leaves(self, what: str, unit: int, m: int, buffer: str, task: Task, to_device: int) -> None:
+    def _leaves(self, what: str, unit: int, m: int, buffer: str, task: Task) -> None:
         self.handed[what, unit, m] = buffer
 
     def _to_host(self, key: str, buffer: str, u: int, *, m: int = 0, after: Sequence[str] = ()) -> str:
@@ -240,9 +236,11 @@ class _Pipeline(_UnitwiseLowering):
     def _update(self, task: Task) -> None:
         self.params_home = self.homes[task.device]
         super()._update(task)
-        for unit in self.between(task.first, task.end):
+        for unit in task.units:
             for d, homes in enumerate(self.homes):
                 if d != task.device and unit.name in homes:
-                    key = copy_key("send", op_key(Params(unit.name), f"for{d}"))
-                    new = self.params_home[unit.name]
+                    key, new = copy_key("send", self._new_params(unit, d)), self.params_home[unit.name]
                     homes[unit.name] = add_send(self.builder, self.links, key, new, d, over=homes[unit.name])
+
+    def _new_params(self, unit: Unit, d: int) -> str:
+        return op_key(Params(unit.name), f"for{d}")

@@ -6,18 +6,25 @@ computes; after backward, gradients are reduced and scattered, and each device s
 are whole on every device, what each one updated is gathered after the update. Where operators are cut (tensor
 parallelism), activations are summed after each half of a block instead. Host cores and drives work for all devices:
 what they read and write is the whole. Activations belong to each device alone.
+
+Buffers and ops are numbers here, as in `ScheduleColumns`: those of eight devices are many, and hardly ever named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
-from itertools import product
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise, product
+
+import numpy as np
 
 from tierplan.hwmodels.names import DEVICE, collective, device, parse_stream
 from tierplan.planner.plan import Sharing
 from tierplan.planner.several_devices.collectives import collective_work
+from tierplan.sim.columns import BufferLabel, Labels, Lists, OpLabel, ScheduleColumns, Works, collector_paused, lists_of
 from tierplan.sim.contents import (
+    Content,
     Frozen,
     Gradients,
     Input,
@@ -33,268 +40,433 @@ from tierplan.sim.contents import (
     parse_content,
     shard,
 )
-from tierplan.sim.schedule import Buffer, Op, Schedule
 from tierplan.sim.workloads.workload import Amounts
 
 SHARDED = ("params", "grads", "states")
 """Kinds of buffers that are cut into shards."""
 ENDS = ("embed", "head")
 COMPUTE_KINDS = ("forward", "recompute", "backward")
+NONE = -1
+Place = tuple[int, int]
+"""A buffer or an op of one device, and the device that has it here; `NONE` where all devices share one."""
 
 
-def partition(schedule: Schedule, devices: int, sharing: Sharing) -> Schedule:
+def partition(columns: ScheduleColumns, devices: int, sharing: Sharing) -> ScheduleColumns:
     """The schedule of `devices` devices, given that of one. Their tiers and the links between them must exist."""
-    return _Partition(schedule, devices, sharing).schedule()
+    with collector_paused():
+        return _Partition(columns, devices, sharing).columns()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Whole:
+    """A buffer of one device, and what becomes of it on several."""
+
+    number: int
+    label: BufferLabel
+    content: Content | None
+    tier: str
+    size_bytes: int
+    reuses: int
+    first: int = 0
+    """Of those that stand for it, the number of the first device's."""
+    is_everywhere: bool = False
+    """Whether each device has one."""
+    is_summed_at_once: bool = False
+    """Whether these gradients stay on the device, and are summed over devices after each micro-batch."""
+    has_tied_share: bool = False
+    """Whether this sum over devices begins where one device's share of a tied gradient is."""
+    is_sharded: bool = False
+    """Whether a device's or the host's is 1/n of it; a gradient is whole on the device that made it."""
+    is_gathered_again: bool = False
+    """Whether these are parameters that every device has whole, and of which each makes a shard."""
+
+    def on(self, r: int) -> int:
+        """The number of that of device r, or of the one that all share."""
+        return self.first + r if self.is_everywhere else self.first
+
+
+@dataclass(slots=True, kw_only=True)
+class _Task:
+    """An op of one device."""
+
+    number: int
+    label: OpLabel
+    work: int
+    stream: str
+    amounts: Amounts
+    reads: list[_Whole]
+    writes: list[_Whole]
+    after: list[int]
+
+    @property
+    def computes(self) -> bool:
+        return self.label.kind in COMPUTE_KINDS
+
+    @property
+    def is_on_device(self) -> bool:
+        return parse_stream(self.stream).device is not None
 
 
 class _Partition:
-    def __init__(self, schedule: Schedule, devices: int, sharing: Sharing) -> None:
-        self.source, self.n, self.sharing = schedule, devices, sharing
+    def __init__(self, columns: ScheduleColumns, devices: int, sharing: Sharing) -> None:
+        self.source, self.n, self.sharing = columns, devices, sharing
+        self.labels = labels = columns.labels()
         self.cuts_tensors = sharing.divided == "tensors"
-        self.stays = schedule.meta.get("order") == "vertical"  # a unit's parameters, for all its micro-batches
-        self.old = schedule.buffers_by_name()
-        self.buffers: dict[str, Buffer] = {}
-        self.ops: list[Op] = []
-        self.gathered: dict[tuple[str, str, str, int, int], str] = {}
-        self.scattered: dict[tuple[str, int], str] = {}
-        self.computes: list[list[str]] = [[] for _ in range(devices)]  # keys per device, in order
-        self.awaited: list[list[str]] = [[] for _ in range(devices)]  # collectives that the next compute comes after
-        self.keys: dict[str, list[str]] = {}
-        self.lengths = {} if schedule.step is None else {u.name: u.num_parameters for u in schedule.step.units}
-        self.home = {b.content: b.tier for b in schedule.buffers if b.initial and b.kind == "params"}
-        self.made_on_device = {
-            name for op in schedule.ops if parse_stream(op.stream).device is not None for name in op.writes
-        }
+        self.stays = labels.meta.get("order") == "vertical"  # a unit's parameters, for all its micro-batches
+        self.lengths = {} if labels.step is None else {u.name: u.num_parameters for u in labels.step.units}
+        self.tiers = {t.name: i for i, t in enumerate(columns.tiers)}
+        self.works = Works()
+        self.numbers: dict[tuple[object, ...], int] = {}  # of works, by what they are of
+        # what is made: one entry each per buffer, then per op
+        self.tier: list[int] = []
+        self.size_bytes: list[int] = []
+        self.initial: list[bool] = []
+        self.reuses: list[int] = []
+        self.becomes: list[int] = []
+        self.buffer_labels: list[BufferLabel | Place] = []
+        self.op_work: list[int] = []
+        self.reads: list[Sequence[int]] = []
+        self.writes: list[Sequence[int]] = []
+        self.after: list[Sequence[int]] = []
+        self.op_labels: list[OpLabel | Place] = []
+        # what was done so far
+        self.gathered: dict[tuple[object, ...], int] = {}
+        self.scattered: dict[tuple[int, int], int] = {}
+        self.own: dict[tuple[int, int, int], int] = {}
+        self.computes: list[list[int]] = [[] for _ in range(devices)]  # ops per device, in order
+        self.awaited: list[list[int]] = [[] for _ in range(devices)]  # collectives that the next compute comes after
+        self.parts: list[list[int]] = []  # of each op of one device, the ops that stand for it
+        self.wholes = self._wholes()
+        self.tasks = self._tasks()
 
-    def schedule(self) -> Schedule:
-        for name in self.old:
-            for r in self._ranks(name):
-                self._declare(name, r)
-        for op in self.source.ops:
-            self._place(op)
+    def columns(self) -> ScheduleColumns:
+        self._declare()
+        for task in self.tasks:
+            self.parts.append([])
+            self._place(task)
         return replace(
             self.source,
-            name=f"{self.source.name} on {self.n} devices",
-            buffers=tuple(self.buffers.values()),
-            ops=tuple(self.ops),
-            meta={**self.source.meta, "devices": self.n},
+            works=tuple(self.works.listed),
+            op_work=np.array(self.op_work, np.int32),
+            reads=lists_of(self.reads),
+            writes=lists_of(self.writes),
+            after=lists_of(self.after),
+            buffer_tier=np.array(self.tier, np.int32),
+            buffer_bytes=np.array(self.size_bytes, np.int64),
+            buffer_initial=np.array(self.initial, np.bool_),
+            buffer_reuses=np.array(self.reuses, np.int32),
+            buffer_becomes=np.array(self.becomes, np.int32),
+            labels=partial(_labels, self.labels, self.op_labels, self.buffer_labels, self.n),
         )
+
+    # ---- what one device has ----
+
+    def _wholes(self) -> list[_Whole]:
+        c, names = self.source, [t.name for t in self.source.tiers]
+        contents: dict[str, Content | None] = {}
+        numbers = (column.tolist() for column in (c.buffer_tier, c.buffer_bytes, c.buffer_reuses))
+        rows = zip(self.labels.buffers, *numbers, strict=True)
+        wholes = []
+        for i, (label, tier, size_bytes, reuses) in enumerate(rows):
+            if label.content not in contents:
+                contents[label.content] = parse_content(label.content)
+            content = contents[label.content]
+            b = _Whole(number=i, label=label, content=content, tier=names[tier], size_bytes=size_bytes, reuses=reuses)
+            on_device = b.tier == DEVICE and label.kind == "grads" and not self.cuts_tensors
+            b.is_summed_at_once = self.sharing.reduces == "each" and on_device and isinstance(content, Gradients)
+            wholes.append(b)
+        homes = {
+            b.label.content: b.tier
+            for b, initial in zip(wholes, c.buffer_initial.tolist(), strict=True)
+            if initial and b.label.kind == "params"
+        }
+        for b in wholes:
+            b.has_tied_share = b.is_summed_at_once and b.reuses >= 0 and not wholes[b.reuses].is_summed_at_once
+            home = homes.get(b.label.content)
+            b.is_sharded = self._is_sharded(b, home)
+            is_home = b.label.kind == "params" and b.tier == home
+            b.is_gathered_again = is_home and self.sharing.divided in ("gradients", "states")
+        return wholes
+
+    def _tasks(self) -> list[_Task]:
+        c = self.source
+        rows = zip(self.labels.ops, c.op_work.tolist(), _rows(c.reads), _rows(c.writes), _rows(c.after), strict=True)
+        return [
+            _Task(
+                number=i,
+                label=label,
+                work=w,
+                stream=c.works[w].stream,
+                amounts=c.works[w].amounts,
+                reads=[self.wholes[b] for b in reads],
+                writes=[self.wholes[b] for b in writes],
+                after=after,
+            )
+            for i, (label, w, reads, writes, after) in enumerate(rows)
+        ]
+
+    def _is_sharded(self, b: _Whole, home: str | None) -> bool:
+        kind = b.label.kind
+        if self.cuts_tensors:
+            return kind in (*SHARDED, "work") or (kind == "acts" and not self._is_border(b))
+        if kind not in SHARDED or isinstance(b.content, TiedGradients):
+            return False
+        if kind == "params" and self.sharing.divided != "all":
+            return b.tier != DEVICE and home == DEVICE  # on the way home
+        if b.tier != DEVICE or kind == "params":
+            return True
+        if kind == "states":
+            return self.sharing.divided != "nothing"
+        return b.is_summed_at_once and self.sharing.divided in ("all", "gradients")
+
+    def _is_border(self, b: _Whole) -> bool:
+        """Whether it passes from unit to unit, or belongs to all of them."""
+        return isinstance(b.content, Input | InputGradient | Shared)
 
     # ---- buffers ----
 
-    def _is_sharded(self, b: Buffer) -> bool:
-        """Whether a device's or the host's buffer is 1/n of it; a gradient is whole on the device that made it."""
-        if self.cuts_tensors:
-            return b.kind in (*SHARDED, "work") or (b.kind == "acts" and not self._is_border(b))
-        if b.kind not in SHARDED or isinstance(parse_content(b.content), TiedGradients):
-            return False
-        if b.kind == "params" and self.sharing.divided != "all":
-            return b.tier != DEVICE and self.home.get(b.content) == DEVICE  # on the way home
-        if b.tier != DEVICE or b.kind == "params":
-            return True
-        match b.kind:
-            case "states":
-                return self.sharing.divided != "nothing"
-            case _:
-                return self._is_summed_at_once(b) and self.sharing.divided in ("all", "gradients")
+    def _declare(self) -> None:
+        """All buffers, on each device that has one."""
+        made_on_device = {b.number for task in self.tasks if task.is_on_device for b in task.writes}
+        num = 0
+        for b in self.wholes:
+            b.is_everywhere = (
+                b.tier == DEVICE or b.label.kind in (*SHARDED, "acts") or b.number in made_on_device
+            ) and self.n > 1
+            b.first = num
+            num += self.n if b.is_everywhere else 1
+        rows = zip(self.wholes, self.source.buffer_initial.tolist(), self.source.buffer_becomes.tolist(), strict=True)
+        for b, initial, becomes in rows:
+            for r in range(self.n) if b.is_everywhere else (0,):
+                self._buffer(
+                    (b.number, r if b.is_everywhere else NONE),
+                    device(r) if b.tier == DEVICE else b.tier,
+                    self._shard_bytes(b, r) if b.is_sharded else b.size_bytes,
+                    initial=initial,
+                    reuses=self.wholes[b.reuses].on(r) if b.reuses >= 0 and not b.has_tied_share else NONE,
+                    becomes=self.wholes[becomes].on(r) if becomes >= 0 else NONE,
+                )
 
-    def _is_border(self, b: Buffer) -> bool:
-        """Whether it passes from unit to unit, or belongs to all of them."""
-        return isinstance(parse_content(b.content), Input | InputGradient | Shared)
+    def _buffer(
+        self,
+        label: BufferLabel | Place,
+        tier: str,
+        size_bytes: int,
+        *,
+        initial: bool = False,
+        reuses: int = NONE,
+        becomes: int = NONE,
+    ) -> int:
+        """Adds one; its number."""
+        self.tier.append(self.tiers[tier])
+        self.size_bytes.append(size_bytes)
+        self.initial.append(initial)
+        self.reuses.append(reuses)
+        self.becomes.append(becomes)
+        self.buffer_labels.append(label)
+        return len(self.tier) - 1
 
-    def _is_summed_at_once(self, b: Buffer) -> bool:
-        """Whether these gradients stay on the device, and are summed over devices after each micro-batch."""
-        on_device = self.sharing.reduces == "each" and b.kind == "grads" and b.tier == DEVICE and not self.cuts_tensors
-        return on_device and isinstance(parse_content(b.content), Gradients)
-
-    def _has_tied_share(self, b: Buffer) -> bool:
-        """Whether this sum over devices begins where one device's share of a tied gradient is."""
-        return self._is_summed_at_once(b) and b.reuses is not None and not self._is_summed_at_once(self.old[b.reuses])
-
-    def _ranks(self, name: str) -> Iterable[int]:
-        b = self.old[name]
-        is_shared = b.tier != DEVICE and b.kind not in (*SHARDED, "acts") and name not in self.made_on_device
-        return (0,) if is_shared else range(self.n)
-
-    def _name(self, name: str, r: int) -> str:
-        return name if len(tuple(self._ranks(name))) == 1 else device_name(name, r)
-
-    def _declare(self, name: str, r: int) -> None:
-        b = self.old[name]
-        self.buffers[self._name(name, r)] = replace(
-            b,
-            name=self._name(name, r),
-            tier=device(r) if b.tier == DEVICE else b.tier,
-            size_bytes=self._shard_bytes(b, r) if self._is_sharded(b) else b.size_bytes,
-            reuses=self._name(b.reuses, r) if b.reuses and not self._has_tied_share(b) else None,
-            becomes=self._name(b.becomes, r) if b.becomes else None,
-        )
-
-    def _shard_bytes(self, b: Buffer, r: int) -> int:
+    def _shard_bytes(self, b: _Whole, r: int) -> int:
         """A device's share, of whole values where there is one for each parameter, as the runtime cuts them."""
-        length = self.lengths.get(getattr(parse_content(b.content), "unit", ""), 0)
-        is_flat = length and b.size_bytes % length == 0 and not self.cuts_tensors
-        return (
-            len(shard(range(length), r, self.n)) * (b.size_bytes // length) if is_flat else -(-b.size_bytes // self.n)
-        )
+        length = self.lengths.get(getattr(b.content, "unit", ""), 0)
+        if length and b.size_bytes % length == 0 and not self.cuts_tensors:
+            return len(shard(range(length), r, self.n)) * (b.size_bytes // length)
+        return -(-b.size_bytes // self.n)
 
-    def _all(self, names: Iterable[str]) -> list[str]:
-        return [self._name(name, r) for name in names for r in self._ranks(name)]
+    def _all(self, wholes: Iterable[_Whole]) -> list[int]:
+        return [b.on(r) for b in wholes for r in (range(self.n) if b.is_everywhere else (0,))]
 
     # ---- ops ----
 
-    def _place(self, op: Op) -> None:
-        touched = [self.old[name] for name in (*op.reads, *op.writes)]
-        on_device = parse_stream(op.stream).device is not None
-        computes = op.kind in COMPUTE_KINDS
-        sums = [name for name in op.writes if computes and self._is_summed_at_once(self.old[name])]
-        updated = [name for name in op.writes if not computes and self._is_gathered_again(name)]
-        if not on_device and not any(b.kind == "acts" for b in touched):
-            parts = [(name, r) for name in op.writes for r in self._ranks(name)]
-            writes = [self._own_part(op, name, r) if name in updated else self._name(name, r) for name, r in parts]
-            self._emit(op, op.key, op.stream, op.work, self._all(op.reads), writes, None)
-            for name, r in product(updated, range(self.n)):
-                self._complete(op, name, r, is_sum=False)
-            return
-        for r in range(self.n):
-            reads = [
-                self._input(op, name, r) for name in op.reads if not (sums and self._is_summed_at_once(self.old[name]))
-            ]
+    def _place(self, task: _Task) -> None:
+        touched = [*task.reads, *task.writes]
+        sums = [b for b in task.writes if task.computes and b.is_summed_at_once]
+        updated = [b for b in task.writes if not task.computes and b.is_gathered_again]
+        if not task.is_on_device and not any(b.label.kind == "acts" for b in touched):
             writes = [
-                self._own_part(op, name, r) if name in (*sums, *updated) else self._name(name, r) for name in op.writes
+                self._own_part(task, b, r) if b in updated else b.on(r)
+                for b in task.writes
+                for r in (range(self.n) if b.is_everywhere else (0,))
             ]
-            work = op.work
-            is_shard = op.kind == "copy" and any(map(self._is_sharded, touched))
-            if (
-                is_shard
-                or (computes and self.cuts_tensors)
-                or (op.kind == "update" and self.sharing.divided != "nothing")
-            ):
-                work = {kind: amount / self.n for kind, amount in op.work.items()}
-            stream = parse_stream(op.stream).on(r) if on_device else op.stream
-            key = self._emit(op, device_name(op.key, r), stream, work, reads, writes, r)
-            if computes:
-                self.computes[r].append(key)
-        for name in (*sums, *updated):
+            self._emit(task, 1, self._all(task.reads), writes, None)
+            for b, r in product(updated, range(self.n)):
+                self._complete(task, b, r, is_sum=False)
+            return
+        is_shard = task.label.kind == "copy" and any(b.is_sharded for b in touched)
+        is_shared_update = task.label.kind == "update" and self.sharing.divided != "nothing"
+        share = self.n if is_shard or is_shared_update or (task.computes and self.cuts_tensors) else 1
+        for r in range(self.n):
+            reads = [self._input(task, b, r) for b in task.reads if not (sums and b.is_summed_at_once)]
+            writes = [self._own_part(task, b, r) if b in sums or b in updated else b.on(r) for b in task.writes]
+            op = self._emit(task, share, reads, writes, r)
+            if task.computes:
+                self.computes[r].append(op)
+        for b in (*sums, *updated):
             for r in range(self.n):
-                self._complete(op, name, r, is_sum=name in sums)
-        if self.cuts_tensors and computes:
-            self._sum_activations(op, touched)
+                self._complete(task, b, r, is_sum=b in sums)
+        if self.cuts_tensors and task.computes:
+            self._sum_activations(task, touched)
 
-    def _input(self, op: Op, name: str, r: int) -> str:
-        b = self.old[name]
+    def _input(self, task: _Task, b: _Whole, r: int) -> int:
         if b.tier != DEVICE or self.cuts_tensors:
-            return self._name(name, r)
-        if b.kind == "params" and op.kind in COMPUTE_KINDS and self.sharing.divided == "all":
-            return self._gather(op, name, r)
-        is_own = isinstance(parse_content(b.content), Gradients)
-        if is_own and op.kind not in COMPUTE_KINDS and not self._is_summed_at_once(b):
-            return self._scatter(name, r)
-        return self._name(name, r)
+            return b.on(r)
+        if b.label.kind == "params" and task.computes and self.sharing.divided == "all":
+            return self._gather(task, b, r)
+        if isinstance(b.content, Gradients) and not task.computes and not b.is_summed_at_once:
+            return self._scatter(b, r)
+        return b.on(r)
 
-    def _emit(
-        self, op: Op, key: str, stream: str, work: Amounts, reads: list[str], writes: list[str], r: int | None
-    ) -> str:
-        after = []
-        for old in op.after:
-            new = self.keys[old]
+    def _emit(self, task: _Task, share: int, reads: list[int], writes: list[int], r: int | None) -> int:
+        after: list[int] = []
+        for old in task.after:
+            new = self.parts[old]
             after += [new[r]] if r is not None and len(new) == self.n else new
-        if r is not None and op.kind in COMPUTE_KINDS:
+        if r is not None and task.computes:
             after += self.awaited[r]
             self.awaited[r] = []
-        read, ended = tuple(dict.fromkeys(reads)), tuple(dict.fromkeys(after))
-        self.ops.append(replace(op, key=key, stream=stream, work=work, reads=read, writes=tuple(writes), after=ended))
-        self.keys.setdefault(op.key, []).append(key)
-        return key
+        place = (task.number, NONE if r is None else r)
+        work = self._work_of_task(task, share, r)
+        op = self._op(place, work, list(dict.fromkeys(reads)), writes, list(dict.fromkeys(after)))
+        self.parts[task.number].append(op)
+        return op
+
+    def _work_of_task(self, task: _Task, share: int, r: int | None) -> int:
+        """The number of a share of its work, on device r."""
+        key = (task.work, share, r)
+        if key not in self.numbers:
+            stream = task.stream if r is None or not task.is_on_device else parse_stream(task.stream).on(r)
+            amounts = task.amounts if share == 1 else {kind: amount / share for kind, amount in task.amounts.items()}
+            self.numbers[key] = self.works.number(stream, amounts)
+        return self.numbers[key]
+
+    def _work_of_all(self, kind: str, size_bytes: int, r: int, *, calls: int = 1) -> int:
+        """The number of device r's work in a collective."""
+        key = (kind, size_bytes, calls, r)
+        if key not in self.numbers:
+            amounts = collective_work(kind, size_bytes, self.n, calls=calls)
+            self.numbers[key] = self.works.number(collective(r), amounts)
+        return self.numbers[key]
+
+    def _op(
+        self,
+        label: OpLabel | Place,
+        work: int,
+        reads: Sequence[int],
+        writes: Sequence[int],
+        after: Sequence[int],
+    ) -> int:
+        """Adds one; its number."""
+        self.op_work.append(work)
+        self.reads.append(reads)
+        self.writes.append(writes)
+        self.after.append(after)
+        self.op_labels.append(label)
+        return len(self.op_work) - 1
 
     # ---- collectives ----
 
-    def _gather(self, op: Op, name: str, r: int) -> str:
+    def _gather(self, task: _Task, b: _Whole, r: int) -> int:
         """The whole parameters on device r for one pass of one unit, a turn ahead of compute."""
-        turn = "fwd" if op.kind == "forward" else "bwd"
-        use = (name, op.unit, turn)
-        if self.sharing.keeps == "all" or (self.sharing.keeps == "ends" and op.unit in ENDS):
-            use = (self.old[name].content, "", "")
-        known = (*use, 0 if self.stays else op.micro_batch, r)
+        _, kind, unit, micro_batch = task.label
+        turn = "fwd" if kind == "forward" else "bwd"
+        use: tuple[object, ...] = (b.number, unit, turn)
+        if self.sharing.keeps == "all" or (self.sharing.keeps == "ends" and unit in ENDS):
+            use = (b.label.content, "", "")
+        known = (*use, 0 if self.stays else micro_batch, r)
         if known not in self.gathered:
-            b = self.old[name]
-            key = op_key(copy_key("gather", b.content), op.unit, turn, micro_batch_name(op.micro_batch), device(r))
+            key = op_key(copy_key("gather", b.label.content), unit, turn, micro_batch_name(micro_batch), device(r))
             after = self.computes[r][-1:] if self.sharing.waits else self.computes[r][-2:-1]
-            whole = self.gathered[known] = buffer_name(key, device(r))
-            self._buffer(whole, b, r, b.size_bytes)
-            self._collective(key, "gather", b, r, [self._name(name, k) for k in range(self.n)], whole, after)
+            whole = self.gathered[known] = self._arriving(key, b, r, b.size_bytes)
+            self._collective(key, "gather", b, r, [b.on(k) for k in range(self.n)], whole, after)
         return self.gathered[known]
 
-    def _scatter(self, name: str, r: int) -> str:
+    def _scatter(self, b: _Whole, r: int) -> int:
         """Device r's shard of the sum of all devices' gradients, or the whole where nothing is divided."""
-        if (name, r) not in self.scattered:
-            b, whole = self.old[name], self.sharing.divided == "nothing"
+        if (b.number, r) not in self.scattered:
+            whole = self.sharing.divided == "nothing"
+            key = device_name(copy_key("reduce", b.label.content), r)
+            out = self._arriving(key, b, r, b.size_bytes if whole else self._shard_bytes(b, r))
+            self.scattered[b.number, r] = out
             kind = "all_reduce" if whole else self.sharing.by
-            key = device_name(copy_key("reduce", b.content), r)
-            out = self.scattered[name, r] = buffer_name(key, device(r))
-            self._buffer(out, b, r, b.size_bytes if whole else self._shard_bytes(b, r))
-            self._collective(key, kind, b, r, [self._name(name, k) for k in range(self.n)], out, [])
-        return self.scattered[name, r]
+            self._collective(key, kind, b, r, [b.on(k) for k in range(self.n)], out, [])
+        return self.scattered[b.number, r]
 
-    def _is_gathered_again(self, name: str) -> bool:
-        """Whether these are parameters that every device has whole, and of which each has just made a shard."""
-        b = self.old[name]
-        is_home = b.kind == "params" and b.tier == self.home.get(b.content)
-        return is_home and self.sharing.divided in ("gradients", "states")
-
-    def _own_part(self, op: Op, name: str, r: int) -> str:
+    def _own_part(self, task: _Task, b: _Whole, r: int) -> int:
         """What a device has made by itself, before the others' shares are added: a gradient, or updated parameters."""
-        b, own = self.buffers[self._name(name, r)], self._own_name(op, name, r)
-        is_sum = op.kind in COMPUTE_KINDS
-        size_bytes = self.old[name].size_bytes if is_sum else b.size_bytes
-        old = self.old[name].reuses if self._has_tied_share(self.old[name]) else None
-        reuses = (self._name(old, r) if old else None) if is_sum else b.reuses
-        self.buffers[own] = replace(b, name=own, size_bytes=size_bytes, reuses=reuses, becomes=None)
-        if not is_sum:
-            self.buffers[b.name] = replace(b, reuses=own)
-        return own
+        of_all, own = b.on(r), op_key("own", task.label.key)
+        name = buffer_name(own, device(r)) if b.tier == DEVICE else device_name(buffer_name(own, b.tier), r)
+        size_bytes, reuses = self.size_bytes[of_all], self.reuses[of_all]
+        if task.computes:
+            size_bytes = b.size_bytes
+            reuses = self.wholes[b.reuses].on(r) if b.has_tied_share else NONE
+        tier = device(r) if b.tier == DEVICE else b.tier
+        part = self.own[task.number, b.number, r] = self._buffer(
+            BufferLabel(name, b.label.content, b.label.kind), tier, size_bytes, reuses=reuses
+        )
+        if not task.computes:
+            self.reuses[of_all] = part
+        return part
 
-    def _own_name(self, op: Op, name: str, r: int) -> str:
-        own, tier = op_key("own", op.key), self.old[name].tier
-        return buffer_name(own, device(r)) if tier == DEVICE else device_name(buffer_name(own, tier), r)
-
-    def _complete(self, op: Op, name: str, r: int, *, is_sum: bool) -> None:
+    def _complete(self, task: _Task, b: _Whole, r: int, *, is_sum: bool) -> None:
         """Adds all devices' shares: sums gradients onto those of earlier micro-batches, or gathers new parameters."""
-        b = self.old[name]
-        own = [self._own_name(op, name, k) for k in range(self.n)]
+        own = [self.own[task.number, b.number, k] for k in range(self.n)]
         if is_sum:
             kind = "all_reduce" if self.sharing.divided == "nothing" else self.sharing.by
-            reads = [*own, *([self._name(b.reuses, r)] if b.reuses and not self._has_tied_share(b) else [])]
-            self._collective(op_key("reduce", op.key, device(r)), kind, b, r, reads, self._name(name, r), [])
+            reads = [*own, *([self.wholes[b.reuses].on(r)] if b.reuses >= 0 and not b.has_tied_share else [])]
+            self._collective(op_key("reduce", task.label.key, device(r)), kind, b, r, reads, b.on(r), [])
         else:
-            key = op_key("gather", op.key, device(r))
-            self._collective(key, "gather", b, r, [own[r]], self._name(name, r), self.keys[op.key])
+            key = op_key("gather", task.label.key, device(r))
+            self._collective(key, "gather", b, r, [own[r]], b.on(r), self.parts[task.number])
 
-    def _sum_activations(self, op: Op, touched: list[Buffer]) -> None:
+    def _sum_activations(self, task: _Task, touched: list[_Whole]) -> None:
         """Megatron's all-reduces: after each half of a block, and where the vocabulary is cut."""
-        borders = [
-            b for b in touched if b.kind == "acts" and isinstance(parse_content(b.content), Input | InputGradient)
-        ]
+        borders = [b for b in touched if b.label.kind == "acts" and isinstance(b.content, Input | InputGradient)]
+        key, kind, unit, _ = task.label
         once = (("embed", "forward"), ("head", "backward"))
-        calls = 2 if op.unit not in ENDS else int((op.unit, op.kind) in once)
+        calls = 2 if unit not in ENDS else int((unit, kind) in once)
         if not borders or not calls:
             return
-        b = max(borders, key=lambda b: b.size_bytes)
+        size_bytes = calls * max(b.size_bytes for b in borders)
         for r in range(self.n):
-            work = collective_work("all_reduce", calls * b.size_bytes, self.n, calls=calls)
-            key = op_key("all_reduce", op.key, device(r))
-            ended = tuple(self.keys[op.key])
-            self.ops.append(Op(key=key, stream=collective(r), kind="all_reduce", unit=op.unit, work=work, after=ended))
-            self.awaited[r].append(key)
+            label = OpLabel(op_key("all_reduce", key, device(r)), "all_reduce", unit, 0)
+            work = self._work_of_all("all_reduce", size_bytes, r, calls=calls)
+            self.awaited[r].append(self._op(label, work, [], [], list(self.parts[task.number])))
 
-    def _buffer(self, name: str, b: Buffer, r: int, size_bytes: int) -> None:
-        self.buffers[name] = Buffer(name=name, tier=device(r), size_bytes=size_bytes, content=b.content, kind=b.kind)
+    def _arriving(self, key: str, b: _Whole, r: int, size_bytes: int) -> int:
+        """What a collective brings to device r."""
+        label = BufferLabel(buffer_name(key, device(r)), b.label.content, b.label.kind)
+        return self._buffer(label, device(r), size_bytes)
 
-    def _collective(self, key: str, kind: str, b: Buffer, r: int, reads: list[str], out: str, after: list[str]) -> None:
-        content = parse_content(b.content)
-        assert isinstance(content, Params | Frozen | Gradients)
-        work = collective_work(kind, b.size_bytes, self.n)
-        op = Op(key=key, stream=collective(r), kind=kind, unit=content.unit, work=work)
-        self.ops.append(replace(op, reads=tuple(reads), writes=(out,), after=tuple(after)))
+    def _collective(
+        self, key: str, kind: str, b: _Whole, r: int, reads: list[int], out: int, after: Sequence[int]
+    ) -> None:
+        assert isinstance(b.content, Params | Frozen | Gradients)
+        label = OpLabel(key, kind, b.content.unit, 0)
+        op = self._op(label, self._work_of_all(kind, b.size_bytes, r), reads, [out], list(after))
         if self.sharing.waits:
-            self.awaited[r].append(key)
+            self.awaited[r].append(op)
+
+
+def _labels(one: Labels, ops: list[OpLabel | Place], buffers: list[BufferLabel | Place], devices: int) -> Labels:
+    """The names of everything, of what stands for the same of one device too."""
+
+    def of_buffer(number: int, r: int) -> BufferLabel:
+        was = one.buffers[number]
+        return was if r == NONE else was._replace(name=device_name(was.name, r))
+
+    def of_op(number: int, r: int) -> OpLabel:
+        was = one.ops[number]
+        return was if r == NONE else was._replace(key=device_name(was.key, r))
+
+    return replace(
+        one,
+        name=f"{one.name} on {devices} devices",
+        ops=[label if isinstance(label, OpLabel) else of_op(*label) for label in ops],
+        buffers=[label if isinstance(label, BufferLabel) else of_buffer(*label) for label in buffers],
+        meta={**one.meta, "devices": devices},
+    )
+
+
+def _rows(lists: Lists) -> list[list[int]]:
+    items = lists.items.tolist()
+    return [items[begin:end] for begin, end in pairwise(lists.begins.tolist())]

@@ -1,9 +1,8 @@
 """Training settings from the files that people have: DeepSpeed's JSON, accelerate's YAML, the Trainer's arguments.
 
     read_training_file(path, base)    any of the three, told apart by what they hold
-    read_deepspeed(path, base)        a DeepSpeed configuration
 
-They say the settings and the policy that a file amounts to on one machine. What it does not have (sequence length,
+It says the settings and the policy that a file amounts to on one machine. What it does not have (sequence length,
 attention, whatever is `auto`) is taken from `base`.
 
     reading       files and settings, read as the tools read them
@@ -49,23 +48,15 @@ def read_training_file(path: str | Path, base: Training) -> Configured:
         )
     if "distributed_type" in raw or "compute_environment" in raw:
         found = of_accelerate_config(raw, base, path)
-        return replace(found, notes=(*found.notes, *unaccounted_note(flat(raw), OF_ACCELERATE)))
+        return found.noting(*unaccounted_note(flat(raw), OF_ACCELERATE))
     if TRAINER_ONLY & raw.keys():
         if isinstance(fsdp := raw.get("fsdp_config"), str):
             raw["fsdp_config"] = read_beside(fsdp, path)
         found = of_trainer_arguments(raw, base, path)
-        return replace(found, notes=(*found.notes, *unaccounted_note(flat(raw), OF_TRAINER)), left_open=())
+        return replace(found.noting(*unaccounted_note(flat(raw), OF_TRAINER)), left_open=())
     if DEEPSPEED_ONLY & raw.keys():
         return of_deepspeed(raw, base, str(path))
     raise WorkloadError(
         f"{path} is no configuration of DeepSpeed (zero_optimization, train_micro_batch_size_per_gpu), of accelerate "
         "(distributed_type) or of the Trainer (per_device_train_batch_size); give one of these"
     )
-
-
-def read_deepspeed(path: str | Path, base: Training) -> Configured:
-    """The training settings and the policy of a DeepSpeed configuration on one GPU.
-
-    Raises `WorkloadError` for a file that is none, or a setting that no policy has.
-    """
-    return of_deepspeed(read(Path(path)), base, str(path))

@@ -26,16 +26,13 @@ def of_accelerate_config(raw: Mapping[str, object], base: Training, path: Path) 
     found = _of_accelerate(raw, base, path)
     for kind, key in (("DEEPSPEED", "deepspeed_config"), ("FSDP", "fsdp_config")):
         if (own := raw.get("distributed_type")) != kind:
-            found = replace(found, notes=(*found.notes, *unused_note(raw, key, f"distributed_type is {own}")))
+            found = found.noting(*unused_note(raw, key, f"distributed_type is {own}"))
     alone = raw.get("distributed_type") in NOT_DISTRIBUTED
     num = count(raw, "num_processes", 0) or (1 if alone else None)
     if num is None:
         return found
     if alone and num > 1:
-        found = replace(
-            found, notes=(*found.notes, f"num_processes {num} is not used: distributed_type NO is one process")
-        )
-        num = 1
+        found, num = found.noting(f"num_processes {num} is not used: distributed_type NO is one process"), 1
     if found.devices not in (None, num):
         raise WorkloadError(
             f"{path}: num_processes is {num}, but DeepSpeed's {found.why_devices} is of {found.devices} GPUs; "
@@ -70,7 +67,7 @@ def _of_accelerate(raw: Mapping[str, object], base: Training, path: Path) -> Con
             return with_deepspeed(content, base, path, raw, mixed=precision)
         case "FSDP":
             found = of_fsdp_config(section_of(raw, "fsdp_config"), base, raw, path, recompute=None)
-            return replace(found, notes=(*found.notes, *notes)) if precision == "no" else found
+            return found.noting(*notes) if precision == "no" else found
         case "NO" | False | "MULTI_GPU" | None:
             notes = (*notes, UNSAID.format("gradient checkpointing in this file", "nothing"))
             return Configured(training=base, policy="in-memory", options={}, notes=notes, says=flat(raw))

@@ -33,6 +33,9 @@ class Configured:
     says: Mapping[str, object] = field(default_factory=dict)
     """All that the file says, by dotted key: `zero_optimization.overlap_comm`."""
 
+    def noting(self, *notes: str) -> Configured:
+        return replace(self, notes=(*self.notes, *notes))
+
 
 UNSAID = "no {}: it is set in the model, if at all; {} is made again in backward here"
 

@@ -158,10 +158,9 @@ def with_deepspeed(
                 f"{path} asks for {mixed}, but DeepSpeed's {name}.enabled is {section['enabled']!r}; make them agree"
             )
     found = of_deepspeed(content, base, str(path), recompute)
-    notes = found.notes
     if "optim" in raw and found.training.optimizer != base.optimizer:
-        notes = (*notes, f"DeepSpeed's optimizer.type {theirs['optimizer.type']} runs, not optim {raw['optim']}")
-    return replace(found, notes=notes, says={**flat(raw), **found.says})
+        found = found.noting(f"DeepSpeed's optimizer.type {theirs['optimizer.type']} runs, not optim {raw['optim']}")
+    return replace(found, says={**flat(raw), **found.says})
 
 
 def _precision(raw: Mapping[str, object], base: Training) -> Literal["fp32", "bf16", "fp16"]:

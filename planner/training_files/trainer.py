@@ -41,7 +41,7 @@ def of_trainer_arguments(raw: Mapping[str, object], base: Training, path: Path) 
         return with_deepspeed(deepspeed, training, path, raw, mixed=mixed, recompute=recompute)
     if raw.get("fsdp"):
         found = of_fsdp_config(fsdp_of_trainer(raw, path), training, raw, path, recompute=recompute)
-        return replace(found, notes=(*found.notes, *notes)) if mixed == "no" else found
+        return found.noting(*notes) if mixed == "no" else found
     notes = (*notes, *unused_note(raw, "fsdp_config", "fsdp is not on"))
     policy = "full-recompute" if recompute else "in-memory"
     return Configured(training=training, policy=policy, options={}, notes=notes, says=flat(raw))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tierplan.planner.policies import POLICIES
-from tierplan.planner.training_files import read_deepspeed, read_training_file
+from tierplan.planner.training_files import read_training_file
 from tierplan.sim.workloads.workload import Training, WorkloadError
 
 BASE = Training(sequence_length=512, per_device_train_batch_size=3)
@@ -51,7 +51,7 @@ def written(folder: Path, content: object) -> Path:
 def test_the_policy_of_a_deepspeed_configuration(
     tmp_path: Path, zero: dict[str, object], policy: str, options: dict[str, str]
 ) -> None:
-    found = read_deepspeed(written(tmp_path, {"zero_optimization": zero, "bf16": {"enabled": True}}), BASE)
+    found = read_training_file(written(tmp_path, {"zero_optimization": zero, "bf16": {"enabled": True}}), BASE)
     assert (found.policy, found.options) == (policy, options)
     assert found.policy in POLICIES
 
@@ -66,14 +66,14 @@ def test_settings_come_from_the_file_and_auto_from_the_base(tmp_path: Path) -> N
         "train_batch_size": 48,
         "flops_profiler": {"enabled": True},
     }
-    found = read_deepspeed(written(tmp_path, content), BASE)
+    found = read_training_file(written(tmp_path, content), BASE)
     t = found.training
     assert (t.per_device_train_batch_size, t.gradient_accumulation_steps, t.dtype) == (3, 4, "fp16")
     assert (t.max_grad_norm, t.optimizer, t.sequence_length) == (0.5, "adamw", 512)
     assert any("flops_profiler" in note for note in found.notes)
     assert found.devices == 4
-    assert read_deepspeed(written(tmp_path, {**content, "train_batch_size": 12}), BASE).devices == 1
-    assert read_deepspeed(written(tmp_path, {**content, "train_batch_size": "auto"}), BASE).devices is None
+    assert read_training_file(written(tmp_path, {**content, "train_batch_size": 12}), BASE).devices == 1
+    assert read_training_file(written(tmp_path, {**content, "train_batch_size": "auto"}), BASE).devices is None
 
 
 @pytest.mark.parametrize(
@@ -100,15 +100,16 @@ def test_settings_come_from_the_file_and_auto_from_the_base(tmp_path: Path) -> N
     ],
 )
 def test_deepspeed_errors(tmp_path: Path, content: object, message: str) -> None:
+    content = {"zero_optimization": {}, **content} if isinstance(content, dict) else content
     with pytest.raises(WorkloadError, match=message):
-        read_deepspeed(written(tmp_path, content), BASE)
+        read_training_file(written(tmp_path, content), BASE)
 
 
 def test_what_changes_a_step_and_no_policy_has_is_named(tmp_path: Path) -> None:
     zero = {"stage": 3, "zero_quantized_weights": True, "zero_hpz_partition_size": 8, "overlap_comm": True}
     offload = {"device": "cpu", "ratio": 0.3}
     content = {"zero_optimization": {**zero, "offload_optimizer": offload}, "activation_checkpointing": {}}
-    (note,) = (note for note in read_deepspeed(written(tmp_path, content), BASE).notes if "not taken" in note)
+    (note,) = (note for note in read_training_file(written(tmp_path, content), BASE).notes if "not taken" in note)
     keys = ("offload_optimizer.ratio", "zero_hpz_partition_size", "zero_quantized_weights")
     assert note == "not taken into account: " + ", ".join(f"zero_optimization.{key}" for key in keys)
 
@@ -116,7 +117,7 @@ def test_what_changes_a_step_and_no_policy_has_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("on_cpu", "place"), [(True, "host"), (False, "device"), (None, "device")])
 def test_checkpoints_lie_where_the_file_says(tmp_path: Path, on_cpu: bool | None, place: str) -> None:
     content = {"zero_optimization": {"stage": 3}, "activation_checkpointing": {"cpu_checkpointing": on_cpu}}
-    found = read_deepspeed(written(tmp_path, content), BASE)
+    found = read_training_file(written(tmp_path, content), BASE)
     assert found.options.get("checkpoints") == place
     assert not any("not taken into account" in note for note in found.notes)
 
@@ -155,19 +156,19 @@ def test_llama_factory_recomputes_unless_told_not_to(tmp_path: Path, said: dict[
 
 @pytest.mark.parametrize(("stage", "assumed"), [(0, "nothing"), (2, "nothing"), (3, "each block")])
 def test_what_is_recomputed_is_assumed_by_name_where_no_file_says_it(tmp_path: Path, stage: int, assumed: str) -> None:
-    found = read_deepspeed(written(tmp_path, {"zero_optimization": {"stage": stage}}), BASE)
+    found = read_training_file(written(tmp_path, {"zero_optimization": {"stage": stage}}), BASE)
     assert any(f"if at all; {assumed} is made again" in note for note in found.notes)
 
 
 def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2, "stage": 3}}')
     with pytest.raises(WorkloadError, match="'stage' is there twice; leave one of them out"):
-        read_deepspeed(tmp_path / "ds.json", BASE)
+        read_training_file(tmp_path / "ds.json", BASE)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(WorkloadError, match="there is no file"):
-        read_deepspeed(tmp_path / "none.json", BASE)
+        read_training_file(tmp_path / "none.json", BASE)
 
 
 def test_trainer_arguments(tmp_path: Path) -> None:
@@ -400,7 +401,7 @@ def test_what_no_configuration_may_say(tmp_path: Path, text: str, message: str) 
 def test_a_switch_may_be_a_word(tmp_path: Path, word: object) -> None:
     zero = {"stage": 3, "overlap_comm": word, "cpu_offload_params": "true",
             "offload_optimizer": {"device": "nvme", "pin_memory": word, "pipeline_read": word}}  # fmt: skip
-    found = read_deepspeed(written(tmp_path, {"zero_optimization": zero}), BASE)
+    found = read_training_file(written(tmp_path, {"zero_optimization": zero}), BASE)
     assert found.options == {
         "params": "host", "optimizer": "nvme", "pipeline": "off", "pin_memory": "off", "prefetch": "0", **KEPT,
     }  # fmt: skip
@@ -423,9 +424,9 @@ def test_a_section_that_is_not_used_is_named(tmp_path: Path, content: dict[str, 
 
 def test_prefetching_and_old_names_are_taken_into_account(tmp_path: Path) -> None:
     off = {"zero_optimization": {"stage": 3, "overlap_comm": False}}
-    assert read_deepspeed(written(tmp_path, off), BASE).options["prefetch"] == "0"
+    assert read_training_file(written(tmp_path, off), BASE).options["prefetch"] == "0"
     old = {"zero_optimization": {"stage": 2, "cpu_offload": True}}
-    assert read_deepspeed(written(tmp_path, old), BASE).policy == "zero-offload"
+    assert read_training_file(written(tmp_path, old), BASE).policy == "zero-offload"
 
 
 def unaccounted_in(path: Path) -> list[str]:
