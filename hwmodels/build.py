@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from tierplan.hwmodels.description import Description, Limit, Quantity, Switch
-from tierplan.hwmodels.keys import KEYS
+from tierplan.hwmodels.description import KEYS, Description, Limit, Quantity, Switch
 from tierplan.hwmodels.machine import (
     CATALOG,
     MEASURED,
