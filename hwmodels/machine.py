@@ -240,10 +240,8 @@ class Machine(Shown):
             for limit, weights in stream.takes.items():
                 if weight := weights.get(kind, 0.0):
                     taken[limit] = taken.get(limit, 0.0) + weight * amount
-        if not taken or seconds == 0.0:
-            taken = {}
         latency_s = stream.latency_s + (0.0 if is_alone else stream.beside_s)
-        demand = {k: v / seconds for k, v in taken.items()} if taken else NO_DEMAND
+        demand = {k: v / seconds for k, v in taken.items()} if taken and seconds else NO_DEMAND
         return Cost(latency_s, seconds, demand, stream.share, stream.wake_s)
 
     def rows(self) -> list[dict[str, object]]:
