@@ -43,8 +43,7 @@ from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.validation.calibration.budgets import capacity_for, peak_bytes, raise_capacities, with_room
 from tierplan.validation.calibration.calibration import Calibration, interval_half_width
 from tierplan.validation.calibration.dispatch import steady_at
-from tierplan.validation.calibration.session import CalibrationSession
-from tierplan.validation.calibration.turns import TurnwiseTraining
+from tierplan.validation.calibration.session import CalibrationSession, TurnwiseTraining
 from tierplan.validation.campaign.artifact import Artifact
 from tierplan.validation.campaign.spec import Campaign, CampaignError, Group, Run
 from tierplan.validation.comparison.compare import compare
@@ -230,10 +229,9 @@ class _RunExecution:
             self._machine, self._schedule, _ = predict_run(
                 run, self._calibration.timed(workload, described), self._calibration.on(described)
             )
-            self._training = TurnwiseTraining.of(
-                self._schedule, config, training, setup.scratch / run.name, setup.device
+            self._training = TurnwiseTraining(
+                self._schedule, config, training, setup.scratch / run.name, setup.device, life=self._life
             )
-            self._life.enter_context(self._training.trainer)
 
     @contextmanager
     def _recording_failure(self) -> Iterator[None]:

@@ -21,7 +21,7 @@ from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Training
 from tierplan.validation.calibration import session
 from tierplan.validation.calibration.dispatch import steady_at
-from tierplan.validation.calibration.turns import TurnwiseTraining
+from tierplan.validation.calibration.session import TurnwiseTraining
 from tierplan.validation.campaign import run as campaign_run
 from tierplan.validation.campaign.artifact import load_artifacts
 from tierplan.validation.campaign.spec import Campaign, CampaignError, Group, Run, load_campaign
