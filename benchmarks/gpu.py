@@ -253,7 +253,7 @@ def report(out: Path) -> str:
         lines += ["", "## Calibrated, planned, run and compared", "", "```", log.read_text().strip(), "```"]
     if (out / "campaign").is_dir():
         from tierplan.validation.campaign.artifact import load_artifacts
-        from tierplan.validation.campaign.table import campaign_markdown
+        from tierplan.validation.campaign.summary import campaign_markdown
 
         lines += ["", campaign_markdown(load_artifacts(out / "campaign"))]
     return "\n".join(lines) + "\n"

@@ -13,10 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from benchmarks.records import arguments, replace_part
-from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import PackPlan, Plan
@@ -25,8 +23,7 @@ from tierplan.planner.policies import decide
 from tierplan.sim.output.text import markdown_table
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.workloads.workload import Workload
-from tierplan.validation.published.reproduce import published
-from tierplan.validation.published.workloads import layered_workload
+from tierplan.validation.published.reproduce import profiled, published
 
 PART = "packs"
 HARMONY = ("harmony-dp", "harmony-pp")
@@ -54,12 +51,9 @@ class Answer:
 
 def scenario(model: str, *, fixed_shares: bool) -> tuple[Workload, Machine]:
     """A published profile, and Harmony's machine with the memory that its search may use."""
-    table = published("harmony")
-    profile: Mapping[str, Any] = next(p for p in table["profile"] if p["model"] == model)
-    workload = layered_workload(profile, micro_batches=profile["batch"] // profile["micro_batch"])
-    share = table["system"]["host_link_bytes_per_s"] / 4
-    changes = [f"link.h2d={share} B/s", f"link.d2h={share} B/s"] if fixed_shares else []
-    machine = load_machine("harmony-4x1080ti", changes)
+    table, contention = published("harmony"), "fixed shares" if fixed_shares else "max-min"
+    settings = {**table["system"], "model": model, "devices": 4, "search": True, "contention": contention}
+    workload, machine, _ = profiled(table, settings)
     tiers = (replace(t, capacity_bytes=DEVICE_BYTES) if t.kind == "device" else t for t in machine.tiers)
     return workload, replace(machine, tiers=tuple(tiers))
 

@@ -3,6 +3,5 @@
 spec      the campaign's file: groups of runs
 run       predicts, trains and compares each run
 artifact  the file that each run leaves
-summary   statistics of all artifacts: errors, intervals, ranking
-table     the campaign's page
+summary   statistics of all artifacts (errors, intervals, ranking), and the campaign's page
 """

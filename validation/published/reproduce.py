@@ -363,7 +363,8 @@ def _efficiency(table: Settings, settings: Settings) -> float:
     return compute_s / (compute_s + link_s)
 
 
-def _profile(table: Settings, settings: Settings) -> tuple[Workload, Machine, dict[str, object]]:
+def profiled(table: Settings, settings: Settings) -> tuple[Workload, Machine, dict[str, object]]:
+    """One of Harmony's profiles, the machine, and what its policies are told."""
     profile = next(p for p in table["profile"] if p["model"] == settings["model"])
     workload = layered_workload(profile, micro_batches=profile["batch"] // profile["micro_batch"])
     devices = settings["devices"]
@@ -379,7 +380,7 @@ def _profile(table: Settings, settings: Settings) -> tuple[Workload, Machine, di
 
 
 def _one_iteration(table: Settings, settings: Settings) -> tuple[Schedule, Trace]:
-    workload, machine, options = _profile(table, settings)
+    workload, machine, options = profiled(table, settings)
     if settings["policy"] == "virtual-memory":
         options = {"devices": settings["devices"]}
     schedule = lower(decide(settings["policy"], workload, machine, options), workload, machine)
