@@ -357,13 +357,13 @@ def _import(args: argparse.Namespace) -> int:
     from tierplan.hwmodels.build import build_machine
     from tierplan.hwmodels.catalog import load_description
     from tierplan.hwmodels.description import Description, override, read_utf8, write_description
-    from tierplan.hwmodels.importers import ds_io, fio, nccl_tests, nvbandwidth, nvidia_smi, nvidia_topo
+    from tierplan.hwmodels.importers import ds_io, fio, nccl_tests, nvbandwidth, nvidia_smi
     from tierplan.hwmodels.machine import MachineError
     from tierplan.sim.trace import write_atomically
 
     values: dict[str, Quantity] = {}
     for paths, read in (
-        (args.nvidia_smi, nvidia_smi.read_nvidia_smi), (args.nvidia_topo, nvidia_topo.read_nvidia_topo),
+        (args.nvidia_smi, nvidia_smi.read_nvidia_smi), (args.nvidia_topo, nvidia_smi.read_nvidia_topo),
         (args.nvbandwidth, nvbandwidth.read_nvbandwidth), (args.fio, fio.read_fio), (args.ds_io, ds_io.read_ds_io),
     ):  # fmt: skip
         for path in paths:
