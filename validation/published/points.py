@@ -57,27 +57,20 @@ class Question:
     training: Training
     sequences: int
     """In one step, over all devices."""
-
     loss: str = ""
     """`compiled`: one kernel per chunk, which reads and writes logits in 16 bits once, forward and backward. `16-bit`:
     logits, their copy behind the shift, and the softmax stay in 16 bits. Empty: as transformers has it, in fp32."""
-
     autocast: bool = False
     """Products of fp32 adapters run in the type of the base, as under Trainer's `bf16=True`."""
-
     block_s: tuple[float, float] | None = None
     """Measured seconds of a block's forward and backward per token, where published; else its modelled work."""
-
     config: tuple[tuple[str, Any], ...] = ()
     """What the system trained instead of the model's own sizes."""
-
     launch_s: float = 0.0
     """Of the process that drives the devices, for a block's forward (and, of a block without measured times, for its
     backward); 0 where its launches are no limit."""
-
     adapters_of_experts: int = 0
     """Trained parameters of each block that are not in the workload, whose experts' adapters are not traced."""
-
     compiled: bool = False
     """Blocks run as compiled kernels, which read what products write and write what products read (a Llama's)."""
 
