@@ -17,7 +17,6 @@ vary: look at `uptime` before a quiet hour.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -33,6 +32,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from benchmarks.records import append, arguments, read
 from tierplan.sim.output.text import format_error, format_s, markdown_table
 from tierplan.validation.calibration.transfer import Transfer, transfer_lines
 
@@ -119,9 +119,8 @@ def other_job(is_there: bool) -> Iterator[None]:
         busy.wait()
 
 
-def append(results: Path, row: dict[str, Any]) -> None:
-    with results.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+def keep(results: Path, row: dict[str, Any]) -> None:
+    append(results, row)
     print(line(row), flush=True)
 
 
@@ -137,7 +136,7 @@ def run_demos(home: Path, hour: str, results: Path, env: dict[str, str], times: 
         said = json.loads(tierplan("demo", "--out", str(home / "demo"), "--json", env=env))
         step_s = {"predicted": said["predicted_step_s"], "measured": said["measured_step_s"]}
         kept = {name: said[name] for name in KEPT if name in said}
-        append(results, {**row, "step_s": step_s, "step_error_frac": said["step_error"], **kept, "s": said["seconds"]})
+        keep(results, {**row, "step_s": step_s, "step_error_frac": said["step_error"], **kept, "s": said["seconds"]})
 
 
 def measured_link(devices: int, env: dict[str, str]) -> tuple[str, ...]:
@@ -191,7 +190,7 @@ def run_hour(
         asked += ["--calibration", str(calibration)]
         for policy in missing:
             named = {"hour": hour, "group": group.name, "policy": policy}
-            append(results, {**named, **run_row(home, asked, model, policy, text, env, devices)})
+            keep(results, {**named, **run_row(home, asked, model, policy, text, env, devices)})
 
 
 def run_row(
@@ -229,11 +228,6 @@ def run_row(
     error_frac = max(abs(p["predicted"] / p["measured"] - 1) for p in peaks if p["measured"])
     kept = {name: compared[name] for name in KEPT}
     return {**when, "step_s": compared["step_s"], "peak_error_frac": error_frac, **kept}
-
-
-def read(results: Path) -> list[dict[str, Any]]:
-    """All rows so far."""
-    return [json.loads(text) for text in results.read_text().splitlines()] if results.exists() else []
 
 
 def key_of(row: dict[str, Any]) -> tuple[str, str, str]:
@@ -360,7 +354,7 @@ def page(runs: Sequence[dict[str, Any]], devices: int = 1) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--out", type=Path, default=Path("commands-campaign"))
     parser.add_argument("--hour", default="quiet", help="a name for this run; `loaded` has another job beside it")
     parser.add_argument("--results", type=Path)

@@ -1,6 +1,6 @@
 """What simulating costs, as ratios within one run, so that the numbers mean the same on any machine.
 
-    python benchmarks/engine.py [--repeats 9] [--json FILE]
+    python -m benchmarks.engine [--repeats 9] [--json FILE]
 
 The step is that of GPT-3 175B, every saved tensor of its 96 blocks going its own way, on the described desktop with
 large tiers: once with the shared limits of that machine, once without. CPU time counts, the best of the repeats, with
@@ -19,8 +19,6 @@ the compared things taking turns.
 
 from __future__ import annotations
 
-import argparse
-import json
 import subprocess
 import sys
 import time
@@ -30,6 +28,7 @@ from pathlib import Path
 
 import simpy
 
+from benchmarks.records import arguments, save
 from tests.sim.evaluator import Evaluator
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
@@ -187,7 +186,7 @@ def measure(machine: Machine, repeats: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -202,8 +201,7 @@ def main() -> None:
         print(name)
         for what, value in numbers.items():
             print(f"    {what:40} {value:10.3g}")
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1) + "\n")
+    save(args.json, results)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ The published rows of the page are those of `tierplan reproduce finetuning --wri
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.records import arguments, replace_part
 from tierplan.hwmodels.names import DEVICE, HOST, NVME
 from tierplan.planner.plan_rules import PlanError
 from tierplan.sim.output.text import format_s, markdown_table
@@ -29,7 +29,10 @@ WAYS: Mapping[str, dict[str, Any]] = {
 }
 TOKENS = 10e6
 SEQUENCES = (16,)
-BEGIN, END = ("<!-- four ways: generated, do not edit -->", "<!-- end of four ways -->")
+PART = "four ways"
+
+
+HEAD = ("model", "way", "sequences", "GPU, GiB", "host, GiB", "drive, GiB", "step", "tokens/s", "hours", "limited by")
 
 
 class Found(NamedTuple):
@@ -95,26 +98,12 @@ def picture(rows: list[Found], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--page", type=Path, required=True)
     page = parser.parse_args().page
     rows = list(found())
-    head = (
-        "model",
-        "way",
-        "sequences",
-        "GPU, GiB",
-        "host, GiB",
-        "drive, GiB",
-        "step",
-        "tokens/s",
-        "hours",
-        "limited by",
-    )
-    table = "\n".join(markdown_table(head, map(row, rows), right=range(2, 9)))
-    text = page.read_text(encoding="utf-8")
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    page.write_text(f"{before}{BEGIN}\n\n{table}\n\n{END}{after}", encoding="utf-8")
+    table = "\n".join(markdown_table(HEAD, map(row, rows), right=range(2, 9)))
+    replace_part(page, PART, f"\n{table}\n")
     picture(rows, page.parent / "figures" / "finetuning-ways.png")
 
 

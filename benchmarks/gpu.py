@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.records import arguments
+
 SLICE_S = 480.0
 ENDS_WITH_PARENT = (
     "import ctypes, os, signal, sys; PR_SET_PDEATHSIG = 1\n"
@@ -251,7 +253,7 @@ def report(out: Path) -> str:
         lines += ["", "## Calibrated, planned, run and compared", "", "```", log.read_text().strip(), "```"]
     if (out / "campaign").is_dir():
         from tierplan.validation.campaign.artifact import load_artifacts
-        from tierplan.validation.campaign.table import campaign_markdown
+        from tierplan.validation.campaign.summary import campaign_markdown
 
         lines += ["", campaign_markdown(load_artifacts(out / "campaign"))]
     return "\n".join(lines) + "\n"
@@ -274,7 +276,7 @@ def install_missing(wheels: Path | None, out: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--out", type=Path, default=Path("gpu-results"))
     parser.add_argument("--nvme-dir", type=Path, default=None, help="folder on the drive (default: in OUT)")
     parser.add_argument("--device", choices=("cuda", "cpu", "fake"), default="cuda")

@@ -8,7 +8,6 @@ PyTorch). Nothing of the user's own is read or replaced: machine and calibration
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shlex
@@ -18,6 +17,8 @@ import time
 import venv
 from collections.abc import Sequence
 from pathlib import Path
+
+from benchmarks.records import arguments
 
 ROOT = Path(__file__).parent.parent
 HEADING = "## From nothing to a prediction that was checked"
@@ -33,7 +34,7 @@ def commands() -> list[list[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--out", type=Path, default=Path("newcomer"))
     parser.add_argument("--install", action="store_true", help="into a virtual environment of its own first")
     args = parser.parse_args(argv)

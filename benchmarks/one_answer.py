@@ -10,19 +10,19 @@ of that machine; a machine with more of one thing, drawn too, is not slower; `sw
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planner.grid import SMALL, read, version
+from benchmarks.planner.grid import SMALL
+from benchmarks.records import answer_missing, arguments, read
 from tierplan.cli import main as tierplan
 from tierplan.planner.search import budget
 
@@ -104,10 +104,8 @@ def scenario(number: int) -> dict[str, Any]:
     question = f"{name} on {machine}, {amount}, {given['seq']} tokens; more: {more}"
     computed_s = time.process_time() - began_s
     purchases = len(advice["changes"])
-    return {"number": number, "question": question, "purchases": purchases, "wrong": wrong} | {
-        "computed_s": computed_s,
-        "version": version(),
-    }
+    found = {"number": number, "question": question, "purchases": purchases, "wrong": wrong}
+    return found | {"computed_s": computed_s, "ops": budget.DEFAULT_OPS}
 
 
 def swept(folder: Path, given: Mapping[str, Any], planned: Mapping[str, Any]) -> list[str]:
@@ -121,7 +119,7 @@ def swept(folder: Path, given: Mapping[str, Any], planned: Mapping[str, Any]) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("results", type=Path)
     parser.add_argument("--scenarios", type=int, default=SCENARIOS, metavar="N", help="up to this number")
     parser.add_argument("--seconds", type=float, default=float("inf"), metavar="S", help="none is begun after these")
@@ -129,14 +127,14 @@ def main() -> None:
     parser.add_argument("--ops", type=int, help="that searches may spend, in place of a default that takes minutes")
     args = parser.parse_args()
     budget.DEFAULT_OPS = args.ops or budget.DEFAULT_OPS
+    if not args.count:
+        answer_missing(
+            args.results,
+            (({"number": number}, partial(scenario, number)) for number in range(args.scenarios)),
+            lambda r: f"{r['number']}: {r['question']}: {r['wrong'] or 'agree'}",
+            limit_s=args.seconds,
+        )
     records = read(args.results)
-    began_s = time.perf_counter()
-    for number in sorted(set(range(args.scenarios)) - {r["number"] for r in records}):
-        if not args.count and time.perf_counter() < began_s + args.seconds:
-            records.append(record := scenario(number) | {"ops": budget.DEFAULT_OPS})
-            with args.results.open("a") as file:
-                file.write(json.dumps(record) + "\n")
-            print(f"{number}: {record['question']}: {record['wrong'] or 'agree'}", file=sys.stderr, flush=True)
     disagree = sum(bool(r["wrong"]) for r in records)
     purchases = sum(r["purchases"] for r in records)
     print(f"{len(records)} scenarios with {purchases} purchases listed; in {disagree} something disagrees")

@@ -2,12 +2,10 @@
 
 names        names of tiers and streams: made and parsed in one place
 shown        how things show themselves in a notebook
-machine      tiers, streams with rates, and shared limits: all that simulator and planner need
-costs        what one op costs alone, and what it takes of shared limits
+machine      tiers, streams with rates, shared limits, and what an op costs: all that simulator and planner need
 units        amounts with units as people write them: "256 GiB", "6.5 GB/s"
 records      records in files, read strictly, with the place and the value in errors
-keys         the keys of a machine file, as one table
-description  the parts of a machine, every number with its source; read and written as TOML
+description  a machine's keys and the parts it has, every number with its source; read and written as TOML
 build        turns a description into a machine
 scaling      machines like a given one, with more memory or other rates
 curves       what kernels reach: GPUs' by measured tables or a relative's, with errors; the host's by its cores
@@ -18,9 +16,8 @@ importers    turn other tools' output into values of a description
 """
 
 from tierplan.hwmodels.catalog import catalog_names, load_description, load_machine
-from tierplan.hwmodels.costs import Cost
 from tierplan.hwmodels.description import Description, Quantity
-from tierplan.hwmodels.machine import Machine, MachineError, Rate, SharedLimit, Stream, TierSpec
+from tierplan.hwmodels.machine import Cost, Machine, MachineError, Rate, SharedLimit, Stream, TierSpec
 
 __all__ = [
     "Cost",

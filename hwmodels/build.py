@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from tierplan.hwmodels.description import Description, Limit, Quantity, Switch
-from tierplan.hwmodels.keys import KEYS
+from tierplan.hwmodels.description import KEYS, Description, Limit, Quantity, Switch
 from tierplan.hwmodels.machine import (
     CATALOG,
     MEASURED,
@@ -51,20 +50,18 @@ class _Draft:
     """The machine so far."""
 
     description: Description
-    rates: dict[str, dict[str, Rate]] = field(default_factory=dict)
-    """By stream and kind of work."""
-    latency_s: dict[str, float] = field(default_factory=dict)
-    beside_s: dict[str, float] = field(default_factory=dict)
+    streams: dict[str, Stream] = field(default_factory=dict)
     limits: dict[str, float] = field(default_factory=dict)
     takes: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
     """What each stream takes of shared limits: limit -> kind of work -> per unit of work."""
 
     def stream(self, name: str, latency: str, rates: dict[str, Rate]) -> None:
         """Adds a stream whose latency is that of a key."""
-        self.rates[name], self.latency_s[name] = rates, self.number(latency)
+        latency_s, beside_s = self.number(latency), 0.0
         loaded = latency.replace(".", ".loaded_")
         if loaded in KEYS and (loaded_s := self.description.number(loaded)) is not None:
-            self.beside_s[name] = max(0.0, loaded_s - self.latency_s[name])
+            beside_s = max(0.0, loaded_s - latency_s)
+        self.streams[name] = Stream(name=name, rates=rates, latency_s=latency_s, beside_s=beside_s)
 
     def share(self, limit: str, per_s: float, *takers: Taker) -> None:
         """Adds a limit that these load."""
@@ -103,7 +100,7 @@ class _Draft:
         return Rate(tuple((amount * scale, rate * scale) for amount, rate in quantity.points))
 
     def fastest(self, stream: str, kind: str = "bytes") -> float:
-        return max(rate for _, rate in self.rates[stream][kind].points)
+        return max(rate for _, rate in self.streams[stream].rates[kind].points)
 
     def lacks(self, name: str) -> MachineError:
         return MachineError(f"machine {self.name!r} does not say {name} ({KEYS[name].meaning}); add it")
@@ -127,10 +124,10 @@ def build_machine(description: Description) -> Machine:
     _peer_links(draft, num_gpus)
     if num_drives:
         _drives(draft, num_drives)
-    draft.stream(HOST_ADAM, "host.latency", {"parameters": draft.rate("host.adam")})
+    adam = draft.rate("host.adam")
     # memory-bound work on the host (adding gradients, norms, casts) at the DRAM traffic that Adam reaches
-    traffic = draft.fastest(HOST_ADAM, "parameters") * draft.number("host.adam_traffic")
-    draft.rates[HOST_ADAM]["elementwise_bytes"] = Rate.constant(traffic)
+    traffic = Rate.constant(max(rate for _, rate in adam.points) * draft.number("host.adam_traffic"))
+    draft.stream(HOST_ADAM, "host.latency", {"parameters": adam, "elementwise_bytes": traffic})
     _dram(draft)
     for direction, stream in (("h2d", h2d), ("d2h", d2h)):
         total = description.number(f"link.host_{direction}")
@@ -144,12 +141,12 @@ def build_machine(description: Description) -> Machine:
     for limit in description.limits:
         _share_speed(draft, limit)
     shares = {NVME_READ: draft.number("nvme.read_share"), NVME_WRITE: draft.number("nvme.write_share")}
-    shares |= {name: COLLECTIVES_FIRST for name in draft.rates if parse_stream(name).task == "collective"}
+    shares |= {name: COLLECTIVES_FIRST for name in draft.streams if parse_stream(name).task == "collective"}
     shares |= dict(description.shares)
     for name, share in shares.items():
-        if name not in draft.rates and name in description.shares:
+        if name not in draft.streams and name in description.shares:
             raise MachineError(
-                f"[shares] of machine {draft.name!r} name stream {name!r}; it has {', '.join(draft.rates)}"
+                f"[shares] of machine {draft.name!r} name stream {name!r}; it has {', '.join(draft.streams)}"
             )
         if share <= 0:
             raise MachineError(f"the share of stream {name!r} is {share}; it must be above 0")
@@ -161,15 +158,8 @@ def build_machine(description: Description) -> Machine:
         name=description.name,
         tiers=tiers,
         streams=tuple(
-            Stream(
-                name=name,
-                rates=by_kind,
-                latency_s=draft.latency_s[name],
-                beside_s=draft.beside_s.get(name, 0.0),
-                takes=draft.takes.get(name, {}),
-                share=shares.get(name, 1.0),
-            )
-            for name, by_kind in draft.rates.items()
+            replace(stream, takes=draft.takes.get(name, {}), share=shares.get(name, 1.0))
+            for name, stream in draft.streams.items()
         ),
         shared_limits=tuple(SharedLimit(name=name, limit=limit) for name, limit in draft.limits.items()),
         nameplate=nameplate,
@@ -332,7 +322,7 @@ def _collectives(draft: _Draft, num_gpus: int) -> None:
             loads = {f"{link_limit(g)}.in": 1.0, f"{link_limit(g)}.out": 1.0, link_limit(g): 2.0}
             if not draft.has("link.p2p"):  # through the host: what one GPU writes there, the next one reads
                 loads[DRAM_LIMIT] = 2.0 * draft.number("host.copy_traffic")
-            for limit in loads.keys() & draft.limits.keys():
+            for limit in [name for name in loads if name in draft.limits]:
                 draft.takes.setdefault(collective(g), {})[limit] = dict.fromkeys(kinds, loads[limit])
 
 
@@ -368,8 +358,8 @@ def _dram(draft: _Draft) -> None:
     if not bandwidth:
         return
     copy, io, adam = (draft.number(f"host.{what}_traffic") for what in ("copy", "io", "adam"))
-    takers = [(s, "bytes", copy) for s in draft.rates if parse_stream(s).is_host_link]
-    takers += [(s, "bytes", io) for s in draft.rates if parse_stream(s).is_drive]
+    takers = [(s, "bytes", copy) for s in draft.streams if parse_stream(s).is_host_link]
+    takers += [(s, "bytes", io) for s in draft.streams if parse_stream(s).is_drive]
     takers += [(HOST_ADAM, "parameters", adam), (HOST_ADAM, "elementwise_bytes", 1.0)]
     draft.share(DRAM_LIMIT, bandwidth, *(taker for taker in takers if taker[2] > 0))
 
@@ -386,21 +376,21 @@ def _switches(draft: _Draft, num_gpus: int) -> None:
                 raise MachineError(f"switch {switch.name!r} has member {member!r}; use gpu0, gpu1, ..., nvme, a switch")
             home[member] = switch.name
     peers = range(num_gpus if _uses_pcie(draft) else 0)
-    pairs = [(i, j) for i in peers for j in peers if p2p(i, j) in draft.rates]
+    pairs = [(i, j) for i in peers for j in peers if p2p(i, j) in draft.streams]
     for switch in draft.description.switches:
         name, members = switch.name, _devices_behind(switch.name, switches)
         gpus = [g for m in members if (g := device_index(m)) is not None]
         ways = [(h2d(g), d2h(g)) for g in gpus] + [(NVME_WRITE, NVME_READ)] * (NVME in members)
-        down, up = ([way[end] for way in ways if way[end] in draft.rates] for end in (0, 1))  # from, to the host
+        down, up = ([way[end] for way in ways if way[end] in draft.streams] for end in (0, 1))  # from, to the host
         up += [p2p(i, j) for i, j in pairs if device(i) in members and device(j) not in members]
         down += [p2p(i, j) for i, j in pairs if device(j) in members and device(i) not in members]
         if down:
             draft.share_bytes(f"switch.{name}.down", switch.limit, *down)
             draft.share_bytes(f"switch.{name}.up", switch.limit, *up)
-        rings = [c for g in gpus if (c := collective(g)) in draft.rates]
+        rings = [c for g in gpus if (c := collective(g)) in draft.streams]
         once = draft.has("link.p2p")  # a ring leaves the switch once; through the host every GPU does
         for stream in rings if _uses_pcie(draft) and down else ():
-            weights = {kind: 1 / len(rings) if once else 1.0 for kind in draft.rates[stream] if kind != HOPS}
+            weights = {kind: 1 / len(rings) if once else 1.0 for kind in draft.streams[stream].rates if kind != HOPS}
             draft.takes.setdefault(stream, {}).update({f"switch.{name}.{way}": weights for way in ("down", "up")})
 
 
@@ -418,12 +408,12 @@ def _share_speed(draft: _Draft, limit: Limit) -> None:
     """A limit in fractions of full speed: a stream at full speed takes its weight, whatever kind of work it does."""
     takers: list[Taker] = []
     for stream, weight in limit.takes.items():
-        if stream not in draft.rates:
+        if stream not in draft.streams:
             raise MachineError(
                 f"limit {limit.name!r} of machine {draft.name!r} names stream {stream!r}; "
-                f"it has {', '.join(draft.rates)}"
+                f"it has {', '.join(draft.streams)}"
             )
-        takers += [(stream, kind, weight / draft.fastest(stream, kind)) for kind in draft.rates[stream]]
+        takers += [(stream, kind, weight / draft.fastest(stream, kind)) for kind in draft.streams[stream].rates]
         takers.append((stream, SECONDS, weight))
     draft.share(limit.name, limit.limit, *takers)
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from tierplan.hwmodels.build import build_machine
 from tierplan.hwmodels.community import parse_shared
 from tierplan.hwmodels.curves import host_adam, with_derived
-from tierplan.hwmodels.description import Description, Quantity, override, parse_description, read_utf8
-from tierplan.hwmodels.keys import KEYS, PARTS
+from tierplan.hwmodels.description import KEYS, PARTS, Description, Quantity, override, parse_description, read_utf8
 from tierplan.hwmodels.machine import Machine, MachineError
 
 HERE = "here"

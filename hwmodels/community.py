@@ -13,8 +13,7 @@ from typing import Annotated, Any
 import msgspec
 import tomli_w
 
-from tierplan.hwmodels.description import Description, Quantity, parse_quantity
-from tierplan.hwmodels.keys import KEYS, find_key
+from tierplan.hwmodels.description import Description, Quantity, find_key, parse_quantity
 from tierplan.hwmodels.machine import MachineError
 from tierplan.hwmodels.records import Count, RecordError, decode
 
@@ -102,5 +101,5 @@ def parse_shared(text: str, *, where: str) -> tuple[SharedRates, dict[str, Quant
         key = find_key(name)
         if key.unit == "text" or isinstance(value, (str, dict)):
             raise MachineError(f"{where} has text for {name}; it must be a number or points, without names")
-        values[name] = Quantity(parse_quantity(KEYS[key.name], value, where=where).value, "community", source)
+        values[name] = Quantity(parse_quantity(key, value, where=where).value, "community", source)
     return shared, values

@@ -11,10 +11,9 @@ from __future__ import annotations
 import bisect
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from math import exp, log
+from math import exp, inf, isfinite, log
 from typing import Literal, TypeVar
 
-from tierplan.hwmodels.costs import NO_DEMAND, Cost
 from tierplan.hwmodels.shown import Shown
 
 PAGE_BYTES = 4096
@@ -113,6 +112,47 @@ class Rate:
         return float(y0 * (y1 / y0) ** (log(amount / x0) / log(x1 / x0)))
 
 
+NO_DEMAND: Mapping[str, float] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The price of one op on one machine, when nothing else runs."""
+
+    latency_s: float
+    """Fixed part, paid before the work and not slowed by others: launch, allocation, seek."""
+    work_s: float
+    """The part that shared limits can slow down."""
+    demand: Mapping[str, float] = field(default_factory=dict)
+    """Per shared limit, the units per second that the op takes at full speed."""
+    share: float = 1.0
+    """Weight under contention: speeds (fractions of full speed) grow in proportion to it until a limit is reached."""
+    wake_s: float = 0.0
+    """Added to the fixed part where the stream stood still until an input was complete."""
+
+    @property
+    def alone_s(self) -> float:
+        """Seconds from start to end when nothing else runs."""
+        return self.latency_s + self.work_s
+
+    def fault(self, limits: Mapping[str, float]) -> str:
+        """Why no op can cost this where these limits (units per second, by name) are shared; empty if it can."""
+        for what, seconds in (("latency_s", self.latency_s), ("work_s", self.work_s), ("wake_s", self.wake_s)):
+            if not (isfinite(seconds) and seconds >= 0):
+                return f"costs {what} = {seconds}; it must be finite and 0 or more"
+        if not 0 < self.share < inf:
+            return f"has a share of {self.share}; it must be finite and above 0"
+        for name, need in self.demand.items():
+            if not 0 <= need < inf:
+                return f"takes {need:g} per second of shared limit {name!r}; it must be finite and 0 or more"
+            if need > 0 and not limits.get(name, 0.0) > 0:
+                return (
+                    f"takes {need:g} per second of shared limit {name!r}, which is {limits.get(name, 'unknown')}; it "
+                    "would never end. Give the limit a value above 0"
+                )
+        return ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
     """A serial executor with a rate for each kind of work that it takes."""
@@ -200,10 +240,8 @@ class Machine(Shown):
             for limit, weights in stream.takes.items():
                 if weight := weights.get(kind, 0.0):
                     taken[limit] = taken.get(limit, 0.0) + weight * amount
-        if not taken or seconds == 0.0:
-            taken = {}
         latency_s = stream.latency_s + (0.0 if is_alone else stream.beside_s)
-        demand = {k: v / seconds for k, v in taken.items()} if taken else NO_DEMAND
+        demand = {k: v / seconds for k, v in taken.items()} if taken and seconds else NO_DEMAND
         return Cost(latency_s, seconds, demand, stream.share, stream.wake_s)
 
     def rows(self) -> list[dict[str, object]]:

@@ -90,8 +90,6 @@ class StreamName:
     """Whose hardware works: `gpu0`, `nvme`, `host`."""
     task: str = ""
     """`compute`, `h2d`, `d2h`, `p2p`, `collective`, `read`, `write`, `adam`; empty where it names a tier alone."""
-    peer: str = ""
-    """Of `p2p`, the device that is copied to."""
 
     @property
     def device(self) -> int | None:
@@ -119,8 +117,7 @@ class StreamName:
 def parse_stream(name: str) -> StreamName:
     """The parts of a stream's name. Any name has some: a schedule may have streams of its own."""
     tier, _, rest = name.partition(".")
-    task, _, peer = rest.partition(".")
-    return StreamName(tier, task, peer)
+    return StreamName(tier, rest.partition(".")[0])
 
 
 def parts_used(streams: Iterable[str]) -> set[str]:

@@ -17,7 +17,7 @@ from operator import itemgetter, truediv
 
 import simpy
 
-from tierplan.hwmodels.costs import Cost
+from tierplan.hwmodels.machine import Cost
 from tierplan.sim.analysis.completion import SimulationError, out_of_memory
 from tierplan.sim.columns import collector_paused
 from tierplan.sim.graph import Graph, graph_of

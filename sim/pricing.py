@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tierplan.hwmodels.costs import Cost
-from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.machine import Cost, Machine
 from tierplan.sim.engine import simulate
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace

@@ -18,7 +18,6 @@ Models are tiny, since what is tested is the order of operations. Bits are compa
 
 from __future__ import annotations
 
-import argparse
 import errno
 import json
 import os
@@ -44,7 +43,8 @@ from xxhash import xxh3_64_hexdigest
 
 from benchmarks.crash.mistakes import PLANTED
 from benchmarks.crash.states import Crash, Disk, Recorder, crashes
-from benchmarks.planner.grid import replace_part
+from benchmarks.models import gpt2
+from benchmarks.records import arguments, replace_part, save
 from benchmarks.runtime.speed import machine
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
@@ -62,18 +62,7 @@ from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Training
 
 TRAINING = Training(sequence_length=8, dtype="fp32", backend="cpu")
-RAW: dict[str, object] = {
-    "model_type": "gpt2",
-    "architectures": ["GPT2LMHeadModel"],
-    "vocab_size": 64,
-    "n_positions": 16,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 2,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1),
-}
+RAW = gpt2(32, 2, positions=16, vocabulary=64, heads=2, dropout=0.1)
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 LLAMA: dict[str, object] = {"model_type": "llama", "num_key_value_heads": 1, "max_position_embeddings": 16, **SIZES}
 SHAPES: Mapping[str, tuple[dict[str, object], str]] = {
@@ -410,7 +399,7 @@ def prefixes(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--only", nargs="+", choices=("kills", "faults", "prefixes", "planted"))
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--faults", type=int, default=200)
@@ -447,14 +436,9 @@ def main() -> None:
                         shown_by, Path(folder), planted=mistake, generations=1, resume_every=20, stop_at_first=True
                     )
             print(part, name, rows[name], flush=True)
-            if args.json:
-                found |= {
-                    "machine": platform.machine(),
-                    "python": platform.python_version(),
-                    "torch": torch.__version__,
-                }
-                found["date"] = datetime.now(UTC).isoformat(timespec="seconds")
-                args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            found |= {"machine": platform.machine(), "python": platform.python_version(), "torch": torch.__version__}
+            found["date"] = datetime.now(UTC).isoformat(timespec="seconds")
+            save(args.json, found)
     if args.page:
         replace_part(args.page, PART, "\n".join(lines(found, args.json)))
     bad = [name for name, row in found.get("prefixes", {}).items() if row["broken"]]

@@ -14,17 +14,16 @@ Seconds of planning are of computing.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planner.grid import key, question, read, replace_part, scenarios, version
+from benchmarks.planner.grid import key, question, scenarios
+from benchmarks.records import Record, answer_missing, arguments, read, replace_part
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.planner.milp.amounts import Problem, problem
 from tierplan.planner.milp.bounds import lower_bound
@@ -130,18 +129,19 @@ def _all_on_device(workload: Workload) -> UnitwisePlan:
 
 
 def run(path: Path) -> None:
-    known = {key(record) for record in read(path)}
-    for label, name, overrides, model, batch, length in scenarios():
-        record: dict[str, Any] = {"machine": label, "model": model, "batch": batch}
-        if key(record) in known:
-            continue
-        workload, machine = question(name, overrides, model, batch, length)
+    def ask(*of: Any) -> Record:
+        workload, machine = question(*of)
+        record = {}
         for method, found in METHODS.items():
             began = time.process_time()
             record[method] = {"step_s": found(workload, machine), "planning_s": time.process_time() - began}
-        with path.open("a") as file:
-            file.write(json.dumps(record | {"version": version()}) + "\n")
-        print(f"{label}, {model}, batch {batch}", file=sys.stderr, flush=True)
+        return record
+
+    questions = (
+        ({"machine": label, "model": model, "batch": batch}, partial(ask, name, overrides, model, batch, length))
+        for label, name, overrides, model, batch, length in scenarios()
+    )
+    answer_missing(path, questions, lambda r: f"{r['machine']}, {r['model']}, batch {r['batch']}")
 
 
 def joined(records: list[dict[str, Any]], grid: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -218,7 +218,7 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("results", type=Path)
     parser.add_argument("--table", type=Path, help="write the table into this page, and the plot beside it")
     args = parser.parse_args()

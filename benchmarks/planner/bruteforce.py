@@ -10,7 +10,6 @@ Instances count where something fits and where not everything may stay on the de
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -19,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planner.grid import replace_part, version
+from benchmarks.records import append, arguments, replace_part, version
 from tests.planner.instances import brute_force_instance
 from tests.planner.search.test_against_bruteforce import all_plans, best_of_all, is_trivial
 from tierplan.planner.infeasible import InfeasiblePlan
@@ -83,8 +82,7 @@ def run(path: Path, wanted: int, again: bool) -> None:
             record = record or brute_force(number)
             if not record["trivial"]:
                 record |= loop(number)
-            with path.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+            append(path, record)
         if counts(record):
             num += 1
             if ratio(record) > WITHIN:
@@ -129,7 +127,7 @@ def _range(numbers: list[int]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("results", type=Path)
     parser.add_argument("--number", type=int, default=INSTANCES, help="instances that count (default 200)")
     parser.add_argument("--again", action="store_true", help="run the loop anew where another version ran")

@@ -8,14 +8,12 @@ Machine and batch are those of Fuyou's published runs (`validation/published/fuy
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planner.grid import read, replace_part, version
+from benchmarks.records import answer_missing, arguments, read, replace_part
 from tierplan.hwmodels import load_machine
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitwisePlan
@@ -56,7 +54,6 @@ def answer(drives: int, host: str, *, time_limit_s: float = TIME_LIMIT_S) -> dic
         "states_on_drives": share_of_states(result.plan, workload),
         "recompute": recomputed(result.schedule),
         "late": sum(unit.late_update for unit in result.plan.units) / len(workload.units),
-        "version": version(),
     }
 
 
@@ -123,19 +120,20 @@ def table(records: list[dict[str, Any]]) -> str:
 
 
 def run(path: Path) -> None:
-    known = {(r["host"], r["drives"]) for r in read(path)}
-    for host, numbers in DRIVES.items():
-        for drives in numbers:
-            if (host, drives) not in known:
-                record = answer(drives, host)
-                with path.open("a") as file:
-                    file.write(json.dumps(record) + "\n")
-                shown = f"{host}, {drives} drives: {record['step_s']:.2f} s, Fuyou {record['fuyou_s']:.2f} s"
-                print(shown, file=sys.stderr, flush=True)
+    questions = (
+        ({"drives": drives, "host": host}, partial(answer, drives, host))
+        for host, numbers in DRIVES.items()
+        for drives in numbers
+    )
+    answer_missing(
+        path,
+        questions,
+        lambda r: f"{r['host']}, {r['drives']} drives: {r['step_s']:.2f} s, Fuyou {r['fuyou_s']:.2f} s",
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("results", type=Path)
     parser.add_argument("--page", type=Path, help="write the table into this page instead of running")
     args = parser.parse_args()

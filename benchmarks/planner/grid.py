@@ -10,28 +10,24 @@ of tierplan that wrote it; the table says which.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.records import Record, answer_missing, arguments, read, replace_part
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.planning import plan
-from tierplan.planner.search import budget
 from tierplan.runtime.tracing.trace import trace_workload
-from tierplan.sim.output.text import format_frac
+from tierplan.sim.output.text import format_frac, markdown_table
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import NotCovered, Training, Workload
 
@@ -55,8 +51,6 @@ RANDOM_MODELS += ("qwen3-30b-a3b", "mixtral-8x7b")
 RANDOM_HOST_GB = (32, 48, 64, 96, 128, 192, 256, 384, 512, 768)
 CLEARLY = 1.10
 PART = "grid"
-budget.WALL_TIMES = 1000
-"""Computing counts, not the clock: a busy computer writes the same table, only later."""
 
 
 Scenario = tuple[str, str, tuple[str, ...], str, int, int]
@@ -128,7 +122,7 @@ def answer(
     try:
         result = plan(workload, machine, time_limit_s=time_limit_s)
     except PlanError as error:
-        return {"fits": False, "reason": str(error)}
+        return {"fits": False, "reason": str(error), "time_limit_s": time_limit_s}
     best = result.best_policy
     in_memory = result.policies["in-memory"].step_s is not None
     return {
@@ -148,53 +142,25 @@ def answer(
         "total_s": result.total_s,
         "computed_s": time.process_time() - started,
         "num_simulated": result.num_simulated,
+        "time_limit_s": time_limit_s,
     }
 
 
-@cache
-def version() -> str:
-    """The commit that this is a checkout of, marked where files have changed since; `unknown` outside git."""
-    if found := os.environ.get("TIERPLAN_VERSION"):
-        return found
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
-    try:
-        return subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def replace_part(page: Path, name: str, text: str) -> None:
-    """Writes a generated part of a page between its two marker lines."""
-    begin, end = f"<!-- {name}: generated, do not edit -->", f"<!-- end of {name} -->"
-    before, found, rest = page.read_text().partition(begin)
-    _, closed, after = rest.partition(end)
-    if not (found and closed):
-        raise ValueError(f"{page} has no lines {begin!r} and {end!r}; add them where the part belongs")
-    page.write_text(f"{before}{begin}\n{text}\n{end}{after}")
-
-
 def run(path: Path, time_limit_s: float | None, asked: Iterable[Scenario]) -> None:
-    known = {key(line) for line in read(path)}
-    for label, name, overrides, model, batch, length in asked:
-        record: dict[str, Any] = {"machine": label, "model": model, "batch": batch}
-        if key(record) in known:
-            continue
-        record |= answer(name, overrides, model, batch, length, time_limit_s=time_limit_s)
-        record |= {"time_limit_s": time_limit_s, "version": version()}
-        with path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        shown = f"{record['step_s']:.3f} s, gap {record['gap']:.1%}" if record["fits"] else "nothing fits"
-        print(f"{label}, {model}, batch {batch}: {shown}", file=sys.stderr, flush=True)
+    def questions() -> Iterator[tuple[Record, Callable[[], Record]]]:
+        for label, name, overrides, model, batch, length in asked:
+            ask = partial(answer, name, overrides, model, batch, length, time_limit_s=time_limit_s)
+            yield {"machine": label, "model": model, "batch": batch}, ask
+
+    def shown(record: Record) -> str:
+        found = f"{record['step_s']:.3f} s, gap {record['gap']:.1%}" if record["fits"] else "nothing fits"
+        return f"{record['machine']}, {record['model']}, batch {record['batch']}: {found}"
+
+    answer_missing(path, questions(), shown)
 
 
 def key(record: Mapping[str, Any]) -> tuple[object, ...]:
     return record["machine"], record["model"], record["batch"]
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def table(records: list[dict[str, Any]]) -> str:
@@ -219,27 +185,23 @@ def table(records: list[dict[str, Any]]) -> str:
         f"- Seconds of computing per scenario, policies and bounds included: median "
         f"{statistics.median(computed_s):.1f}, largest {max(computed_s):.1f}.",
         "",
-        "| machine | model | batch | step, s | bound, s | gap | bound by | best system | its step, s | faster by |",
-        "|---|---|--:|--:|--:|--:|---|---|--:|--:|",
     ]
+    head = ("machine", "model", "batch", "step, s", "bound, s", "gap", "bound by", "best system", "its step, s",
+            "faster by")  # fmt: skip
+    rows = []
     for r in records:
-        if not r["fits"]:
-            lines.append(f"| {r['machine']} | {r['model']} | {r['batch']} | nothing fits | | | | | | |")
-            continue
-        if r["best_policy_s"]:
-            faster_by = format_frac(r["best_policy_s"] / r["step_s"] - 1)
-            best = f"{r['best_policy']} | {r['best_policy_s']:.2f} | {faster_by}"
-        else:
-            best = "none fits | | "
-        lines.append(
-            f"| {r['machine']} | {r['model']} | {r['batch']} | {r['step_s']:.2f} | {r['lower_bound_s']:.2f} | "
-            f"{100 * r['gap']:.1f} % | {r['bound_by']} | {best} |"
-        )
-    return "\n".join(lines)
+        cells = ["nothing fits", *[""] * 6]
+        if r["fits"]:
+            cells = [f"{r['step_s']:.2f}", f"{r['lower_bound_s']:.2f}", f"{100 * r['gap']:.1f} %", r["bound_by"]]
+            best_s = r["best_policy_s"]
+            faster = [r["best_policy"], f"{best_s:.2f}", format_frac(best_s / r["step_s"] - 1)] if best_s else None
+            cells += faster or ["none fits", "", ""]
+        rows.append((r["machine"], r["model"], str(r["batch"]), *cells))
+    return "\n".join([*lines, *markdown_table(head, rows, right=(2, 3, 4, 5, 8, 9))])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("results", type=Path)
     parser.add_argument(
         "--time-limit", type=float, metavar="S", help="of each search (default: what plan takes where nobody says)"

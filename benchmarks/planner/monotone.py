@@ -10,17 +10,17 @@ instead of one. Pair n is the same in every run: its random numbers come from n.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planner.grid import SMALL, one_device, read, replace_part, version
+from benchmarks.planner.grid import SMALL, one_device
+from benchmarks.records import answer_missing, arguments, read, replace_part
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import HOST_ADAM, NVME_READ, NVME_WRITE, compute, d2h, h2d
@@ -129,7 +129,6 @@ def pair(number: int) -> dict[str, Any]:
         "more_s": most[0],
         "cut_by_clock": less[1] or most[1],
         "computed_s": time.process_time() - started,
-        "version": version(),
     }
 
 
@@ -173,7 +172,7 @@ def table(records: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("results", type=Path)
     parser.add_argument("--pairs", type=int, default=PAIRS, metavar="N", help="up to this number")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="from this number on")
@@ -183,14 +182,12 @@ def main() -> None:
     if args.table:
         replace_part(args.table, PART, table(read(args.results)))
         return
-    known = {record["number"] for record in read(args.results)}
-    began_s = time.perf_counter()
-    for number in range(args.first, args.pairs):
-        if number not in known and time.perf_counter() < began_s + args.seconds:
-            record = pair(number)
-            with args.results.open("a") as file:
-                file.write(json.dumps(record) + "\n")
-            print(f"{number}: {record['question']}: {record['more']}: {ratio(record):.4f}", file=sys.stderr, flush=True)
+    answer_missing(
+        args.results,
+        (({"number": number}, partial(pair, number)) for number in range(args.first, args.pairs)),
+        lambda r: f"{r['number']}: {r['question']}: {r['more']}: {ratio(r):.4f}",
+        limit_s=args.seconds,
+    )
 
 
 if __name__ == "__main__":

@@ -10,23 +10,20 @@ step from an idle machine to the end of its last op, as Harmony's estimator coun
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from benchmarks.planner.grid import replace_part
-from tierplan.hwmodels import load_machine
+from benchmarks.records import arguments, replace_part
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import PackPlan, Plan
 from tierplan.planner.planning import plan
 from tierplan.planner.policies import decide
+from tierplan.sim.output.text import markdown_table
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.workloads.workload import Workload
-from tierplan.validation.published.reproduce import published
-from tierplan.validation.published.workloads import layered_workload
+from tierplan.validation.published.reproduce import profiled, published
 
 PART = "packs"
 HARMONY = ("harmony-dp", "harmony-pp")
@@ -54,12 +51,9 @@ class Answer:
 
 def scenario(model: str, *, fixed_shares: bool) -> tuple[Workload, Machine]:
     """A published profile, and Harmony's machine with the memory that its search may use."""
-    table = published("harmony")
-    profile: Mapping[str, Any] = next(p for p in table["profile"] if p["model"] == model)
-    workload = layered_workload(profile, micro_batches=profile["batch"] // profile["micro_batch"])
-    share = table["system"]["host_link_bytes_per_s"] / 4
-    changes = [f"link.h2d={share} B/s", f"link.d2h={share} B/s"] if fixed_shares else []
-    machine = load_machine("harmony-4x1080ti", changes)
+    table, contention = published("harmony"), "fixed shares" if fixed_shares else "max-min"
+    settings = {**table["system"], "model": model, "devices": 4, "search": True, "contention": contention}
+    workload, machine, _ = profiled(table, settings)
     tiers = (replace(t, capacity_bytes=DEVICE_BYTES) if t.kind == "device" else t for t in machine.tiers)
     return workload, replace(machine, tiers=tuple(tiers))
 
@@ -85,14 +79,14 @@ def answer(model: str, *, fixed_shares: bool, time_limit_s: float, seed: int) ->
 
 
 def table(answers: list[Answer]) -> Iterator[str]:
-    yield "| profile | host link | Harmony's best | step, s | alone, s | planner: step, s | alone, s | shorter by |"
-    yield "|---|---|---|---|---|---|---|---|"
+    head = ("profile", "host link", "Harmony's best", "step, s", "alone, s", "planner: step, s", "alone, s",
+            "shorter by")  # fmt: skip
+    rows = []
     for a in answers:
         theirs = a.policies_s[a.best_policy]
-        yield (
-            f"| {a.model} | {a.contention} | {a.best_policy} | {theirs:.2f} | {a.harmony_alone_s:.2f} | "
-            f"{a.step_s:.2f} | {a.alone_s:.2f} | {(1 - a.step_s / theirs) * 100:.1f} % |"
-        )
+        times = (f"{seconds:.2f}" for seconds in (theirs, a.harmony_alone_s, a.step_s, a.alone_s))
+        rows.append((a.model, a.contention, a.best_policy, *times, f"{(1 - a.step_s / theirs) * 100:.1f} %"))
+    yield from markdown_table(head, rows)
     for a in answers:
         if isinstance(a.plan, PackPlan):
             packs = a.plan.packs
@@ -102,7 +96,7 @@ def table(answers: list[Answer]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--page", type=Path, help="write the table into this page")
     parser.add_argument("--time-limit", type=float, default=20.0, metavar="S", help="of each search (default 20)")
     parser.add_argument("--seed", type=int, default=0)

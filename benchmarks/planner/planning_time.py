@@ -30,6 +30,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks.records import arguments, save
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.milp.amounts import problem
@@ -40,6 +41,7 @@ from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.planner.search.from_program import granules
 from tierplan.planner.search.knobs import Knobs
+from tierplan.sim.output.text import markdown_table
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training, Workload
 
@@ -180,17 +182,18 @@ def table(record: Record) -> str:
         f"{record['batch']} sequences of {record['sequence']} tokens, on `{record['machine']}`. Medians of "
         f"{record['repeats']}, {record['cores']} cores, {record['date']}, load {record['load']:.1f} at the end.",
         "",
-        "| blocks | MILP, s | its CPU, s | gap to LP | branched | candidate, s | its CPU, s | loop, s | its CPU, s "
-        "| in solvers, s | step, s | gap to bound | status |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
+    head = ("blocks", "MILP, s", "its CPU, s", "gap to LP", "branched", "candidate, s", "its CPU, s", "loop, s",
+            "its CPU, s", "in solvers, s", "step, s", "gap to bound", "status")  # fmt: skip
+    rows = []
     for n in blocks:
         m, f, p = (by[part, n] for part in ("milp", "fixed", "loop"))
-        lines.append(
-            f"| {n} | {m['wall_s']:.2f} | {m['cpu_s']:.2f} | {m['gap']:.2%} | {'yes' if m['branched'] else 'no'} | "
-            f"{f['wall_s']:.2f} | {f['cpu_s']:.2f} | {p['wall_s']:.1f} | {p['cpu_s']:.1f} | {p['solve_s']:.1f} | "
-            f"{p['step_s']:.2f} | {p['gap']:.1%} | {p['status']} |"
-        )
+        two = [f"{seconds:.2f}" for seconds in (m["wall_s"], m["cpu_s"], f["wall_s"], f["cpu_s"])]
+        one = [f"{p[name]:.1f}" for name in ("wall_s", "cpu_s", "solve_s")]
+        branched = "yes" if m["branched"] else "no"
+        ends = (f"{p['step_s']:.2f}", f"{p['gap']:.1%}", p["status"])
+        rows.append((str(n), *two[:2], f"{m['gap']:.2%}", branched, *two[2:], *one, *ends))
+    lines += markdown_table(head, rows)
     lines.append("")
     for part, what in (("milp", "MILP"), ("fixed", "candidate"), ("loop", "loop")):
         ratios = [f"{by[part, b]['cpu_s'] / by[part, a]['cpu_s']:.1f} from {a} to {b}" for a, b in pairwise(blocks)]
@@ -205,7 +208,7 @@ def table(record: Record) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--blocks", type=int, nargs="+", default=[24, 48, 96, 192])
     parser.add_argument("--batch", type=int, default=8)
@@ -221,8 +224,7 @@ def main() -> None:
         record = json.loads(args.json.read_text())
     else:
         record = run(args.blocks, args.batch, args.repeats)
-        if args.json:
-            args.json.write_text(json.dumps(record, indent=1) + "\n")
+        save(args.json, record)
     if args.table:
         args.table.write_text(table(record))
     else:

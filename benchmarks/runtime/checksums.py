@@ -9,12 +9,11 @@ agrees with all. The median of the ratios of neighbouring turns, and its quartil
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from unittest import mock
 
 from xxhash import xxh3_64
 
-from benchmarks.planner.grid import replace_part
+from benchmarks.records import Record, arguments, replace_part, save
 from benchmarks.runtime.speed import GIB, batches, config, machine, make
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.checkpoint.weights import hollow_model, random_weights
@@ -85,27 +84,42 @@ def cost(choice: UnitPlan, folder: Path, *, turns: int, width: int, num_blocks: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--nvme-dir", type=Path, required=True)
+    parser = arguments(__doc__)
     parser.add_argument("--turns", type=int, default=30)
+    parser.add_argument("--only", nargs="+", choices=list(CHOICES), default=list(CHOICES))
+    args = parsed(parser)
+    found = {}
+    for name in args.only:
+        found[name] = cost(CHOICES[name], args.nvme_dir, turns=args.turns, width=args.width, num_blocks=args.blocks)
+        print(name, {k: v for k, v in found[name].items() if not k.endswith("ratios")}, flush=True)
+    keep(args, found, PART, lines)
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments, with those of both benchmarks of the durability page."""
+    parser.add_argument("--nvme-dir", type=Path, required=True)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--blocks", type=int, default=6)
-    parser.add_argument("--only", nargs="+", choices=list(CHOICES), default=list(CHOICES))
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument("--page", type=Path, help="write them into this page, too")
     args = parser.parse_args()
     if args.page and not args.json:
         parser.error("--page needs --json, which the page names")
-    found = {}
-    for name in args.only:
-        found[name] = cost(CHOICES[name], args.nvme_dir, turns=args.turns, width=args.width, num_blocks=args.blocks)
-        print(name, {k: v for k, v in found[name].items() if not k.endswith("ratios")}, flush=True)
-    if args.json:
-        about = {"machine": platform.machine(), "cores": os.cpu_count(), "load_average": os.getloadavg()}
-        record = {**about, "date": datetime.now(UTC).isoformat(timespec="seconds"), "plans": found}
-        args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        if args.page:
-            replace_part(args.page, PART, "\n".join(lines(record, args.json)))
+    return args
+
+
+def keep(args: argparse.Namespace, plans: Record, part: str, lines: Callable[[Record, Path], Iterable[str]]) -> None:
+    """Writes what each plan costs, and a part of the page, where somebody named files for them."""
+    about = {"machine": platform.machine(), "cores": os.cpu_count(), "load_average": os.getloadavg()}
+    record = {**about, "date": datetime.now(UTC).isoformat(timespec="seconds"), "plans": plans}
+    save(args.json, record)
+    if args.page:
+        replace_part(args.page, part, "\n".join(lines(record, args.json)))
+
+
+def source_line(record: Mapping[str, Any], source: Path) -> str:
+    load = f"load average {record['load_average'][0]:.1f} on {record['cores']} cores"
+    return f"From `{source.as_posix()}`, {record['date'][:10]}, {load}:"
 
 
 PART = "cost of checksums"
@@ -113,8 +127,7 @@ PART = "cost of checksums"
 
 def lines(record: Mapping[str, Any], source: Path) -> Iterator[str]:
     """The part of the page."""
-    load = f"load average {record['load_average'][0]:.1f} on {record['cores']} cores"
-    yield f"From `{source.as_posix()}`, {record['date'][:10]}, {load}:"
+    yield source_line(record, source)
     yield ""
     yield "| on the drive | bytes in a step | step with over without: median (middle half) | processor time |"
     yield "|---|--:|--:|--:|"

@@ -9,19 +9,15 @@ cycles, and its quartiles.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import os
-import platform
 import shutil
 import statistics
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planner.grid import replace_part
+from benchmarks.records import arguments
+from benchmarks.runtime.checksums import keep, parsed, source_line
 from benchmarks.runtime.speed import GIB, batches, config, machine, make
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.checkpoint.weights import hollow_model, random_weights
@@ -73,8 +69,7 @@ def cost(choice: UnitPlan, length: int, folder: Path, *, cycles: int, width: int
 
 def lines(record: Mapping[str, Any], source: Path) -> Iterator[str]:
     """The part of the page."""
-    load = f"load average {record['load_average'][0]:.1f} on {record['cores']} cores"
-    yield f"From `{source.as_posix()}`, {record['date'][:10]}, {load}:"
+    yield source_line(record, source)
     yield ""
     yield "| plan | committed | a step | what a commit adds, in steps: median (middle half) |"
     yield "|---|--:|--:|--:|"
@@ -87,16 +82,9 @@ def lines(record: Mapping[str, Any], source: Path) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--nvme-dir", type=Path, required=True)
+    parser = arguments(__doc__)
     parser.add_argument("--cycles", type=int, default=12)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--blocks", type=int, default=6)
-    parser.add_argument("--json", type=Path, help="write all figures there")
-    parser.add_argument("--page", type=Path, help="write them into this page, too")
-    args = parser.parse_args()
-    if args.page and not args.json:
-        parser.error("--page needs --json, which the page names")
+    args = parsed(parser)
     plans: dict[str, Any] = {}
     for name, (choice, length) in CHOICES.items():
         folder = args.nvme_dir / "commits"
@@ -104,12 +92,7 @@ def main() -> None:
         plans[name] = cost(choice, length, folder, cycles=args.cycles, width=args.width, num_blocks=args.blocks)
         shutil.rmtree(folder)
         print(name, {k: v for k, v in plans[name].items() if k != "costs_steps"}, flush=True)
-    if args.json:
-        about = {"machine": platform.machine(), "cores": os.cpu_count(), "load_average": os.getloadavg()}
-        record = {**about, "date": datetime.now(UTC).isoformat(timespec="seconds"), "plans": plans}
-        args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        if args.page:
-            replace_part(args.page, PART, "\n".join(lines(record, args.json)))
+    keep(args, plans, PART, lines)
 
 
 if __name__ == "__main__":

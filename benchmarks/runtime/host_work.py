@@ -7,7 +7,6 @@ One core and its own time; the two take turns, and the median of the ratios and 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from math import prod
 
 import torch
 
+from benchmarks.records import arguments
 from tierplan.runtime.optim.adam import OptimizerSettings, update_states
 from tierplan.runtime.optim.states import layout_of
 from tierplan.sim.workloads.optimizers import STATE_FORMATS
@@ -41,7 +41,7 @@ def updates(spec: str, *, has_master: bool) -> Callable[[], float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--turns", type=int, default=9)
     turns = parser.parse_args().turns
     torch.set_num_threads(1)

@@ -31,21 +31,20 @@ run over what the simulator makes of it when each op takes as long as it did, wh
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
+from benchmarks.models import gpt2
+from benchmarks.records import arguments, save
 from tierplan.hwmodels.build import build_machine
-from tierplan.hwmodels.costs import Cost
-from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.machine import Cost, Machine
 from tierplan.planner.lowering import lower
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
@@ -65,8 +64,9 @@ from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.columns import unroll
 from tierplan.sim.engine import simulate
 from tierplan.sim.schedule import Schedule
-from tierplan.sim.trace import Span, Trace
+from tierplan.sim.trace import Span
 from tierplan.sim.workloads.workload import Training, Workload
+from tierplan.validation.comparison.steps import cut_steps
 
 GIB = 2**30
 SEQUENCE_LENGTH = 32
@@ -107,11 +107,7 @@ class Configuration:
         return replace(machine, tiers=tiers)
 
 
-GPT2 = {
-    "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": VOCABULARY, "n_positions": 256,
-    "n_embd": 1024, "n_layer": 12, "n_head": 16, "bos_token_id": 0, "eos_token_id": 0,
-    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-}  # fmt: skip
+GPT2 = gpt2(1024, 12, positions=256, vocabulary=VOCABULARY)
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": VOCABULARY,
     "max_position_embeddings": 256, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12,
@@ -210,10 +206,10 @@ class Ratios:
     busy_s: Mapping[str, Sequence[float]]
     drive_s: Sequence[float]
     """In which the drive read or wrote, or both."""
-    busiest: str = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "busiest", max(self.busy_s, key=lambda stream: sum(self.busy_s[stream])))
+    @property
+    def busiest(self) -> str:
+        return max(self.busy_s, key=lambda stream: sum(self.busy_s[stream]))
 
     @property
     def over_busiest(self) -> list[float]:
@@ -260,15 +256,6 @@ def covered_s(spans: Sequence[Span], begin_ns: float = 0.0, end_ns: float = floa
     return total_ns / 1e9
 
 
-def step_ends_ns(trace: Trace) -> list[int]:
-    """When the last op of each step ended."""
-    ends: dict[int, int] = {}
-    for span in trace.spans:
-        step = int(span.key[1:].partition("/")[0])
-        ends[step] = max(ends.get(step, 0), span.end_ns)
-    return [max(end for step, end in ends.items() if step <= k) for k in sorted(ends)]
-
-
 def drive_margin(streams: Mapping[str, StreamTime]) -> float:
     """How many times as long as any other stream the drive would take, each alone."""
     drive_s = sum(streams[s].alone_s for s in DRIVE)
@@ -308,7 +295,7 @@ def run(configuration: Configuration, machine: Machine, nvme_dir: Path, *, predi
     if predict_only:
         return found
     result = train(configuration, workload.training, schedule, nvme_dir)
-    ends = step_ends_ns(result.trace)
+    ends = list(cut_steps(result.trace).end_ns.values())
     measured = ratios_between(result.trace.spans, ends[WARMUP_STEPS - 1 : -1])  # nothing follows the last step
     taken = {x.key: Cost(0.0, x.duration_ns / 1e9) for x in result.trace.spans}
     again = simulate(unroll(schedule, len(ends)), taken)
@@ -355,7 +342,7 @@ def busiest(nvme_dir: Path, *, predict_only: bool = False) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--nvme-dir", type=Path, required=True)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--predict-only", action="store_true", help="measure the machine and plan, but do not train")
@@ -370,8 +357,7 @@ def main() -> None:
         **busiest(args.nvme_dir, predict_only=args.predict_only),
         "load_average_after": os.getloadavg(),
     }
-    if args.json:
-        args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    save(args.json, record)
 
 
 if __name__ == "__main__":

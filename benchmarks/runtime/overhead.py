@@ -9,7 +9,6 @@ the process's time on its cores.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import itertools
 import statistics
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.records import arguments
 from benchmarks.runtime.speed import GIB, batches, config, machine, make
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.checkpoint.weights import hollow_model, random_weights
@@ -74,7 +74,7 @@ def on_schedule(trainer: Trainer, source: Iterator[dict[str, torch.Tensor]]) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--turns", type=int, default=30)
     parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--width", type=int, default=64)

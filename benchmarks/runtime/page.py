@@ -9,14 +9,12 @@ them.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.planner.grid import replace_part
-from benchmarks.runtime.peers import read
+from benchmarks.records import arguments, read, replace_part
 
 PART = "speed of the runtime"
 GIB = 2**30
@@ -92,7 +90,7 @@ def _peers(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("runtime", type=Path)
     parser.add_argument("peers", type=Path)
     parser.add_argument("--page", type=Path, help="write them into this page")

@@ -36,6 +36,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.models import gpt2
+from benchmarks.records import append, arguments, read
+
 MIB = 2**20
 GIB = 2**30
 VOCABULARY = 512
@@ -80,18 +83,7 @@ PAIRS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
 
 def config(args: argparse.Namespace) -> dict[str, Any]:
     """A GPT-2 without dropout, so that both draw no random numbers."""
-    return {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        "vocab_size": VOCABULARY,
-        "n_positions": args.length,
-        "n_embd": args.width,
-        "n_layer": args.blocks,
-        "n_head": args.width // 64,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-    }
+    return gpt2(args.width, args.blocks, positions=args.length, vocabulary=VOCABULARY)
 
 
 def make_batch(args: argparse.Namespace) -> dict[str, Any]:
@@ -459,12 +451,8 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     return {key: getattr(args, key) for key in SHARED if key != "nvme_dir"}
 
 
-def read(path: Path | None) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path and path.exists() else []
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--nvme-dir", type=Path, required=True)
     parser.add_argument("--peers-python", metavar="PYTHON", help="that has DeepSpeed; its pairs are left out without")
     parser.add_argument("--only", nargs="+", choices=tuple(PAIRS), metavar="PAIR", help=", ".join(PAIRS))
@@ -503,8 +491,7 @@ def main() -> None:
         peaks = ", ".join(f"{who} {peak / MIB:,.0f} MiB" for who, peak in record["peak_rss_bytes"].items())
         print(f"{name} / tierplan: {record['ratio']:.2f}, median of {len(record['ratios'])} turns; {peaks}", flush=True)
         if args.json:
-            with args.json.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+            append(args.json, record)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,8 @@ from typing import Any
 import torch
 
 from benchmarks.machine import fio
+from benchmarks.models import gpt2
+from benchmarks.records import arguments, save
 from benchmarks.runtime.nvme_bound import busiest
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream, TierSpec
 from tierplan.planner.lowering import lower
@@ -93,20 +95,8 @@ def machine(device_bytes: int, host_bytes: int) -> Machine:
 
 
 def config(width: int, num_blocks: int, *, length: int = SEQUENCE_LENGTH) -> dict[str, object]:
-    """A GPT-2 with bytes for tokens and without dropout."""
-    names = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
-    return {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        "vocab_size": 512,
-        "n_positions": max(length, 4 * SEQUENCE_LENGTH),
-        "n_embd": width,
-        "n_layer": num_blocks,
-        "n_head": width // 64,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        **dict.fromkeys(names, 0.0),
-    }
+    """A GPT-2 for sequences of this length."""
+    return gpt2(width, num_blocks, positions=max(length, 4 * SEQUENCE_LENGTH))
 
 
 def batches(length: int = SEQUENCE_LENGTH) -> Iterator[dict[str, torch.Tensor]]:
@@ -243,7 +233,7 @@ def larger(nvme_dir: Path, cap_bytes: int, width: int, num_blocks: int, steps: i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--nvme-dir", type=Path, required=True)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", nargs="+", default=["fio", "busiest", "overlap", "larger"])
@@ -293,8 +283,7 @@ def main() -> None:
             subprocess.run(command, check=True)
             record["larger"] = json.loads(Path(file.name).read_text())
     record["load_average_after"] = os.getloadavg()
-    if args.json:
-        args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    save(args.json, record)
 
 
 if __name__ == "__main__":

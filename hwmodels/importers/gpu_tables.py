@@ -27,7 +27,7 @@ from typing import Any, Literal
 from tierplan.hwmodels.description import Basis, Description, Points, Quantity
 from tierplan.hwmodels.importers.reading import ImportedFileError
 from tierplan.hwmodels.machine import Rate
-from tierplan.hwmodels.records import RecordError, decode
+from tierplan.hwmodels.records import decode
 
 Row = Mapping[str, Any]
 
@@ -89,13 +89,8 @@ class PublicTable:
 def table_list() -> tuple[PublicTable, ...]:
     """The public tables that the curves are made from: what `catalog/tables.toml` lists."""
     record = _listed("tables.toml")
-    try:
-        return tuple(
-            decode(PublicTable, {**record["repository"][row["repository"]], **row}, complete=False)
-            for row in record["table"]
-        )
-    except (RecordError, KeyError) as error:
-        raise ImportedFileError(f"the list of tables is wrong: {error}") from error
+    rows = ({**record["repository"][row["repository"]], **row} for row in record["table"])
+    return tuple(decode(PublicTable, row, complete=False) for row in rows)
 
 
 def read_curves(tables: Sequence[PublicTable], folder: Path) -> Description:

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tierplan.hwmodels.costs import Cost
-from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.machine import Cost, Machine
 from tierplan.hwmodels.names import DRAM_LIMIT, NVME_LIMIT, parse_stream
 from tierplan.sim.columns import columns_of, unroll
 from tierplan.sim.compiled.graph_columns import graph_columns

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from tierplan.hwmodels.costs import Cost
-from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.machine import Cost, Machine
 from tierplan.sim.analysis.completion import OutOfMemory, SimulationError
 from tierplan.sim.columns import Int32, ScheduleColumns, Work
 from tierplan.sim.compiled.graph_columns import GraphColumns, graph_columns

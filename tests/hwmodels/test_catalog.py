@@ -9,8 +9,7 @@ import pytest
 
 from tierplan.hwmodels import catalog_names, load_description, load_machine
 from tierplan.hwmodels.catalog import load_curves, load_part
-from tierplan.hwmodels.description import Quantity, parse_description, write_description
-from tierplan.hwmodels.keys import PARTS
+from tierplan.hwmodels.description import PARTS, Quantity, parse_description, write_description
 
 MACHINES = catalog_names("machines")
 PARTS_HELD = [(section, name) for section, folder in PARTS.items() for name in catalog_names(folder)]

@@ -11,8 +11,7 @@ from tierplan.cli import main
 from tierplan.hwmodels import load_description
 from tierplan.hwmodels.catalog import catalog_names
 from tierplan.hwmodels.detect import pci_devices, propose
-from tierplan.hwmodels.importers.nvidia_smi import known_part
-from tierplan.hwmodels.importers.nvidia_topo import read_nvidia_topo, switch_groups
+from tierplan.hwmodels.importers.nvidia_smi import known_part, read_nvidia_topo, switch_groups
 from tierplan.hwmodels.importers.reading import ImportedFileError
 
 TOPO = """

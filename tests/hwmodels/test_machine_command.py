@@ -10,7 +10,7 @@ import pytest
 
 from tierplan.cli import main
 from tierplan.hwmodels import catalog_names
-from tierplan.hwmodels.keys import KEYS
+from tierplan.hwmodels.description import KEYS
 
 
 def test_list_names_every_machine_and_part(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from tierplan.hwmodels.names import StreamName, parse_stream
         (names.compute(1), StreamName("gpu1", "compute")),
         (names.h2d(0), StreamName("gpu0", "h2d")),
         (names.d2h(12), StreamName("gpu12", "d2h")),
-        (names.p2p(0, 3), StreamName("gpu0", "p2p", "gpu3")),
+        (names.p2p(0, 3), StreamName("gpu0", "p2p")),
         (names.collective(3), StreamName("gpu3", "collective")),
         ("nvme.read", StreamName("nvme", "read")),
         ("host.adam", StreamName("host", "adam")),

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from tierplan.hwmodels.costs import Cost
-from tierplan.hwmodels.machine import held_bytes
+from tierplan.hwmodels.machine import Cost, held_bytes
 from tierplan.sim.schedule import Buffer, Op, Schedule, Tier, validate
 
 STREAMS = ("a", "b", "c")

@@ -11,8 +11,7 @@ import simpy
 
 from tests.sim.test_schedule import buffer, op
 from tests.toys import toy_machine, toy_workload, uniform_plan
-from tierplan.hwmodels.costs import Cost
-from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream, TierSpec
+from tierplan.hwmodels.machine import Cost, Machine, Rate, SharedLimit, Stream, TierSpec
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.sim.analysis.completion import OutOfMemory, SimulationError

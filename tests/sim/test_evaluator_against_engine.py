@@ -11,7 +11,7 @@ from tests.sim.evaluator import Evaluator
 from tests.sim.random_schedules import costs, durations, schedules
 from tests.sim.test_rules import trace_or_none
 from tests.toys import toy_machine, toy_workload, uniform_plan
-from tierplan.hwmodels.costs import Cost
+from tierplan.hwmodels.machine import Cost
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.sim.columns import unroll

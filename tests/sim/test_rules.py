@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.sim.naive import execute_in_random_order, execute_in_time
 from tests.sim.random_schedules import costs, durations, schedules
-from tierplan.hwmodels.costs import Cost
+from tierplan.hwmodels.machine import Cost
 from tierplan.sim.analysis.completion import OutOfMemory, completes, smallest_capacity_bytes
 from tierplan.sim.columns import unroll
 from tierplan.sim.engine import simulate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from tierplan.hwmodels.costs import Cost
+from tierplan.hwmodels.machine import Cost
 from tierplan.sim.columns import unroll
 from tierplan.sim.engine import simulate
 from tierplan.sim.schedule import Buffer, Op, Schedule, Tier, validate

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from tierplan.validation.report.report import verdict, write_report
 
     schedule, machine = read_schedule(args.plan, args.machine, args.overrides, any_machine=args.other_machine)
-    run_folder = load_run(args.run_dir)
+    measured, losses = load_run(args.run_dir)
     used = {parse_stream(op.stream).device for op in schedule.ops} - {None}
     devices = {"devices": len(used), "devices_of_machine": machine.num_devices}
     from tierplan.sim.analysis.steady import steady_state
@@ -49,18 +49,18 @@ def run(args: argparse.Namespace) -> int:
         comparison = compare(
             schedule,
             steady.trace,
-            run_folder.trace,
+            measured,
             predicted_step_s=steady.period_s,
             interval_s=machine.basis.interval_s(steady.period_s),
             warmup_steps=2 if args.warmup is None else args.warmup,
         )
-        comparison = at_slowdown(comparison, schedule, machine, run_folder.trace)
+        comparison = at_slowdown(comparison, schedule, machine, measured)
     if args.warmup is not None and comparison.warmup_steps < args.warmup:
         num_steps = len(comparison.measured_steps_s)
         raise ValueError(
             f"--warmup is {args.warmup}, but the trace has {num_steps} steps; give {num_steps - 1} or less"
         )
-    causes, advice = causes_in_words(comparison), what_to_do(comparison, machine.basis, run_folder.trace.meta)
+    causes, advice = causes_in_words(comparison), what_to_do(comparison, machine.basis, measured.meta)
     gpus = f", {len(used)} of its {machine.num_devices} GPUs" if machine.num_devices > 1 else ""
     parts = parts_used(s.stream for s in comparison.streams)
     where, text = machine.name + gpus, machine.basis.said(parts)
@@ -75,10 +75,10 @@ def run(args: argparse.Namespace) -> int:
         args.output,
         comparison,
         steady.trace,
-        run_folder.trace,
+        measured,
         title=f"{schedule.name}: predicted and measured",
         about=about,
-        losses=run_folder.losses,
+        losses=losses,
         notes=notes,
         schedule=schedule,
     )
@@ -86,12 +86,12 @@ def run(args: argparse.Namespace) -> int:
         from tierplan.sim.output.plots import plot_timelines, save_figure
         from tierplan.validation.report.pictures import typical_steps
 
-        steps = typical_steps(steady.trace, run_folder.trace, comparison.warmup_steps)
+        steps = typical_steps(steady.trace, measured, comparison.warmup_steps)
         save_figure(plot_timelines(steps), args.plot, dpi=120)
     if args.perfetto:
         from tierplan.sim.output.perfetto import write_perfetto
 
-        write_perfetto({"predicted": steady.trace, "measured": run_folder.trace}, args.perfetto)
+        write_perfetto({"predicted": steady.trace, "measured": measured}, args.perfetto)
     if args.json:
         basis = {**asdict(machine.basis), "text": text}
         print(json.dumps({**comparison.record(), **devices, "basis": basis, "causes": causes, "what_to_do": advice}))

@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _list(args: argparse.Namespace) -> int:
     from tierplan.hwmodels.catalog import HERE, catalog_names, here_path, load_description, load_part, part_values
-    from tierplan.hwmodels.keys import PARTS
+    from tierplan.hwmodels.description import PARTS
     from tierplan.sim.output.text import columns, wrapped
 
     names = catalog_names() + ([HERE] if here_path().exists() else [])
@@ -189,7 +189,7 @@ def _curves(args: argparse.Namespace) -> int:
 def _show(args: argparse.Namespace) -> int:
     from tierplan.hwmodels.build import build_machine
     from tierplan.hwmodels.catalog import load_description
-    from tierplan.hwmodels.keys import KEYS
+    from tierplan.hwmodels.description import KEYS
     from tierplan.sim.output.text import columns, wrapped
 
     description = load_description(args.machine, args.overrides)
@@ -215,7 +215,7 @@ def numbers(description: Description) -> list[str]:
 
     Sources with an address, or of many numbers, stand below the table, each once.
     """
-    from tierplan.hwmodels.keys import KEYS
+    from tierplan.hwmodels.description import KEYS
     from tierplan.sim.output.text import columns
 
     rows = [("key", "value", "95 %", "basis", "source")]
@@ -303,9 +303,8 @@ def _detect(args: argparse.Namespace) -> int:
     from dataclasses import asdict, replace
 
     from tierplan.hwmodels.catalog import load_description
-    from tierplan.hwmodels.description import override, write_description
+    from tierplan.hwmodels.description import KEYS, override, write_description
     from tierplan.hwmodels.detect import ask_system, propose
-    from tierplan.hwmodels.keys import KEYS
     from tierplan.sim.output.text import columns, wrapped
     from tierplan.sim.trace import write_atomically
 
@@ -358,13 +357,13 @@ def _import(args: argparse.Namespace) -> int:
     from tierplan.hwmodels.build import build_machine
     from tierplan.hwmodels.catalog import load_description
     from tierplan.hwmodels.description import Description, override, read_utf8, write_description
-    from tierplan.hwmodels.importers import ds_io, fio, nccl_tests, nvbandwidth, nvidia_smi, nvidia_topo
+    from tierplan.hwmodels.importers import ds_io, fio, nccl_tests, nvbandwidth, nvidia_smi
     from tierplan.hwmodels.machine import MachineError
     from tierplan.sim.trace import write_atomically
 
     values: dict[str, Quantity] = {}
     for paths, read in (
-        (args.nvidia_smi, nvidia_smi.read_nvidia_smi), (args.nvidia_topo, nvidia_topo.read_nvidia_topo),
+        (args.nvidia_smi, nvidia_smi.read_nvidia_smi), (args.nvidia_topo, nvidia_smi.read_nvidia_topo),
         (args.nvbandwidth, nvbandwidth.read_nvbandwidth), (args.fio, fio.read_fio), (args.ds_io, ds_io.read_ds_io),
     ):  # fmt: skip
         for path in paths:

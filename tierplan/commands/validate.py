@@ -99,8 +99,7 @@ def _transfer(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace, artifacts: list) -> int:  # type: ignore[type-arg]
     from tierplan.sim.trace import write_atomically
-    from tierplan.validation.campaign.summary import summarise
-    from tierplan.validation.campaign.table import campaign_markdown, summary_lines
+    from tierplan.validation.campaign.summary import campaign_markdown, summarise, summary_lines
 
     if args.output:
         write_atomically(args.output, campaign_markdown(artifacts))

@@ -142,7 +142,7 @@ class Study:
         A typo would otherwise be an error in every row. What only some combinations cannot do stays their row's error.
         """
         from tierplan.hwmodels import load_machine
-        from tierplan.hwmodels.keys import find_key
+        from tierplan.hwmodels.description import find_key
         from tierplan.planner.plan_rules import PLANNER
         from tierplan.planner.policies import check_name
         from tierplan.sim.workloads.models import read_config

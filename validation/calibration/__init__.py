@@ -2,7 +2,6 @@
 
 budgets       memory budgets for a plan, from roomy to tight
 plans         the six plans of a calibration run
-turns         a schedule that is trained in short turns, with pauses between them
 session       a calibration run: the calibration model, trained under six plans in turns
 measurements  one plan's turns as figures: seconds by op, without outliers
 dispatch      dispatch latency: how long after its inputs and its stream are free an op begins

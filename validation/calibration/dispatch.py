@@ -13,8 +13,7 @@ from math import exp, log, sqrt
 from statistics import fmean, pstdev
 from typing import NamedTuple, TypeVar
 
-from tierplan.hwmodels.costs import Cost
-from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.machine import Cost, Machine
 from tierplan.hwmodels.names import on_first_device, parse_stream
 from tierplan.sim.analysis.explain import StreamTime
 from tierplan.sim.analysis.steady import SteadyState, steady_state

@@ -1,16 +1,22 @@
-"""A calibration run: the calibration model is profiled and then trained under six plans, in short turns."""
+"""A calibration run: the calibration model is profiled and then trained under six plans, in short turns.
+
+Where other guests share the cores of a machine, its speed changes from second to second. Trainings that take many short
+turns meet the same speeds on average; one long training after another does not.
+"""
 
 from __future__ import annotations
 
 import itertools
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 from tierplan import __version__
 from tierplan.hwmodels.machine import Machine
@@ -18,19 +24,23 @@ from tierplan.hwmodels.scaling import with_ample_memory
 from tierplan.planner.lowering import lower
 from tierplan.runtime.data.synthetic import random_batches, seeded_model, versions
 from tierplan.runtime.measure.units import profile_workload
+from tierplan.runtime.memory.files import make_folder
+from tierplan.runtime.optim.adam import OptimizerSettings
+from tierplan.runtime.trainer import Trainer
 from tierplan.sim.columns import unroll
 from tierplan.sim.compiled.compiler import compiling_s
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule
-from tierplan.sim.workloads.workload import Workload
+from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.validation.calibration.budgets import with_room
 from tierplan.validation.calibration.calibration import Calibration, calibrate, machine_sha256
 from tierplan.validation.calibration.dispatch import typical_reference_s
 from tierplan.validation.calibration.measurements import PlanMeasurement, measurement_of
 from tierplan.validation.calibration.plans import IN_MEMORY, calibration_plans
 from tierplan.validation.calibration.rates import without_compute_latency
-from tierplan.validation.calibration.turns import MANY_BATCHES, TurnwiseTraining
+from tierplan.validation.comparison.steps import cut_steps
 
+MANY_BATCHES = 1 << 30
 LEAST_TURNS, MOST_TURNS = 2, 40
 TURN_S, MOST_STEPS = 0.5, 9
 """A turn is as many steps as fit, 2 or more. A third of them come first and do not count, three in the first turn:
@@ -40,6 +50,48 @@ ROOM = 1.3
 """Capacity over predicted peak: no training of a calibration run waits for memory."""
 PROFILE_FRAC = 0.15
 """Of the budget, what profiling is shown to take as it goes on."""
+
+
+class TurnwiseTraining:
+    """A training whose steps are made in turns, with pauses in between. The first steps of each turn are not counted.
+
+    It is of a model of this config, with random weights and batches, until `life` ends.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        config: Mapping[str, object],
+        training: Training,
+        nvme_dir: Path,
+        device: str,
+        num_threads: int | None = None,
+        *,
+        life: ExitStack,
+    ) -> None:
+        make_folder(nvme_dir)
+        settings = OptimizerSettings(name=training.optimizer)
+        places: dict[str, Any] = {"nvme_dir": nvme_dir, "device": device, "num_threads": num_threads}
+        model = seeded_model(config, training)
+        self.trainer = Trainer(schedule, model, optimizer=settings, reference_frac=0.0, **places)
+        life.enter_context(self.trainer)
+        self._batches = random_batches(config, training, MANY_BATCHES)
+        self.skipped_steps = set[int]()
+        """Steps that are not counted."""
+
+    def take_turn(self, num_steps: int, warmup_steps: int) -> tuple[int, ...]:
+        """Trains `num_steps` more steps, of which the first `warmup_steps` are not counted; returns those that are."""
+        first = self.trainer.num_steps_done
+        if self.trainer.reference_work is not None:
+            self.trainer.reference_work.asked_step = first + warmup_steps - 1  # warm, and not counted
+        self.trainer.run(self._batches, num_steps)
+        self.skipped_steps.update(range(first, first + warmup_steps))
+        return tuple(range(first + warmup_steps, first + num_steps))
+
+    def step_s(self, steps: Sequence[int]) -> float:
+        """Median duration of these steps."""
+        durations_s = cut_steps(self.trainer.result().trace, 0).durations_s
+        return median(durations_s[k] for k in steps)
 
 
 @dataclass(eq=False)
@@ -87,11 +139,10 @@ class CalibrationSession:
             schedule = lower(plan, profiled, ample)
             peaks = simulate_on(unroll(schedule, 2), ample).peak_bytes
             schedules[name] = with_room(schedule, peaks, ROOM)
-            turnwise = TurnwiseTraining.of(
-                schedules[name], config, training, self.nvme_dir / name, self.device, self.num_threads
+            folder = self.nvme_dir / name
+            self._trainings[name] = TurnwiseTraining(
+                schedules[name], config, training, folder, self.device, self.num_threads, life=self.life
             )
-            self.life.enter_context(turnwise.trainer)
-            self._trainings[name] = turnwise
         measurements, reference_s = self._train_in_turns(schedules, began_s)
         in_memory = self._trainings[IN_MEMORY]
         return replace(

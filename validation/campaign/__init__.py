@@ -1,9 +1,7 @@
 """Many configurations, predicted and run. In reading order:
 
-spec        the campaign's file: groups of runs
-prediction  the prediction of one run within its budgets
-run         predicts, trains and compares each run
-artifact    the file that each run leaves
-summary     statistics of all artifacts: errors, intervals, ranking
-table       the campaign's page
+spec      the campaign's file: groups of runs
+run       predicts, trains and compares each run
+artifact  the file that each run leaves
+summary   statistics of all artifacts (errors, intervals, ranking), and the campaign's page
 """

@@ -26,20 +26,25 @@ from typing import Any
 from tierplan import __version__
 from tierplan.hwmodels.build import build_machine
 from tierplan.hwmodels.description import write_description
-from tierplan.hwmodels.machine import PredictionBasis
+from tierplan.hwmodels.machine import Machine, PredictionBasis
+from tierplan.hwmodels.names import DEVICE, HOST
+from tierplan.hwmodels.scaling import with_ample_memory, with_capacity
+from tierplan.planner.plan_rules import PLANNER
+from tierplan.planner.planning import plan
+from tierplan.planner.policies import decide
 from tierplan.runtime.data.synthetic import device_model, versions
 from tierplan.runtime.measure.machine import measure_description
-from tierplan.runtime.run_result import RunResult
 from tierplan.runtime.tracing.trace import trace_config
+from tierplan.sim.analysis.steady import SteadyState, steady_state
 from tierplan.sim.output.text import format_count, format_error, format_s
+from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import write_atomically
-from tierplan.sim.workloads.workload import Training
+from tierplan.sim.workloads.workload import Training, Workload
+from tierplan.validation.calibration.budgets import capacity_for, peak_bytes, raise_capacities, with_room
 from tierplan.validation.calibration.calibration import Calibration, interval_half_width
 from tierplan.validation.calibration.dispatch import steady_at
-from tierplan.validation.calibration.session import CalibrationSession
-from tierplan.validation.calibration.turns import TurnwiseTraining
+from tierplan.validation.calibration.session import CalibrationSession, TurnwiseTraining
 from tierplan.validation.campaign.artifact import Artifact
-from tierplan.validation.campaign.prediction import RunPrediction, predict_run
 from tierplan.validation.campaign.spec import Campaign, CampaignError, Group, Run
 from tierplan.validation.comparison.compare import compare
 
@@ -220,15 +225,13 @@ class _RunExecution:
         self._turn_predictions_s: list[float] = []
         self._life = life.enter_context(ExitStack())
         with self._recording_failure():
-            self._predicted = predict_run(
-                run,
-                self._calibration.timed(workload, self._session.machine),
-                self._calibration.on(self._session.machine),
+            described = self._session.machine
+            self._machine, self._schedule, _ = predict_run(
+                run, self._calibration.timed(workload, described), self._calibration.on(described)
             )
-            self._training = TurnwiseTraining.of(
-                self._predicted.schedule, config, training, setup.scratch / run.name, setup.device
+            self._training = TurnwiseTraining(
+                self._schedule, config, training, setup.scratch / run.name, setup.device, life=self._life
             )
-            self._life.enter_context(self._training.trainer)
 
     @contextmanager
     def _recording_failure(self) -> Iterator[None]:
@@ -243,62 +246,78 @@ class _RunExecution:
         """Measures the slowdown, predicts a step, and trains `num_steps` steps. Does nothing after an error."""
         if self._artifact.why_not:
             return
-        calibration, predicted = self._calibration, self._predicted
         with self._recording_failure():
             calibration_steps = 1 if self._campaign.interleaved else CALIBRATION_STEPS
             in_memory_s = self._session.in_memory_step_s(calibration_steps)
-            slowdown = in_memory_s / calibration.in_memory_step_s
+            slowdown = in_memory_s / self._calibration.in_memory_step_s
             self.slowdowns.append(slowdown)
-            self._turn_predictions_s.append(steady_at(predicted.schedule, predicted.machine, slowdown).period_s)
+            self._turn_predictions_s.append(steady_at(self._schedule, self._machine, slowdown).period_s)
             self._training.take_turn(num_steps, warmup_steps)
 
     def artifact(self, slowdown: float) -> Artifact:
         """The run's artifact, with the prediction for a machine of this slowdown."""
         if self._artifact.why_not:
             return self._artifact
-        campaign, predicted = self._campaign, self._predicted
+        campaign, predicted = self._campaign, self._schedule
         with self._recording_failure():
-            steady = steady_at(predicted.schedule, predicted.machine, slowdown)
-            artifact = replace(
-                self._artifact,
+            steady, result = steady_at(predicted, self._machine, slowdown), self._training.trainer.result()
+            interval_s = PredictionBasis("", interval_half_width(self._checks)).interval_s(steady.period_s)
+            skipped_steps = tuple(sorted(k for k in self._training.skipped_steps if k >= campaign.warmup_steps))
+            per_step = {stream: moved / campaign.steps for stream, moved in result.moved_bytes.items()}
+            comparison = compare(
+                predicted,
+                steady.trace,
+                result.trace,
                 predicted_step_s=steady.period_s,
-                interval_s=PredictionBasis("", interval_half_width(self._checks)).interval_s(steady.period_s),
+                interval_s=interval_s,
+                moved_bytes=per_step,
+                warmup_steps=campaign.warmup_steps,
+                skipped_steps=skipped_steps,
+            )
+            largest = sorted(comparison.attribution, key=lambda c: -abs(c.seconds))[:MAX_CAUSES]
+            self._artifact = replace(
+                self._artifact,
+                answered=True,
+                capacity_bytes={t.name: t.capacity_bytes for t in predicted.tiers},
+                predicted_step_s=steady.period_s,
+                interval_s=interval_s,
+                measured_steps_s=comparison.measured_steps_s,
+                warmup_steps=comparison.warmup_steps,
+                skipped_steps=skipped_steps,
                 turn_predictions_s=tuple(self._turn_predictions_s),
                 slowdowns=tuple(self.slowdowns),
-                skipped_steps=tuple(sorted(k for k in self._training.skipped_steps if k >= campaign.warmup_steps)),
+                predicted_peak_bytes=dict(steady.peak_bytes),
+                measured_peak_bytes=dict(result.peak_bytes),
+                predicted_bytes=predicted.bytes_moved(),
+                measured_bytes=per_step,
+                busy_s={s.stream: (s.predicted.busy_s, s.measured.busy_s) for s in comparison.streams},
+                kinds_s={f"{k.kind} on {k.stream}": (k.predicted_s, k.measured_s) for k in comparison.kinds},
+                causes=tuple((f"{c.kind} on {c.stream}" if c.stream else c.kind, c.seconds) for c in largest),
             )
-            predicted = replace(predicted, steady=steady)
-            self._artifact = _with_comparison(artifact, campaign, predicted, self._training.trainer.result())
         return self._artifact
 
 
-def _with_comparison(artifact: Artifact, campaign: Campaign, predicted: RunPrediction, result: RunResult) -> Artifact:
-    per_step = {stream: moved / campaign.steps for stream, moved in result.moved_bytes.items()}
-    comparison = compare(
-        predicted.schedule,
-        predicted.steady.trace,
-        result.trace,
-        predicted_step_s=artifact.predicted_step_s,
-        interval_s=artifact.interval_s,
-        moved_bytes=per_step,
-        warmup_steps=campaign.warmup_steps,
-        skipped_steps=artifact.skipped_steps,
-    )
-    largest = sorted(comparison.attribution, key=lambda c: -abs(c.seconds))[:MAX_CAUSES]
-    return replace(
-        artifact,
-        answered=True,
-        capacity_bytes={t.name: t.capacity_bytes for t in predicted.schedule.tiers},
-        measured_steps_s=comparison.measured_steps_s,
-        warmup_steps=comparison.warmup_steps,
-        predicted_peak_bytes=dict(predicted.steady.peak_bytes),
-        measured_peak_bytes=dict(result.peak_bytes),
-        predicted_bytes=predicted.schedule.bytes_moved(),
-        measured_bytes=per_step,
-        busy_s={s.stream: (s.predicted.busy_s, s.measured.busy_s) for s in comparison.streams},
-        kinds_s={f"{k.kind} on {k.stream}": (k.predicted_s, k.measured_s) for k in comparison.kinds},
-        causes=tuple((f"{c.kind} on {c.stream}" if c.stream else c.kind, c.seconds) for c in largest),
-    )
+def predict_run(run: Run, workload: Workload, machine: Machine) -> tuple[Machine, Schedule, SteadyState]:
+    """The machine with a run's budgets, its schedule there, and the simulation.
+
+    Raises `PlanError` or `OutOfMemory` where no plan fits.
+    """
+    ample, levels = with_ample_memory(machine), {DEVICE: run.device, HOST: run.host}
+    if run.policy == PLANNER:
+        # Budgets are fractions of the device memory that plain training takes.
+        plain_bytes = peak_bytes(DEVICE, decide("in-memory", workload, ample, {}), workload, ample)
+        fracs = {tier: 1.05 if level == "roomy" else float(level) for tier, level in levels.items()}
+        machine = with_capacity(machine, {tier: int(plain_bytes * frac) for tier, frac in fracs.items()})
+        # Sub-batches would run at sizes that were not profiled. Without "vertical", micro-batches are not cut.
+        orders = ("horizontal",) if run.accumulation == 1 else ("horizontal", "vertical")
+        planned = plan(workload, machine, orders=orders, **dict(run.options))  # type: ignore[arg-type]
+        schedule = with_room(planned.schedule, {tier: planned.steady.peak_bytes[tier] for tier in levels})
+        return machine, schedule, steady_state(schedule, machine)
+    decided = decide(run.policy, workload, ample, run.options)
+    budgets: dict[str, int] = {}
+    for tier, level in levels.items():
+        budgets[tier] = capacity_for(level, tier, decided, workload, with_capacity(ample, budgets))
+    return raise_capacities(decided, workload, with_capacity(machine, budgets))
 
 
 def _training(group: Group, run: Run, device: str) -> Training:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from tierplan.hwmodels import load_machine
@@ -24,15 +23,7 @@ class RunFolderError(ValueError):
     """A folder that is no run."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunFolder:
-    """What a run left."""
-
-    trace: Trace
-    losses: tuple[float, ...]
-
-
-def load_run(folder: str | os.PathLike[str]) -> RunFolder:
+def load_run(folder: str | os.PathLike[str]) -> tuple[Trace, tuple[float, ...]]:
     """The trace and the losses of a run's folder. Raises `RunFolderError`, or `TraceError` for a broken trace."""
     path = Path(folder)
     if not (path / "trace.json").is_file():
@@ -45,7 +36,7 @@ def load_run(folder: str | os.PathLike[str]) -> RunFolder:
                 losses.append(float(json.loads(line)["loss"]))
             except (ValueError, KeyError, TypeError) as error:
                 raise RunFolderError(f"{metrics}, line {number}, is no record of a step: {line[:60]!r}") from error
-    return RunFolder(trace=Trace.load(path / "trace.json"), losses=tuple(losses))
+    return Trace.load(path / "trace.json"), tuple(losses)
 
 
 def read_schedule(

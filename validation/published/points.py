@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import lru_cache
 from importlib import resources
@@ -34,23 +34,15 @@ POINTS = ("points", "finetuning")
 """The files with rules."""
 
 
-@dataclass(frozen=True, slots=True)
-class PublishedStep:
-    """One measured step and all that was published with it."""
-
-    id: str
-    facts: Facts = field(repr=False)
-
-    def step_s(self, sequences: int, length: int) -> float | None:
-        """Measured seconds of a step of so many sequences; None where no time was published."""
-        facts = self.facts
-        if facts.get("seq") == length and "tokens_per_s" in facts:
-            return sequences * length / float(facts["tokens_per_s"])
-        if "step_s" in facts or "s_per_step" in facts:
-            return float(facts.get("step_s", facts.get("s_per_step")))
-        if "s_per_sample" in facts:
-            return float(facts["s_per_sample"]) * sequences
-        return sequences * length / float(facts["tokens_per_s"]) if "tokens_per_s" in facts else None
+def measured_s(facts: Facts, sequences: int, length: int) -> float | None:
+    """Measured seconds of a step of so many sequences; None where no time was published."""
+    if facts.get("seq") == length and "tokens_per_s" in facts:
+        return sequences * length / float(facts["tokens_per_s"])
+    if "step_s" in facts or "s_per_step" in facts:
+        return float(facts.get("step_s", facts.get("s_per_step")))
+    if "s_per_sample" in facts:
+        return float(facts["s_per_sample"]) * sequences
+    return sequences * length / float(facts["tokens_per_s"]) if "tokens_per_s" in facts else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,27 +57,20 @@ class Question:
     training: Training
     sequences: int
     """In one step, over all devices."""
-
     loss: str = ""
     """`compiled`: one kernel per chunk, which reads and writes logits in 16 bits once, forward and backward. `16-bit`:
     logits, their copy behind the shift, and the softmax stay in 16 bits. Empty: as transformers has it, in fp32."""
-
     autocast: bool = False
     """Products of fp32 adapters run in the type of the base, as under Trainer's `bf16=True`."""
-
     block_s: tuple[float, float] | None = None
     """Measured seconds of a block's forward and backward per token, where published; else its modelled work."""
-
     config: tuple[tuple[str, Any], ...] = ()
     """What the system trained instead of the model's own sizes."""
-
     launch_s: float = 0.0
     """Of the process that drives the devices, for a block's forward (and, of a block without measured times, for its
     backward); 0 where its launches are no limit."""
-
     adapters_of_experts: int = 0
     """Trained parameters of each block that are not in the workload, whose experts' adapters are not traced."""
-
     compiled: bool = False
     """Blocks run as compiled kernels, which read what products write and write what products read (a Llama's)."""
 
@@ -203,30 +188,22 @@ def _table(name: str) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=1)
-def load_points() -> tuple[PublishedStep, ...]:
-    """All measured points, in the order of the file."""
-    points = []
-    for group in _table("facts")["from"]:
-        common = {name: value for name, value in group.items() if name != "points"}
-        points += [PublishedStep(str(own["id"]), {**common, **own}) for own in group["points"]]
-    return tuple(points)
+def load_points() -> Mapping[str, Facts]:
+    """All measured points in the order of the file: what was published, by the point's name."""
+    return {own["id"]: {**group, **own} for group in _table("facts")["from"] for own in group.pop("points")}
 
 
-def question_of(point: PublishedStep, rule: Facts, models: Mapping[str, str]) -> Question:
+def question_of(point: Facts, rule: Facts, models: Mapping[str, str]) -> Question:
     """A point as machine, policy, model and batch. What the rule says goes before what was published."""
-    facts = {**point.facts, **{name: value for name, value in rule.items() if name not in ("policy", "model")}}
-    facts |= rule.get("by_model", {}).get(point.facts["model"], {})
+    facts = {**point, **{name: value for name, value in rule.items() if name not in ("policy", "model")}}
+    facts |= rule.get("by_model", {}).get(point["model"], {})
     ranks = 1 if facts.get("shared") else int(facts["gpus"])  # who have sequences of their own
     sequences = int(facts.get("sequences_per_step", facts.get("global_batch", 0)))
-    accumulation = int(facts.get("accumulation", 1))
-    if "micro_batches" in facts:
-        accumulation = int(facts["micro_batches"])
-        micro_batch = sequences // (ranks * accumulation)
-    elif "micro_batch" in facts:
+    accumulation = int(facts.get("micro_batches", facts.get("accumulation", 1)))
+    micro_batch = sequences // (ranks * accumulation)
+    if "micro_batch" in facts and "micro_batches" not in facts:
         micro_batch = int(facts["micro_batch"])
         accumulation = max(sequences // (ranks * micro_batch), 1) if sequences else accumulation
-    else:
-        micro_batch = sequences // (ranks * accumulation)
     training = Training(
         per_device_train_batch_size=micro_batch,
         gradient_accumulation_steps=accumulation,
@@ -239,28 +216,28 @@ def question_of(point: PublishedStep, rule: Facts, models: Mapping[str, str]) ->
         settings=(f"gpu.count={facts['gpus']}", *facts.get("set", ())),
         policy=rule["policy"],
         options=facts.get("options", {}),
-        model=models.get(point.facts["model"], point.facts["model"]),
+        model=models.get(point["model"], point["model"]),
         training=training,
         sequences=ranks * micro_batch * accumulation,
         block_s=tuple(facts["block_s"]) if "block_s" in facts else None,
-        launch_s=float(facts.get("launch_s", 0.0)),
         config=tuple(facts.get("config", {}).items()),
-        loss=str(facts.get("loss", "")),
-        autocast=bool(facts.get("autocast")),
-        compiled=bool(facts.get("compiled")),
-        adapters_of_experts=int(facts.get("adapters_of_experts", 0)),
+        **{name: facts[name] for name in OF_THE_SYSTEM if name in facts},
     )
+
+
+OF_THE_SYSTEM = ("loss", "autocast", "launch_s", "adapters_of_experts", "compiled")
+"""What a point or its rule may say of a question, in the question's own words."""
 
 
 def reproduce_points(name: str, *, only: str = "*", progress: Callable[[str], None] = lambda text: None) -> Report:
     """Every point that a rule of `measured/NAME.toml` matches, the first that does, beside its prediction."""
     table = _table(name)
     rows = []
-    for point in load_points():
-        rule = next((r for r in table["rule"] if any(fnmatch(point.id, pattern) for pattern in r["ids"])), None)
-        if rule is not None and fnmatch(point.id, only):
-            progress(f"{name}: {point.id}")
-            rows += _rows(name, point, rule, table["models"])
+    for point, facts in load_points().items():
+        rule = next((r for r in table["rule"] if any(fnmatch(point, pattern) for pattern in r["ids"])), None)
+        if rule is not None and fnmatch(point, only):
+            progress(f"{name}: {point}")
+            rows += _rows(name, facts, rule, table["models"])
     machines = dict.fromkeys(rule["machine"] for rule in table["rule"] if "machine" in rule)
     return Report(name, table["source"], tuple(rows), tuple(c for machine in machines for c in constants_of(machine)))
 
@@ -275,22 +252,22 @@ def _peak_bytes(question: Question, steady: SteadyState, rule: Facts) -> float:
     return peak_bytes + sum(map(float, rule.get("beside_gb", ()))) * 1e9
 
 
-def _rows(system: str, point: PublishedStep, rule: Facts, models: Mapping[str, str]) -> list[Row]:
+def _rows(system: str, point: Facts, rule: Facts, models: Mapping[str, str]) -> list[Row]:
     """All that was published of the point: its time, and peaks of one that fine-tunes; each answered, or why not."""
-    role = "calibrate" if point.id in rule.get("fitted", ()) else "check"
-    peaks = [name for name in PEAKS if system == "finetuning" and name in point.facts]
+    role = "calibrate" if point["id"] in rule.get("fitted", ()) else "check"
+    peaks = [name for name in PEAKS if system == "finetuning" and name in point]
     note, no_answer = str(rule.get("note", "")), rule.get("no_answer", {})
     if "cannot" in rule:
         why_not = f"cannot be expressed: {rule['cannot']}"
-        of_peaks = ((name, float(point.facts[name])) for name in peaks)
+        of_peaks = ((name, float(point[name])) for name in peaks)
         return [
-            Row(system, role, name, point.id, value, value, None, why_not, note)
+            Row(system, role, name, point["id"], value, value, None, why_not, note)
             for name, value in (("step_s", None), *of_peaks)
         ]
     question = question_of(point, rule, models)
     steps = int(rule.get("steps", 1))  # theirs in one of ours
     tokens = question.sequences * question.training.sequence_length // steps
-    where = (rule["machine"], f"{point.facts['gpus']} GPUs", question.model, str(question.training.sequence_length))
+    where = (rule["machine"], f"{point['gpus']} GPUs", question.model, str(question.training.sequence_length))
     group, prediction, why_not = ", ".join(where), None, ""
     try:
         prediction = question.answer()
@@ -301,19 +278,19 @@ def _rows(system: str, point: PublishedStep, rule: Facts, models: Mapping[str, s
     for quantity in ("step_s", *peaks):
         told = None
         if quantity == "step_s":
-            value = point.step_s(question.sequences, question.training.sequence_length)
+            value = measured_s(point, question.sequences, question.training.sequence_length)
             told = None if prediction is None or not prediction.step_s else prediction.step_s / steps
             if told is not None and "update_bytes" in rule:  # which an update without fused kernels moves besides
                 moved = {"elementwise_bytes": rule["update_bytes"] * question.workload().num_trained}
                 told += load_machine(question.machine, question.settings).cost(COMPUTE, moved).alone_s
         else:
-            value = float(point.facts[quantity])
+            value = float(point[quantity])
             steady = None if prediction is None else prediction.steady
             if "peak_seq" in rule and quantity not in no_answer:  # lengths vary: the peak is that of the longest
                 longest = replace(question, training=replace(question.training, sequence_length=rule["peak_seq"]))
                 steady = longest.answer().steady
             told = None if steady is None else _peak_bytes(question, steady, rule) / PEAKS[quantity]
-        row = Row(system, role, quantity, point.id, value, value, told, why_not, note)
+        row = Row(system, role, quantity, point["id"], value, value, told, why_not, note)
         if quantity in no_answer:
             row = replace(row, predicted=None, why_not=str(no_answer[quantity]))
         elif quantity == "step_s":

@@ -207,20 +207,15 @@ def reproduce(names: Sequence[str] = (), *, progress: Callable[[str], None] = la
         table = published(name)
         rows = []
         for result in table["result"]:
-            for settings in _rows(table, result):
+            common = {**table["system"], **{k: v for k, v in result.items() if k != "rows"}}
+            for row in result["rows"]:
+                settings = {**common, **row}
                 progress(f"{name}: {result['quantity']} {label_of(settings)}")
                 rows.append(_answer(name, table, settings))
         reports.append(
             Report(name, table["system"]["source"], tuple(rows), tuple(constants_of(table["system"].get("machine"))))
         )
     return reports
-
-
-def _rows(table: Settings, result: Settings) -> Iterator[dict[str, Any]]:
-    """A result's rows, each with what the result and the system say for all of them."""
-    common = {k: v for k, v in result.items() if k != "rows"}
-    for row in result["rows"]:
-        yield {**table["system"], **common, **row}
 
 
 def label_of(settings: Settings) -> str:
@@ -368,7 +363,8 @@ def _efficiency(table: Settings, settings: Settings) -> float:
     return compute_s / (compute_s + link_s)
 
 
-def _profile(table: Settings, settings: Settings) -> tuple[Workload, Machine, dict[str, object]]:
+def profiled(table: Settings, settings: Settings) -> tuple[Workload, Machine, dict[str, object]]:
+    """One of Harmony's profiles, the machine, and what its policies are told."""
     profile = next(p for p in table["profile"] if p["model"] == settings["model"])
     workload = layered_workload(profile, micro_batches=profile["batch"] // profile["micro_batch"])
     devices = settings["devices"]
@@ -384,7 +380,7 @@ def _profile(table: Settings, settings: Settings) -> tuple[Workload, Machine, di
 
 
 def _one_iteration(table: Settings, settings: Settings) -> tuple[Schedule, Trace]:
-    workload, machine, options = _profile(table, settings)
+    workload, machine, options = profiled(table, settings)
     if settings["policy"] == "virtual-memory":
         options = {"devices": settings["devices"]}
     schedule = lower(decide(settings["policy"], workload, machine, options), workload, machine)
@@ -414,17 +410,6 @@ def _speedup(table: Settings, settings: Settings) -> float:
     return _iteration(table, baseline) / _iteration(table, settings)
 
 
-def _tensor_parallel(table: Settings, settings: Settings) -> Workload:
-    sizes = {name: settings[name] for name in ("hidden", "layers", "vocabulary", "batch", "seq", "tensor_parallel")}
-    return tensor_parallel_workload(
-        f"transformer-{settings['hidden']}",
-        **sizes,
-        chunks=table["chunk"],
-        head_saves=table["head"][settings["head"]]["saves"],
-        decoder_layers=settings.get("decoder_layers", 0),
-    )
-
-
 def peak_of(steady: SteadyState, kinds: Sequence[str] = (), without: Sequence[str] = ()) -> int:
     """Highest holding on the device of buffers of these kinds (none: of all), in steady state."""
     held = peak = 0
@@ -442,13 +427,15 @@ def _activation_peak(prediction: Prediction) -> int:
 
 
 def _against(table: Settings, settings: Settings, other: str, **options: object) -> tuple[Prediction, Prediction]:
-    workload, machine = _tensor_parallel(table, settings), _machine(settings)
+    head_saves, machine = table["head"][settings["head"]]["saves"], _machine(settings)
+    workload = tensor_parallel_workload(settings, table["chunk"], head_saves)
     options = {"semantics": "in-backward", **options}
     return predict(settings["policy"], workload, machine), predict(other, workload, machine, options)
 
 
-def _peak_reduction(table: Settings, settings: Settings) -> float:
-    offloaded, kept = _against(table, settings, "in-memory")
+def _peak_below(table: Settings, settings: Settings, other: str, **options: object) -> float:
+    """Share by which the activation peak is below that of another policy."""
+    offloaded, kept = _against(table, settings, other, **options)
     return 1 - _activation_peak(offloaded) / _activation_peak(kept)
 
 
@@ -460,10 +447,8 @@ def _overhead(table: Settings, settings: Settings) -> float:
 
 
 def _below_recompute(table: Settings, settings: Settings) -> float:
-    """Share by which the activation peak is below that of full recompute, layer by layer."""
-    chunks = sum(not chunk.get("decoder") for chunk in table["chunk"])
-    offloaded, recomputed = _against(table, settings, "full-recompute", every=chunks)
-    return 1 - _activation_peak(offloaded) / _activation_peak(recomputed)
+    """Layer by layer."""
+    return _peak_below(table, settings, "full-recompute", every=sum(not c.get("decoder") for c in table["chunk"]))
 
 
 QUANTITIES: Mapping[str, Callable[[Settings, Settings], float | Prediction | None]] = {
@@ -477,7 +462,7 @@ QUANTITIES: Mapping[str, Callable[[Settings, Settings], float | Prediction | Non
     "weight_swap_gib": _weight_swap,
     "compute_only_s": _compute_only,
     "speedup_over_virtual_memory": _speedup,
-    "activation_peak_reduction": _peak_reduction,
+    "activation_peak_reduction": lambda table, settings: _peak_below(table, settings, "in-memory"),
     "step_overhead": _overhead,
     "peak_below_recompute": _below_recompute,
 }

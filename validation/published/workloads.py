@@ -12,6 +12,7 @@ from tierplan.sim.workloads.workload import SavedTensor, Training, Unit, Workloa
 
 MIB = 2**20
 FP32_BYTES, FP16_BYTES = 4, 2
+Rows = Sequence[Mapping[str, Any]]
 
 
 def layered_workload(profile: Mapping[str, Any], *, micro_batches: int) -> Workload:
@@ -60,19 +61,7 @@ def _profiled_unit(index: int, layer: Mapping[str, Any], output_mib: float, *, i
     )
 
 
-def tensor_parallel_workload(
-    name: str,
-    *,
-    hidden: int,
-    layers: int,
-    vocabulary: int,
-    batch: int,
-    seq: int,
-    tensor_parallel: int,
-    chunks: Sequence[Mapping[str, Any]],
-    head_saves: Sequence[Mapping[str, Any]] = (),
-    decoder_layers: int = 0,
-) -> Workload:
+def tensor_parallel_workload(settings: Mapping[str, Any], chunks: Rows, head_saves: Rows) -> Workload:
     """One GPU's part of a transformer trained with tensor parallelism and SGD in fp16 (SSDTrain's models).
 
     Each layer is a chain of chunks, each with its share of the layer's FLOPs and what it saves beside its input, in
@@ -83,12 +72,14 @@ def tensor_parallel_workload(
     Logits are divided by vocabulary. The loss in fp16 holds them three times while it runs (logits, what is left after
     their maximum, exponentials), saves the last as the softmax, and makes the gradient in place of it.
     """
+    names = ("hidden", "layers", "vocabulary", "batch", "seq", "tensor_parallel")
+    hidden, layers, vocabulary, batch, seq, tensor_parallel = (settings[name] for name in names)
     unit_bytes = seq * batch * hidden
     border = 2 * unit_bytes
     matmul = 24.0 * batch * seq * hidden**2 / tensor_parallel
     attention = 4.0 * batch * seq**2 * hidden / tensor_parallel
     blocks: list[Unit] = []
-    decoder_begins = layers - decoder_layers
+    decoder_begins = layers - settings.get("decoder_layers", 0)
 
     def size_bytes(tensor: Mapping[str, Any]) -> int:
         units = float(tensor.get("units", 0.0)) + float(tensor.get("parallel_units", 0.0)) / tensor_parallel
@@ -135,7 +126,7 @@ def tensor_parallel_workload(
         backward_work_bytes=border,
     )
     return Workload(
-        name=name,
+        name=f"transformer-{hidden}",
         model_type="formula",
         training=Training(
             per_device_train_batch_size=batch, sequence_length=seq, dtype="fp16", optimizer="sgd", master_weights=False

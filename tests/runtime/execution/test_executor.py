@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
-from tierplan.hwmodels.costs import Cost
+from tierplan.hwmodels.machine import Cost
 from tierplan.hwmodels.names import COMPUTE, H2D, HOST_ADAM
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan

@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.runtime import nvme_bound, peers
+from benchmarks.records import read
+from benchmarks.runtime import nvme_bound
 from benchmarks.runtime import page as runtime_page
-from benchmarks.runtime.nvme_bound import CONFIGURATIONS, Configuration, Ratios, covered_s, ratios_between, step_ends_ns
+from benchmarks.runtime.nvme_bound import CONFIGURATIONS, Configuration, Ratios, covered_s, ratios_between
 from benchmarks.runtime.speed import machine
 from tierplan.planner.lowering import lower
 from tierplan.sim.analysis.explain import stream_times
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.trace import Span, Trace
+from tierplan.validation.comparison.steps import cut_steps
 
 S = 10**9
 ROOT = Path(__file__).parents[3]
@@ -59,7 +61,7 @@ def test_a_record_has_the_median_of_steps_and_the_whole() -> None:
 def test_a_step_ends_with_its_last_op_and_not_before_earlier_steps() -> None:
     spans = (span("s0/a", "a", 0, 5), span("s1/a", "a", 1, 2), span("s1/b", "a", 2, 3), span("s10/a", "a", 8, 9))
     trace = Trace(name="t", spans=spans, memory=(), capacity_bytes={}, peak_bytes={})
-    assert step_ends_ns(trace) == [5 * S, 5 * S, 9 * S]
+    assert list(cut_steps(trace).end_ns.values()) == [5 * S, 5 * S, 9 * S]
 
 
 def test_the_page_shows_what_is_in_the_files_that_it_names() -> None:
@@ -67,7 +69,7 @@ def test_the_page_shows_what_is_in_the_files_that_it_names() -> None:
     part = page.partition(f"<!-- {runtime_page.PART}")[2].partition(f"<!-- end of {runtime_page.PART}")[0]
     names = re.findall(r"`(benchmarks/results/[\w.-]+\.jsonl?)`", part)
     assert len(names) == 2
-    runtime, rows = json.loads((ROOT / names[0]).read_text(encoding="utf-8")), peers.read(ROOT / names[1])
+    runtime, rows = json.loads((ROOT / names[0]).read_text(encoding="utf-8")), read(ROOT / names[1])
     assert part.partition("\n")[2].rstrip() == "\n".join(runtime_page.lines(runtime, rows, names=names))
 
 

@@ -10,7 +10,7 @@ from itertools import chain
 import numpy as np
 
 from tests.sim.graph_witness import graph_by_records
-from tierplan.hwmodels.costs import Cost
+from tierplan.hwmodels.machine import Cost
 from tierplan.sim.schedule import Schedule
 
 

@@ -14,7 +14,7 @@ from tests.sim import random_schedules
 from tests.sim.analysis import readiness_witness
 from tests.sim.random_schedules import cost_lists, costs_in_turn
 from tests.toys import MIB, toy_machine, toy_workload
-from tierplan.hwmodels.costs import Cost
+from tierplan.hwmodels.machine import Cost
 from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
 from tierplan.planner.lowering import lower
 from tierplan.planner.policies import POLICIES, decide

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sim.random_schedules import LIMITS, cost_lists, costs_in_turn, schedules
-from tierplan.hwmodels.costs import Cost
+from tierplan.hwmodels.machine import Cost
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.columns import columns_of, unroll
 from tierplan.sim.compiled.graph_columns import graph_columns

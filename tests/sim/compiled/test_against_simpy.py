@@ -9,8 +9,7 @@ import pytest
 
 from tests.sim.compiled.agreement import assert_agree, both_engines_agree
 from tests.toys import MIB, toy_machine, toy_workload
-from tierplan.hwmodels.costs import Cost
-from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.machine import Cost, Machine
 from tierplan.planner.lowering import lower
 from tierplan.planner.policies import POLICIES, decide
 from tierplan.sim.analysis.completion import SimulationError

@@ -9,8 +9,7 @@ import pytest
 
 from tierplan.validation.campaign.artifact import Artifact, load_artifacts
 from tierplan.validation.campaign.spec import CampaignError, load_campaign
-from tierplan.validation.campaign.summary import summarise
-from tierplan.validation.campaign.table import campaign_markdown
+from tierplan.validation.campaign.summary import campaign_markdown, summarise
 
 CAMPAIGN = """
 name = "small"

@@ -21,10 +21,9 @@ from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Training
 from tierplan.validation.calibration import session
 from tierplan.validation.calibration.dispatch import steady_at
-from tierplan.validation.calibration.turns import TurnwiseTraining
+from tierplan.validation.calibration.session import TurnwiseTraining
 from tierplan.validation.campaign import run as campaign_run
 from tierplan.validation.campaign.artifact import load_artifacts
-from tierplan.validation.campaign.prediction import predict_run
 from tierplan.validation.campaign.spec import Campaign, CampaignError, Group, Run, load_campaign
 
 GROUP = Group(
@@ -183,6 +182,6 @@ def test_the_campaign_for_a_gpu_fits_the_machine_that_it_asks_for() -> None:
                 )
                 workload = trace_config(group.name, group.model_config(run.blocks), training)
                 assert workload.num_parameters > 2.5e9
-                peaks = predict_run(run, workload, machine).steady.peak_bytes
-                most = {tier: max(size, peaks[tier]) for tier, size in most.items()}
+                _, _, steady = campaign_run.predict_run(run, workload, machine)
+                most = {tier: max(size, steady.peak_bytes[tier]) for tier, size in most.items()}
     assert all(0.5 * has[tier] < size <= has[tier] for tier, size in most.items()), most

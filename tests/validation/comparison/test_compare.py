@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.validation.toy import RATES, toy_costs, toy_schedule, toy_trace
-from tierplan.hwmodels.costs import Cost
+from tierplan.hwmodels.machine import Cost
 from tierplan.sim.columns import unroll
 from tierplan.sim.contents import split_step
 from tierplan.sim.engine import simulate

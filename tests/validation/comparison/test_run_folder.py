@@ -104,7 +104,7 @@ def test_a_slower_machine_is_told_from_a_wrong_prediction(folder: Path, capsys: 
     assert "at the run's slowdown, 1.27" in said, "1.25, and a little for caches that were cold after each wait"
     assert "The machine was slower in the run than in the calibration" in said
     schedule, machine = read_schedule(folder / "plan.json", None)
-    trace = load_run(folder / "run").trace
+    trace, _ = load_run(folder / "run")
     comparison = compare(schedule, steady_state(schedule, machine).trace, trace, warmup_steps=2)
     found = at_slowdown(comparison, schedule, machine, trace)
     assert found.slowdown == pytest.approx(SLOWER, rel=0.02)
@@ -131,7 +131,7 @@ def test_waits_that_the_prediction_has_are_no_slowdown(folder: Path) -> None:
     """Computation was predicted to be slowed by what is beside it. As long as its thread waits no longer for a core,
     the machine is as quick as it was, however long other plans had to wait in the calibration."""
     schedule, machine = read_schedule(folder / "plan.json", None)
-    trace = load_run(folder / "run").trace
+    trace, _ = load_run(folder / "run")
     comparison = compare(schedule, steady_state(schedule, machine).trace, trace, warmup_steps=2)
     computing = next(s for s in comparison.streams if s.stream == COMPUTE)
     slowed = replace(computing, predicted=replace(computing.predicted, slowed_s=0.2 * computing.predicted.alone_s))

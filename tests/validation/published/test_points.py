@@ -17,11 +17,11 @@ from tierplan.sim.workloads.workload import Training
 from tierplan.validation.published.points import (
     LAUNCH_S,
     POINTS,
-    PublishedStep,
     Question,
     _table,
     driven_by_one_process,
     load_points,
+    measured_s,
     question_of,
     reproduce_points,
 )
@@ -29,14 +29,13 @@ from tierplan.validation.published.reproduce import PEAKS, Report, Row
 
 
 def test_every_point_has_a_name_of_its_own_and_a_source() -> None:
-    points = load_points()
-    assert len(points) == len({point.id for point in points}) == 212
-    assert all(point.facts["source"] for point in points)
+    assert len(load_points()) == sum(len(group["points"]) for group in _table("facts")["from"]) == 212
+    assert all(facts["source"] for facts in load_points().values())
 
 
 @pytest.mark.parametrize("name", POINTS)
 def test_rules_match_points_and_name_what_exists(name: str) -> None:
-    ids = [point.id for point in load_points()]
+    ids = list(load_points())
     for rule in _table(name)["rule"]:
         assert all(any(fnmatch(point, pattern) for point in ids) for pattern in rule["ids"]), rule["ids"]
         assert "cannot" in rule or (rule["policy"] in POLICIES and rule["machine"] in catalog_names())
@@ -44,25 +43,23 @@ def test_rules_match_points_and_name_what_exists(name: str) -> None:
 
 def test_every_point_of_several_gpus_has_a_rule() -> None:
     patterns = [pattern for rule in _table("points")["rule"] for pattern in rule["ids"]]
-    several = [point.id for point in load_points() if point.facts.get("gpus", 1) > 1]
+    several = [point for point, facts in load_points().items() if facts.get("gpus", 1) > 1]
     assert [point for point in several if not any(fnmatch(point, pattern) for pattern in patterns)] == []
 
 
 def test_what_was_measured_becomes_seconds_of_a_step() -> None:
-    assert PublishedStep("a", {"step_s": 2.0}).step_s(8, 100) == 2.0
-    assert PublishedStep("b", {"s_per_sample": 0.5}).step_s(8, 100) == 4.0
-    assert PublishedStep("c", {"tokens_per_s": 400}).step_s(8, 100) == 2.0
-    assert PublishedStep("d", {}).step_s(8, 100) is None
+    assert measured_s({"step_s": 2.0}, 8, 100) == 2.0
+    assert measured_s({"s_per_sample": 0.5}, 8, 100) == 4.0
+    assert measured_s({"tokens_per_s": 400}, 8, 100) == 2.0
+    assert measured_s({}, 8, 100) is None
 
 
 def test_sequences_are_shared_by_ranks_and_micro_batches() -> None:
     facts = {"gpus": 8, "model": "m", "seq": 2048, "sequences_per_step": 512, "accumulation": 16}
-    asked = question_of(PublishedStep("a", facts), {"machine": "x", "policy": "p", "dtype": "fp16"}, {"m": "gpt2"})
+    asked = question_of(facts, {"machine": "x", "policy": "p", "dtype": "fp16"}, {"m": "gpt2"})
     assert (asked.training.per_device_train_batch_size, asked.training.gradient_accumulation_steps) == (4, 16)
     assert (asked.sequences, asked.model, asked.settings) == (512, "gpt2", ("gpu.count=8",))
-    shared = question_of(
-        PublishedStep("a", facts), {"machine": "x", "policy": "p", "shared": True, "micro_batch": 4}, {}
-    )
+    shared = question_of(facts, {"machine": "x", "policy": "p", "shared": True, "micro_batch": 4}, {})
     assert (shared.training.gradient_accumulation_steps, shared.sequences) == (128, 512)
 
 
@@ -97,8 +94,8 @@ def test_what_cannot_be_expressed_says_why(monkeypatch: pytest.MonkeyPatch) -> N
 def test_every_row_that_fine_tunes_on_one_gpu_has_a_rule() -> None:
     patterns = [pattern for rule in _table("finetuning")["rule"] for pattern in rule["ids"]]
     words = ("lora", "full", "peft", "torchao", "torchtune")
-    rows = [p for p in load_points() if p.facts.get("gpus", 1) == 1 and any(word in p.id for word in words)]
-    unmatched = [p.id for p in rows if not any(fnmatch(p.id, pattern) for pattern in patterns)]
+    rows = [p for p, f in load_points().items() if f.get("gpus", 1) == 1 and any(word in p for word in words)]
+    unmatched = [p for p in rows if not any(fnmatch(p, pattern) for pattern in patterns)]
     assert [name for name in unmatched if not name.startswith(("roundpipe-", "torchtitan"))] == []
 
 
@@ -106,7 +103,7 @@ def test_every_published_quantity_is_a_row_answered_or_not(monkeypatch: pytest.M
     unanswered = Prediction(policy="p", model="m", machine="x", plan=None)
     monkeypatch.setattr(Question, "answer", lambda self: unanswered)
     rows = reproduce_points("finetuning").rows
-    facts = {point.id: point.facts for point in load_points()}
+    facts = load_points()
     published = [(name, quantity) for name in dict.fromkeys(row.label for row in rows)
                  for quantity in ("step_s", *(peak for peak in PEAKS if peak in facts[name]))]  # fmt: skip
     assert [(row.label, row.quantity) for row in rows] == published

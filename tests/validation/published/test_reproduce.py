@@ -23,6 +23,7 @@ from tierplan.validation.published.reproduce import (
     reproduce,
     systems,
 )
+from tierplan.validation.published.workloads import tensor_parallel_workload
 
 QUICK = ("fuyou", "ssdtrain", "zero")
 MEAN_LIMIT, ROW_LIMIT, TAU_LIMIT = 0.12, 0.20, 0.9
@@ -80,8 +81,8 @@ def test_constants_are_named_and_come_from_calibration_rows_only() -> None:
 def saved_units(head: str, decoder_layers: int) -> tuple[list[float], float]:
     """What each block keeps (its input with it) and the head's softmax, in units of seq * batch * hidden bytes."""
     table = published("ssdtrain")
-    row = {"hidden": 8192, "layers": 4, "decoder_layers": decoder_layers, "head": head}
-    workload = reproduction._tensor_parallel(table, {**table["system"], **row})
+    settings = {**table["system"], "hidden": 8192, "layers": 4, "decoder_layers": decoder_layers}
+    workload = tensor_parallel_workload(settings, table["chunk"], table["head"][head]["saves"])
     unit = 16 * 1024 * 8192
     blocks = [(u.input_bytes + sum(t.size_bytes for t in u.saved)) / unit for u in workload.blocks]
     return blocks, workload.units[-1].saved[-1].size_bytes / unit
