@@ -1,6 +1,7 @@
-"""The graph of a schedule in arrays: what `tierplan.sim.graph` has in lists, derived by one compiled function.
+"""A schedule in numbers: what each op waits for, what it needs and what it frees. Nothing here depends on time.
 
-Ops, tiers and buffers are numbered by their place in the schedule.
+Ops, tiers and buffers are numbered by their place in the schedule. One compiled function derives the arrays; a test has
+another derivation, op by op.
 """
 
 from __future__ import annotations
@@ -93,6 +94,11 @@ def graph_columns(columns: ScheduleColumns) -> GraphColumns:
         np.array([ROUNDINGS.index(t.rounding) for t in columns.tiers], np.int32),
         np.array([min(t.capacity_bytes, LARGEST) for t in columns.tiers], np.int64),
     )
+
+
+def held_before(columns: ScheduleColumns, graph: GraphColumns) -> Bool:
+    """Per buffer: whether it is held before the first op. An initial one that nobody reads or keeps never is."""
+    return columns.buffer_initial & ((graph.num_readers > 0) | ~graph.is_freed)
 
 
 @compiled
