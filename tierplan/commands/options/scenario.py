@@ -13,20 +13,15 @@ from __future__ import annotations
 import argparse
 from argparse import _ActionsContainer
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from tierplan.commands.options.arguments import add_set, finite, optimizer, option, whole
-from tierplan.hwmodels.machine import MachineError
+from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.planner.plan_rules import PLANNER
+from tierplan.planner.training_files.configured import Configured
 from tierplan.sim.workloads.formats import act_formats, bases
 from tierplan.sim.workloads.optimizers import OPTIMIZERS
-from tierplan.sim.workloads.workload import WorkloadError
+from tierplan.sim.workloads.workload import Training, Workload, WorkloadError
 from tierplan.studies.study import Point
-
-if TYPE_CHECKING:
-    from tierplan.hwmodels.machine import Machine
-    from tierplan.planner.training_files.configured import Configured
-    from tierplan.sim.workloads.workload import Training, Workload
 
 MODEL = "config.json, a folder that holds one, or a name such as gpt-13b"
 SEMANTICS = ("in-backward", "exact-clip", "delayed-1")
