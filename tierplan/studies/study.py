@@ -28,7 +28,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from tierplan import __version__
+from tierplan.hwmodels import load_machine
+from tierplan.hwmodels.keys import find_key
+from tierplan.planner.plan_rules import PLANNER
 from tierplan.planner.training_files.reading import flat
+from tierplan.sim.workloads.workload import Training
 
 
 class StudyError(ValueError):
@@ -141,12 +145,8 @@ class Study:
 
         A typo would otherwise be an error in every row. What only some combinations cannot do stays their row's error.
         """
-        from tierplan.hwmodels import load_machine
-        from tierplan.hwmodels.keys import find_key
-        from tierplan.planner.plan_rules import PLANNER
         from tierplan.planner.policies import check_name
         from tierplan.sim.workloads.models import read_config
-        from tierplan.sim.workloads.workload import Training
 
         for policy in self.scenario.get("policy", ()):
             if policy != PLANNER:
