@@ -20,7 +20,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import math
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -128,9 +127,6 @@ class Study:
         for key, values in {**self.scenario, **self.overrides}.items():
             if not values:
                 raise StudyError(f"study {self.name!r}: {key} is an empty list; give at least one value")
-
-    def __len__(self) -> int:
-        return math.prod(map(len, (*self.scenario.values(), *self.overrides.values())))
 
     def points(self) -> Iterator[Point]:
         """All combinations, the last key varying fastest."""
