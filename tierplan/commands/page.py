@@ -42,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from tierplan.studies.advise import QUICK_S
-    from tierplan.studies.costs import TOKENS
     from tierplan.studies.page import Choices, grid_of, write_what_if
+    from tierplan.studies.purchases import TOKENS
 
     study = grid_of(
         Choices(

@@ -27,9 +27,8 @@ from tierplan.sim.analysis.explain import Sensitivity
 from tierplan.sim.output.text import format_bytes, format_count, format_s, in_short
 from tierplan.studies.advise import QUICKER_FRAC
 from tierplan.studies.answer import limit_rows, limited_text, question_text
-from tierplan.studies.costs import SOON_S, TOKENS, costs_of
 from tierplan.studies.evaluate import machine_of, predict_point, training_of
-from tierplan.studies.purchases import FORMS, GIB, PriceList, gpus_for
+from tierplan.studies.purchases import FORMS, GIB, SOON_S, TOKENS, PriceList, costs_of, gpus_for
 from tierplan.studies.study import Point, Study
 from tierplan.studies.sweep import Row, sweep
 from tierplan.validation.report.page import write_page
