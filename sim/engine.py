@@ -59,7 +59,7 @@ class _Run:
         self._needs = rows_of(Lists(graph.requests, graph.request_tier))  # tiers in which the op has a request
         self._request_op, self._request_next = graph.request_op.tolist(), graph.request_next.tolist()
         self._request_bytes = graph.request_bytes.tolist()
-        self._writes, self._frees = rows_of(graph.writes), rows_of(graph.frees)
+        self._writes, self._frees = rows_of(columns.writes), rows_of(graph.frees)
         self._tier_of, self._reuses = graph.buffer_tier.tolist(), columns.buffer_reuses.tolist()
         self._held_bytes = graph.held_bytes.tolist()
         self._capacity_bytes = [t.capacity_bytes for t in schedule.tiers]

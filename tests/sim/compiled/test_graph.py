@@ -37,7 +37,7 @@ def graph_of(schedule: Schedule) -> Graph:
     """The compiled one, as the witness has it: per stream and per tier what lies in chains, and no array."""
     columns = columns_of(schedule)
     graph = graph_columns(columns)
-    writes, reads, frees, followers = map(rows_of, (graph.writes, graph.reads, graph.frees, graph.followers))
+    writes, reads, frees, followers = map(rows_of, (columns.writes, columns.reads, graph.frees, graph.followers))
     reuses, size_bytes, tier_of = columns.buffer_reuses.tolist(), graph.held_bytes.tolist(), graph.buffer_tier.tolist()
     requests: list[list[Request]] = [[] for _ in schedule.tiers]
     for tier, first in enumerate(graph.first_request):
@@ -56,6 +56,7 @@ def graph_of(schedule: Schedule) -> Graph:
     for b in (b for row in frees for b in row):
         users[b] += 1
     assert all(graph.users[b] == num for b, num in enumerate(users) if num)
+    read_at_all = {b for row in reads for b in row}
     return Graph(
         schedule=schedule,
         streams=[chain(first, graph.next_on_stream) for first in graph.first_on_stream],
@@ -66,7 +67,7 @@ def graph_of(schedule: Schedule) -> Graph:
         counts_down=[[b for b in row if b in read] for row, read in zip(frees, reads, strict=True)],
         frees=[sorted(b for b in row if b not in read) for row, read in zip(frees, reads, strict=True)],
         takes_over=[[(reuses[b], b) for b in row if reuses[b] >= 0] for row in writes],
-        num_readers=[num if graph.num_readers[b] else 0 for b, num in enumerate(users)],
+        num_readers=[num if b in read_at_all else 0 for b, num in enumerate(users)],
         size_bytes=size_bytes,
         tier_of=tier_of,
         initial=np.flatnonzero(held_before(columns, graph)).tolist(),
