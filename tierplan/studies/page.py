@@ -125,14 +125,12 @@ def write_what_if(
     study: Study,
     *,
     keep_in: str | os.PathLike[str] | None = None,
-    prices: PriceList | None = None,
     tokens: float = TOKENS,
     num_workers: int | None = None,
     progress: bool = False,
 ) -> list[Row]:
     """Computes what is missing of the grid, keeps it in a folder, and writes the page; the answers, as rows."""
-    prices = prices or PriceList()
-    points = list(study.points())
+    prices, points = PriceList(), list(study.points())
     rows = sweep(points, page_point, out_dir=keep_in, num_workers=num_workers, progress=progress)
     shown = [shown_row(point, row, prices, tokens) for point, row in zip(points, rows, strict=True)]
     machine = load_description(points[0].machine)
