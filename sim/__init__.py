@@ -1,8 +1,7 @@
-"""The shared language and its simulator. The core has five files, to read first and in this order; `graph` takes its
-numbers from `columns` and `compiled.graph_columns`: read its fields first, how they are derived later.
+"""The shared language and its simulator. The core has four files, to read first and in this order. What the four rules
+fix before time starts is in the fields of `compiled.graph_columns.GraphColumns`; how they are derived can wait.
 
     schedule       the language: tiers, buffers, ops, and what makes a schedule valid
-    graph          a schedule in numbers: all that the four rules fix before time starts
     sharing        how streams divide a limit that they share
     engine         SimPy executes the schedule
     trace          what happened: the same record from the simulator and from the runtime

@@ -329,6 +329,12 @@ def lists_of(rows: Sequence[Sequence[int]]) -> Lists:
     return Lists(begins, np.fromiter((x for row in rows for x in row), np.int32, count=int(begins[-1])))
 
 
+def rows_of(lists: Lists) -> list[list[int]]:
+    """The same as one list of numbers per op."""
+    items = lists.items.tolist()
+    return [items[begin:end] for begin, end in pairwise(lists.begins.tolist())]
+
+
 def _gathered(lists: Lists, order: Int32) -> Lists:
     """The lists of the ops `order`, concatenated."""
     lengths = np.diff(lists.begins)[order]

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from itertools import pairwise, starmap
+from itertools import starmap
 from operator import itemgetter, truediv
 
+import numpy as np
 import simpy
 
 from tierplan.hwmodels.machine import Cost
 from tierplan.sim.analysis.completion import SimulationError, out_of_memory
-from tierplan.sim.columns import collector_paused
-from tierplan.sim.graph import Graph, graph_of
+from tierplan.sim.columns import Lists, collector_paused, columns_of, rows_of
+from tierplan.sim.compiled.graph_columns import graph_columns, held_before
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.sharing import max_min_speeds
 from tierplan.sim.trace import MemoryEvent, Span, Trace
@@ -35,7 +36,7 @@ def simulate(schedule: Schedule, costs: Mapping[str, Cost], *, limits: Mapping[s
     missing, negative or not finite, or takes of a limit that is unknown or 0.
     """
     with collector_paused():
-        return _Run(graph_of(schedule), costs, limits or {}).trace()
+        return _Run(schedule, costs, limits or {}).trace()
 
 
 def alone_ns(cost: Cost) -> int:
@@ -44,31 +45,36 @@ def alone_ns(cost: Cost) -> int:
 
 
 class _Run:
-    """One execution. Ops, tiers and buffers are numbered as in `Graph`; `_x[i]` is a fact about op i."""
+    """One execution. Ops, tiers and buffers are numbered as in the schedule; `_x[i]` is a fact about op i."""
 
-    def __init__(self, graph: Graph, costs: Mapping[str, Cost], limits: Mapping[str, float]) -> None:
+    def __init__(self, schedule: Schedule, costs: Mapping[str, Cost], limits: Mapping[str, float]) -> None:
         self.env = simpy.Environment()
-        self.graph = graph
-        self._costs, self._alone_ns = _checked(graph.schedule, costs, limits)
+        self._schedule, self._columns = schedule, (columns := columns_of(schedule))
+        self._graph = graph = graph_columns(columns)
+        self._costs, self._alone_ns = _checked(schedule, costs, limits)
         self._flows = _Flows(self.env, limits, self._end)
-        num_ops, num_tiers = len(graph.inputs), len(graph.capacity_bytes)
-        self._next_on_stream = [-1] * num_ops
-        for ops in graph.streams:
-            for i, following in pairwise(ops):
-                self._next_on_stream[i] = following
-        self._waiting_for = [len(inputs) for inputs in graph.inputs]
-        self._grants_left = [len(needs) for needs in graph.needs]
+        num_ops, num_tiers = len(schedule.ops), len(schedule.tiers)
+        # Lists, since numbers are looked at one by one.
+        self._next_on_stream, self._followers = graph.next_on_stream.tolist(), rows_of(graph.followers)
+        self._needs = rows_of(Lists(graph.requests, graph.request_tier))  # tiers in which the op has a request
+        self._request_op, self._request_next = graph.request_op.tolist(), graph.request_next.tolist()
+        self._request_bytes = graph.request_bytes.tolist()
+        self._writes, self._frees = rows_of(columns.writes), rows_of(graph.frees)
+        self._tier_of, self._reuses = graph.buffer_tier.tolist(), columns.buffer_reuses.tolist()
+        self._held_bytes = graph.held_bytes.tolist()
+        self._capacity_bytes = [t.capacity_bytes for t in schedule.tiers]
+        self._waiting_for = graph.num_inputs.tolist()
+        self._grants_left = [len(tiers) for tiers in self._needs]
         self._eligible = [False] * num_ops
-        self._readers_left = list(graph.num_readers)
-        self._used_bytes = [0] * num_tiers
-        self._peak_bytes = [0] * num_tiers
-        self._next_grant = [0] * num_tiers
+        self._users_left = graph.users.tolist()
+        self._used_bytes: list[int] = graph.initial_bytes.tolist()
+        self._peak_bytes = list(self._used_bytes)
+        self._next_request = graph.first_request.tolist()
         self._is_short = [False] * num_tiers  # the next request is eligible and does not fit
         self._free_ns = [-1] * num_ops
         self._ready_ns = [0] * num_ops
         self._start_ns = [-1] * num_ops
         self._end_ns = [-1] * num_ops
-        self._buffers = graph.schedule.buffers
         self._changes: list[tuple[int, int, int]] = []  # time_ns, buffer, bytes
 
     # ---- the four rules ----
@@ -84,26 +90,26 @@ class _Run:
         self._eligible[i] = True
         if not self._grants_left[i]:
             self._start(i, now)
-        for tier in self.graph.needs[i]:
+        for tier in self._needs[i]:
             self._grant(tier, now)
 
     def _grant(self, tier: int, now: int) -> None:
         """Grants memory of one tier in list order, as far as the next op is eligible and fits."""
-        requests, capacity_bytes = self.graph.requests[tier], self.graph.capacity_bytes[tier]
-        while self._next_grant[tier] < len(requests):
-            i, size_bytes, buffers = requests[self._next_grant[tier]]
+        while (r := self._next_request[tier]) >= 0:
+            i = self._request_op[r]
             if not self._eligible[i]:
                 return
-            used_bytes = self._used_bytes[tier] + size_bytes
-            if used_bytes > capacity_bytes:
+            used_bytes = self._used_bytes[tier] + self._request_bytes[r]
+            if used_bytes > self._capacity_bytes[tier]:
                 self._is_short[tier] = True
                 return
-            self._next_grant[tier] += 1
+            self._next_request[tier] = self._request_next[r]
             self._used_bytes[tier] = used_bytes
             if used_bytes > self._peak_bytes[tier]:
                 self._peak_bytes[tier] = used_bytes
-            for b in buffers:
-                self._changes.append((now, b, self.graph.size_bytes[b]))
+            for b in self._writes[i]:
+                if self._tier_of[b] == tier and self._reuses[b] < 0 and self._held_bytes[b]:
+                    self._changes.append((now, b, self._held_bytes[b]))
             self._grants_left[i] -= 1
             if self._grants_left[i] == 0:
                 self._start(i, now)
@@ -128,25 +134,23 @@ class _Run:
 
     def _end(self, i: int, now: int) -> None:
         """Op i has ended: bytes come back, followers and the stream go on."""
-        graph = self.graph
         self._end_ns[i] = now
-        for old, new in graph.takes_over[i]:
-            if self._buffers[old].kind != self._buffers[new].kind:
-                self._changes += ((now, old, -graph.size_bytes[old]), (now, new, graph.size_bytes[new]))
-        freed = list(graph.frees[i])
-        for b in graph.counts_down[i]:
-            self._readers_left[b] -= 1
-            if self._readers_left[b] == 0:
+        for new in self._writes[i]:
+            old, size_bytes = self._reuses[new], self._held_bytes[new]
+            if old >= 0 and self._schedule.buffers[old].kind != self._schedule.buffers[new].kind:
+                self._changes += ((now, old, -size_bytes), (now, new, size_bytes))
+        freed = []
+        for b in self._frees[i]:
+            self._users_left[b] -= 1
+            if self._users_left[b] == 0:
                 freed.append(b)
+                self._used_bytes[self._tier_of[b]] -= self._held_bytes[b]
+                self._changes.append((now, b, -self._held_bytes[b]))
         for b in freed:
-            size_bytes = graph.size_bytes[b]
-            self._used_bytes[graph.tier_of[b]] -= size_bytes
-            self._changes.append((now, b, -size_bytes))
-        for b in freed:
-            if self._is_short[graph.tier_of[b]]:
-                self._is_short[graph.tier_of[b]] = False
-                self._grant(graph.tier_of[b], now)
-        for j in graph.followers[i]:
+            if self._is_short[self._tier_of[b]]:
+                self._is_short[self._tier_of[b]] = False
+                self._grant(self._tier_of[b], now)
+        for j in self._followers[i]:
             self._waiting_for[j] -= 1
             if self._waiting_for[j] == 0:
                 self._ready_ns[j] = now
@@ -158,30 +162,28 @@ class _Run:
     # ---- before and after ----
 
     def trace(self) -> Trace:
-        graph = self.graph
-        for b in graph.initial:
-            self._used_bytes[graph.tier_of[b]] += graph.size_bytes[b]
-            self._changes.append((0, b, graph.size_bytes[b]))
-        self._peak_bytes = list(self._used_bytes)
-        if any(used > capacity for used, capacity in zip(self._used_bytes, graph.capacity_bytes, strict=True)):
-            raise out_of_memory(graph.schedule)
-        for ops in graph.streams:
-            self._reach(ops[0], 0)
+        for b in np.flatnonzero(held_before(self._columns, self._graph)).tolist():
+            self._changes.append((0, b, self._held_bytes[b]))
+        if any(used > capacity for used, capacity in zip(self._used_bytes, self._capacity_bytes, strict=True)):
+            raise out_of_memory(self._columns)
+        for i in self._graph.first_on_stream.tolist():
+            self._reach(i, 0)
         self.env.run()
         del self._flows  # it refers back here: without the cycle, everything is released at once
         if -1 in self._end_ns:
-            raise out_of_memory(graph.schedule)
-        tiers, listed = [t.name for t in graph.schedule.tiers], graph.schedule.ops
+            raise out_of_memory(self._columns)
+        schedule = self._schedule
+        tiers, listed = [t.name for t in schedule.tiers], schedule.ops
         times = (self._free_ns, self._ready_ns, self._start_ns, self._end_ns, self._alone_ns)
         rows = zip([op.key for op in listed], [op.stream for op in listed], *times, strict=True)
-        where = [(b.tier, b.kind) for b in self._buffers]
+        where = [(b.tier, b.kind) for b in schedule.buffers]
         return Trace(
-            name=graph.schedule.name,
+            name=schedule.name,
             spans=tuple(sorted(starmap(Span, rows), key=itemgetter(Span._fields.index("start_ns")))),
             memory=tuple([MemoryEvent(t, *where[b], delta_bytes) for t, b, delta_bytes in self._changes]),
-            capacity_bytes=dict(zip(tiers, graph.capacity_bytes, strict=True)),
+            capacity_bytes=dict(zip(tiers, self._capacity_bytes, strict=True)),
             peak_bytes=dict(zip(tiers, self._peak_bytes, strict=True)),
-            meta=graph.schedule.meta,
+            meta=schedule.meta,
         )
 
 

@@ -108,18 +108,6 @@ class Schedule:
     def buffers_by_name(self) -> dict[str, Buffer]:
         return {b.name: b for b in self.buffers}
 
-    def readers(self) -> dict[str, list[str]]:
-        """Keys of the ops that read each buffer, in list order."""
-        readers: dict[str, list[str]] = {b.name: [] for b in self.buffers}
-        for op in self.ops:
-            for name in op.reads:
-                readers[name].append(op.key)
-        return readers
-
-    def writers(self) -> dict[str, str]:
-        """Key of the op that writes each buffer; initial buffers are absent."""
-        return {name: op.key for op in self.ops for name in op.writes}
-
     def bytes_moved(self) -> dict[str, int]:
         """Bytes that each stream moves in the step: the sum of `bytes` work, over streams that have any."""
         moved: dict[str, int] = {}
@@ -127,15 +115,6 @@ class Schedule:
             if "bytes" in op.work:
                 moved[op.stream] = moved.get(op.stream, 0) + int(op.work["bytes"])
         return moved
-
-    def initial_bytes(self) -> dict[str, int]:
-        """Bytes that each tier holds before the step."""
-        held = {t.name: 0 for t in self.tiers}
-        tiers = {t.name: t for t in self.tiers}
-        for b in self.buffers:
-            if b.initial:
-                held[b.tier] += tiers[b.tier].held_bytes(b.size_bytes)
-        return held
 
     def __repr__(self) -> str:
         """One line: `save_schedule` writes the whole."""

@@ -17,56 +17,40 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-_EXPORTS: dict[str, str] = {
+_NAMES: dict[str, str] = {
     # machines and models
-    "Machine": "tierplan.hwmodels.machine",
-    "load_machine": "tierplan.hwmodels",
-    "Training": "tierplan.sim.workloads.workload",
-    "Workload": "tierplan.sim.workloads.workload",
-    "load_workload": "tierplan.sim.workloads.models",
-    "trace_module": "tierplan.runtime.tracing.trace",
-    "trace_workload": "tierplan.runtime.tracing.trace",
+    "hwmodels": "load_machine",
+    "hwmodels.machine": "Machine",
+    "sim.workloads.workload": "Training Workload",
+    "sim.workloads.models": "load_workload",
+    "runtime.tracing.trace": "trace_module trace_workload",
     # the language
-    "Buffer": "tierplan.sim.schedule",
-    "Op": "tierplan.sim.schedule",
-    "Schedule": "tierplan.sim.schedule",
-    "Tier": "tierplan.sim.schedule",
-    "validate": "tierplan.sim.schedule",
-    "unroll": "tierplan.sim.columns",
-    "load_schedule": "tierplan.sim.schedule_file",
-    "save_schedule": "tierplan.sim.schedule_file",
-    "Trace": "tierplan.sim.trace",
+    "sim.schedule": "Buffer Op Schedule Tier validate",
+    "sim.columns": "unroll",
+    "sim.schedule_file": "load_schedule save_schedule",
+    "sim.trace": "Trace",
     # deciding
-    "PackPlan": "tierplan.planner.plan",
-    "Packs": "tierplan.planner.plan",
-    "PagedPlan": "tierplan.planner.plan",
-    "Plan": "tierplan.planner.plan",
-    "UnitPlan": "tierplan.planner.plan",
-    "UnitwisePlan": "tierplan.planner.plan",
-    "POLICIES": "tierplan.planner.policies",
-    "lower": "tierplan.planner.lowering",
-    "plan": "tierplan.planner.planning",
+    "planner.plan": "PackPlan Packs PagedPlan Plan UnitPlan UnitwisePlan",
+    "planner.policies": "POLICIES",
+    "planner.lowering": "lower",
+    "planner.planning": "plan",
     # predicting
-    "OutOfMemory": "tierplan.sim.analysis.completion",
-    "simulate": "tierplan.sim.pricing:simulate_on",
-    "steady_state": "tierplan.sim.analysis.steady",
-    "write_perfetto": "tierplan.sim.output.perfetto",
-    "vary": "tierplan.sim.analysis.variation",
+    "sim.analysis.completion": "OutOfMemory",
+    "sim.analysis.steady": "steady_state",
+    "sim.analysis.variation": "vary",
+    "sim.output.perfetto": "write_perfetto",
     # understanding
-    "cause_graph": "tierplan.sim.analysis.explain",
-    "critical_path": "tierplan.sim.analysis.explain",
-    "sensitivities": "tierplan.sim.analysis.explain",
-    "stream_times": "tierplan.sim.analysis.explain",
-    "plot_memory": "tierplan.sim.output.plots",
-    "plot_step_time": "tierplan.sim.output.plots",
-    "plot_timeline": "tierplan.sim.output.plots",
-    "explore": "tierplan.studies.explore",
+    "sim.analysis.explain": "cause_graph critical_path sensitivities stream_times",
+    "sim.output.plots": "plot_memory plot_step_time plot_timeline",
+    "studies.explore": "explore",
     # running and comparing
-    "train": "tierplan.runtime.trainer",
-    "compare": "tierplan.validation.comparison.compare",
-    "write_report": "tierplan.validation.report.report",
+    "runtime.trainer": "train",
+    "validation.comparison.compare": "compare",
+    "validation.report.report": "write_report",
 }
-"""Public name -> module that defines it, or module:name where it is called otherwise there."""
+"""Public names by the module that defines them."""
+_EXPORTS = {name: (module, name) for module, names in _NAMES.items() for name in names.split()}
+_EXPORTS["simulate"] = ("sim.pricing", "simulate_on")
 
 __all__ = [*sorted(_EXPORTS), "__version__"]
 
@@ -95,11 +79,10 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
-    where = _EXPORTS.get(name)
-    if where is None:
+    if name not in _EXPORTS:
         raise AttributeError(f"module 'tierplan' has no attribute {name!r}; it has {', '.join(sorted(_EXPORTS))}")
-    module, _, other = where.partition(":")
-    value = getattr(importlib.import_module(module), other or name)
+    module, attribute = _EXPORTS[name]
+    value = getattr(importlib.import_module(f"tierplan.{module}"), attribute)
     globals()[name] = value
     return value
 

@@ -21,7 +21,7 @@ from tierplan.planner.plan_rules import WriteBack
 from tierplan.sim.builder import tiers_of
 from tierplan.sim.columns import BufferLabel, Int32, Int64, Labels, OpLabel, ScheduleColumns
 from tierplan.sim.compiled.graph_columns import graph_columns
-from tierplan.sim.compiled.positions import consistent_order
+from tierplan.sim.compiled.readiness import consistent_order
 from tierplan.sim.contents import buffer_name
 from tierplan.sim.schedule import ScheduleError
 from tierplan.sim.step import Semantics, StepSpec, unit_spec

@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from tierplan.sim.columns import ScheduleColumns, columns_of
-from tierplan.sim.compiled.graph_columns import GraphColumns, graph_columns
+from tierplan.sim.compiled.graph_columns import GraphColumns, graph_columns, held_before
 from tierplan.sim.compiled.rules import Stuck, execute, no_time, stuck
 from tierplan.sim.schedule import Schedule
 
@@ -111,9 +111,8 @@ def check_memory(columns: ScheduleColumns, graph: GraphColumns | None = None) ->
         raise OutOfMemory(columns, where)
 
 
-def out_of_memory(schedule: Schedule) -> OutOfMemory:
+def out_of_memory(columns: ScheduleColumns) -> OutOfMemory:
     """The error for a schedule that does not complete."""
-    columns = columns_of(schedule)
     where = _stuck(graph_columns(columns))
     assert where is not None, "one engine found too little memory, the other did not"
     return OutOfMemory(columns, where)
@@ -159,7 +158,7 @@ def _holders(columns: ScheduleColumns, tier: int) -> tuple[tuple[str, int], ...]
 
     is_held = is_written & takes_over
     is_held[columns.writes.items[writer < num_granted]] |= ~takes_over[columns.writes.items[writer < num_granted]]
-    is_held[columns.buffer_initial & ((graph.num_readers > 0) | ~graph.is_freed)] = True
+    is_held[held_before(columns, graph)] = True
     is_held[columns.buffer_reuses[takes_over & is_written]] = False
     is_held[graph.is_freed & (is_written | columns.buffer_initial) & (readers_left == 0)] = False
     held = np.flatnonzero(is_held & (graph.buffer_tier == tier) & (graph.held_bytes > 0)).tolist()

@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import parse_stream
 from tierplan.hwmodels.scaling import with_faster
 from tierplan.sim.analysis.steady import steady_state
-from tierplan.sim.columns import ScheduleColumns, columns_of
-from tierplan.sim.graph import graph_of
+from tierplan.sim.columns import Lists, ScheduleColumns, columns_of, rows_of
+from tierplan.sim.compiled.graph_columns import graph_columns
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Span, Trace
 
@@ -132,14 +131,20 @@ class _Causes:
     """What the ops of a trace waited for, op by op."""
 
     def __init__(self, schedule: Schedule, trace: Trace) -> None:
-        self.graph, by_key = graph_of(schedule), trace.by_key()
+        self.graph, by_key = graph_columns(columns_of(schedule)), trace.by_key()
         self.spans = [by_key[op.key] for op in schedule.ops]
-        self.before: dict[int, int] = {i: j for ops in self.graph.streams for j, i in pairwise(ops)}
+        self.before = {i: j for j, i in enumerate(self.graph.next_on_stream.tolist()) if i >= 0}
         """On the op's stream."""
+        self.inputs: list[list[int]] = [[] for _ in self.spans]
+        for j, followers in enumerate(rows_of(self.graph.followers)):
+            for i in followers:
+                self.inputs[i].append(j)
+        self.needs = rows_of(Lists(self.graph.requests, self.graph.request_tier))
+        """Tiers in which the op has a request."""
 
     def of(self, i: int) -> list[_Cause]:
         """Of one op, each that it waited for once."""
-        others: dict[int, Reason] = dict.fromkeys(self.graph.inputs[i], "input")
+        others: dict[int, Reason] = dict.fromkeys(self.inputs[i], "input")
         if i in self.before:
             others.setdefault(self.before[i], "stream")
         start_ns = self.spans[i].start_ns
@@ -148,7 +153,7 @@ class _Causes:
             # the ends at that moment that gave bytes back in a tier where it has a request. Where none did, it stood
             # behind another one in the order of grants (rule 3), which had waited for some end at that moment
             ended = [j for j in self._ending.get(start_ns, ()) if j != i]
-            freed = [j for j in ended if not self._given_back[j].isdisjoint(self.graph.needs[i])]
+            freed = [j for j in ended if not self._given_back[j].isdisjoint(self.needs[i])]
             for j in freed or ended:
                 if j not in causes or causes[j].slack_ns > 0:
                     causes[j] = _Cause(j, "memory", 0)
@@ -165,14 +170,14 @@ class _Causes:
     @cached_property
     def _given_back(self) -> list[set[int]]:
         """Per op: the tiers in which its end freed bytes."""
-        graph = self.graph
-        given: list[set[int]] = [{graph.tier_of[b] for b in frees} for frees in graph.frees]
-        last_reader: dict[int, int] = {}
+        tier_of, frees = self.graph.buffer_tier.tolist(), rows_of(self.graph.frees)
+        last_user: dict[int, int] = {}
         for i in sorted(range(len(self.spans)), key=lambda i: -self.spans[i].end_ns):
-            for b in graph.counts_down[i]:
-                last_reader.setdefault(b, i)
-        for b, i in last_reader.items():
-            given[i].add(graph.tier_of[b])
+            for b in frees[i]:
+                last_user.setdefault(b, i)
+        given: list[set[int]] = [set() for _ in self.spans]
+        for b, i in last_user.items():
+            given[i].add(tier_of[b])
         return given
 
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from tierplan.hwmodels.machine import Cost, Machine
+from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import DRAM_LIMIT, NVME_LIMIT, parse_stream
-from tierplan.sim.columns import columns_of, unroll
+from tierplan.sim.columns import columns_of
 from tierplan.sim.compiled.graph_columns import graph_columns
-from tierplan.sim.compiled.simulation import prices_by_key, run
-from tierplan.sim.pricing import price
+from tierplan.sim.compiled.rules import Prices
+from tierplan.sim.compiled.simulation import prices_on, run
 from tierplan.sim.schedule import Schedule
 
 INTERVAL = (0.05, 0.95)
@@ -83,28 +83,29 @@ def vary(
             f"nothing varies: the description of machine {machine.name!r} states no spread; "
             "give `rates` or `ops`, or measure the machine"
         )
-    unrolled = unroll(schedule, num_steps) if num_steps > 1 else schedule
-    columns, costs = columns_of(unrolled), price(unrolled, machine)
-    graph = graph_columns(columns)
+    columns = columns_of(schedule) if num_steps == 1 else columns_of(schedule).unrolled(num_steps)
+    graph, by_work, is_alone = graph_columns(columns), prices_on(columns, machine), len(columns.streams) == 1
+    works = [columns.works[w] for w in columns.op_work.tolist()]
+    work_s = np.array([machine.cost(work.stream, work.amounts, is_alone=is_alone).work_s for work in works])
+    by_op = [of_works[columns.op_work] for of_works in by_work[1:-1]]  # all but the first field and the limits
+    prices = Prices._make([np.arange(columns.num_ops, dtype=np.int32), *by_op, by_work.limits])
 
-    def step_s(costs: Mapping[str, Cost], limits: Mapping[str, float]) -> float:
-        end_ns = run(columns, graph, prices_by_key(columns, costs, limits)).end_ns
-        ends_ns = end_ns.reshape(num_steps, -1).max(axis=1, initial=0).tolist()
+    def step_s(prices: Prices) -> float:
+        ends_ns = run(columns, graph, prices).end_ns.reshape(num_steps, -1).max(axis=1, initial=0).tolist()
         return float(ends_ns[0] / 1e9 if num_steps == 1 else (ends_ns[-2] - ends_ns[0]) / (num_steps - 2) / 1e9)
 
     draw = np.random.default_rng(seed)
     samples = []
     for _ in range(num_samples):
         whole = {name: _factor(draw, rates[name]) for name in sorted(rates)}
-        drawn_costs = {
-            op.key: _slower(costs[op.key], whole.get(op.stream, 1.0) * _factor(draw, by_stream.get(op.stream, 0.0)))
-            for op in unrolled.ops
-        }
-        drawn_limits = {name: limit / whole.get(name, 1.0) for name, limit in limits.items()}
-        samples.append(step_s(drawn_costs, drawn_limits))
+        slower = [whole.get(w.stream, 1.0) * _factor(draw, by_stream.get(w.stream, 0.0)) for w in works]
+        drawn_limits = [limit / whole.get(name, 1.0) for name, limit in limits.items()]
+        # Demand per second stays the same: a faster draw stands for faster hardware, so shared limits do not cap it.
+        work_ns = np.rint(work_s * slower * 1e9).astype(np.int64)
+        samples.append(step_s(prices._replace(work_ns=work_ns, limits=np.array(drawn_limits, np.float64))))
     low, median, high = np.quantile(samples, (INTERVAL[0], 0.5, INTERVAL[1])) if samples else (math.nan,) * 3
     return Variation(
-        nominal_s=step_s(costs, limits),
+        nominal_s=step_s(prices),
         median_s=float(median),
         low_s=float(low),
         high_s=float(high),
@@ -157,13 +158,3 @@ def _factor(draw: np.random.Generator, spread: float) -> float:
         return 1.0
     variance = math.log1p(spread * spread)
     return math.exp(draw.normal(-variance / 2, math.sqrt(variance)))
-
-
-def _slower(cost: Cost, factor: float) -> Cost:
-    """The cost when the same work takes `factor` times as long.
-
-    Demand per second stays the same: a faster draw stands for faster hardware, so shared limits do not cap it.
-    """
-    if factor == 1.0:
-        return cost
-    return replace(cost, work_s=cost.work_s * factor)

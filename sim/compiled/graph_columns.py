@@ -1,6 +1,7 @@
-"""The graph of a schedule in arrays: what `tierplan.sim.graph` has in lists, derived by one compiled function.
+"""A schedule in numbers: what each op waits for, what it needs and what it frees. Nothing here depends on time.
 
-Ops, tiers and buffers are numbered by their place in the schedule.
+Ops, tiers and buffers are numbered by their place in the schedule. One compiled function derives the arrays; a test has
+another derivation, op by op.
 """
 
 from __future__ import annotations
@@ -43,12 +44,6 @@ class GraphColumns(NamedTuple):
     """Per request: the next one in the same tier, in list order (rule 3); -1 for the last."""
     first_request: Int32
     """Per tier; -1 for none."""
-    reads: Lists
-    """Buffers that it reads."""
-    writes: Lists
-    """Buffers that it writes."""
-    num_readers: Int32
-    """Per buffer: ops that read it."""
     is_freed: Bool
     """Per buffer: whether it is freed when its last reader ends (its writer, if it has none). The others outlive the
     step, or their bytes live on in a buffer that takes them over."""
@@ -93,6 +88,12 @@ def graph_columns(columns: ScheduleColumns) -> GraphColumns:
         np.array([ROUNDINGS.index(t.rounding) for t in columns.tiers], np.int32),
         np.array([min(t.capacity_bytes, LARGEST) for t in columns.tiers], np.int64),
     )
+
+
+def held_before(columns: ScheduleColumns, graph: GraphColumns) -> Bool:
+    """Per buffer: whether it is held before the first op. An initial one that nobody reads or keeps never is."""
+    is_read = np.bincount(columns.reads.items, minlength=columns.num_buffers) > 0
+    return columns.buffer_initial & (is_read | ~graph.is_freed)
 
 
 @compiled
@@ -266,9 +267,6 @@ def _graph(
         request_bytes[:num_requests],
         request_next[:num_requests],
         first_request,
-        reads,
-        writes,
-        num_readers,
         is_freed,
         Lists(free_begins, freed[:num_freed]),
         users,

@@ -1,11 +1,14 @@
-"""The first simulation of `tierplan.sim.analysis.ordering`, compiled: which op starts when memory goes to any ready op.
+"""Orders of a schedule's ops, compiled: as they are wanted at given moments, or as they could start.
 
-Every stream keeps its order, or (`overtakes`) runs the first of its ops that is ready; a tier serves whoever is ready,
-as far as all ops that have not started still fit when they run one by one in list order (the banker's rule with the
-list order as the safe sequence).
+The latter is the first simulation of `tierplan.sim.analysis.ordering`, where memory goes to any ready op. Every stream
+keeps its order, or (`overtakes`) runs the first of its ops that is ready; a tier serves whoever is ready, as far as all
+ops that have not started still fit when they run one by one in list order (the banker's rule with the list order as the
+safe sequence).
 """
 
 from __future__ import annotations
+
+import heapq
 
 import numpy as np
 
@@ -161,4 +164,28 @@ def ready_order(graph: GraphColumns, seconds: Float64, overtakes: Bool) -> Int32
                 ready[s, at] = j
                 end[s] += 1
         is_idle[stream[i]] = True
+    return order
+
+
+@compiled
+def consistent_order(wanted: Int64, graph: GraphColumns) -> Int64:
+    """Ops as they are `wanted`, each behind those that it waits for.
+
+    All that may come is known at any time, and the first of it in the wanted order comes.
+    """
+    (begins, followers), missing = graph.followers, graph.num_inputs.copy()
+    num_ops = len(wanted)
+    place = np.empty(num_ops, np.int64)
+    for k in range(num_ops):
+        place[wanted[k]] = k
+    ready = [place[i] for i in range(num_ops) if missing[i] == 0]
+    heapq.heapify(ready)
+    order = np.empty(num_ops, np.int64)
+    for num in range(num_ops):
+        i = order[num] = wanted[heapq.heappop(ready)]
+        for k in range(begins[i], begins[i + 1]):
+            j = followers[k]
+            missing[j] -= 1
+            if missing[j] == 0:
+                heapq.heappush(ready, place[j])
     return order

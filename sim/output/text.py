@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from io import StringIO
 from math import floor, isfinite, log10
 from shutil import get_terminal_size
@@ -57,12 +57,11 @@ def format_error(frac: float | None) -> str:
     return "0 %" if frac == 0 else f"{frac * 100:+.1f} %"
 
 
-def in_short(reason: str, size: Callable[[float], str] = format_bytes) -> str:
+def in_short(reason: str) -> str:
     """Why something does not fit, for a table: sizes to three digits, and without the list of what holds the memory."""
     text = re.sub(r"; held by [^.]*(?=\.)", "", reason)
-    return re.sub(
-        r"\d{1,3}(?:,\d{3}){2,}(?: bytes| B)?", lambda match: size(float(re.sub(r"[^\d]", "", match[0]))), text
-    )
+    sizes = r"\d{1,3}(?:,\d{3}){2,}(?: bytes| B)?"
+    return re.sub(sizes, lambda match: format_bytes(float(re.sub(r"[^\d]", "", match[0]))), text)
 
 
 def columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:

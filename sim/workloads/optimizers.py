@@ -138,7 +138,6 @@ class Piece:
     begin: int
     """Of the first of them, in the unit's flat buffer."""
     moments: tuple[Moment, ...]
-    is_hidden: bool
 
     def size_bytes(self, master_bytes: int) -> int:
         return len(self.values) * master_bytes + sum(moment.size_bytes for moment in self.moments)
@@ -156,7 +155,7 @@ def pieces(optimizer: Optimizer, owned: Owned, part: range, updated: str) -> tup
         moments = optimizer.moments(shape, is_hidden, updated)
         if b - a < size:
             moments = tuple(Moment(name=m.name, num_values=b - a, format=m.format) for m in moments)
-        listed.append(Piece(index, range(a, b), begin + a, moments, is_hidden))
+        listed.append(Piece(index, range(a, b), begin + a, moments))
     return tuple(listed)
 
 

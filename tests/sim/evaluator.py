@@ -14,10 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tests.sim.graph_witness import graph_by_records
+from tests.sim.graph_witness import Graph, graph_by_records
 from tierplan.hwmodels.machine import Cost
 from tierplan.sim.engine import alone_ns
-from tierplan.sim.graph import Graph
 from tierplan.sim.schedule import Schedule
 
 __all__ = ["Evaluation", "Evaluator"]

@@ -4,9 +4,45 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from tierplan.sim.graph import Graph, Request
 from tierplan.sim.schedule import Schedule
+
+Request = tuple[int, int, tuple[int, ...]]
+"""An op's need of memory in one tier: the op, the bytes, and the buffers that they are for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """Ops, tiers and buffers are numbered by their place in the schedule. Lists have one entry per op, unless noted."""
+
+    schedule: Schedule
+    streams: list[list[int]]
+    """Per stream, in order of first use: its ops (rule 1)."""
+    inputs: Sequence[Sequence[int]]
+    """Ops that must have ended (rule 2): writers of what is read, `after`, and the other readers of what is reused."""
+    followers: Sequence[Sequence[int]]
+    """Ops that have this one among their inputs."""
+    requests: list[list[Request]]
+    """Per tier: what is to be granted there, in list order (rule 3)."""
+    needs: Sequence[Sequence[int]]
+    """Tiers in which the op has a request."""
+    counts_down: Sequence[Sequence[int]]
+    """Buffers of which this op is one of `num_readers`; when the last has ended, the buffer is freed (rule 4)."""
+    frees: Sequence[Sequence[int]]
+    """Buffers without readers, freed when this op, their writer, ends."""
+    takes_over: Sequence[Sequence[tuple[int, int]]]
+    """(old, new) buffers where this op writes the new over the old."""
+    num_readers: list[int]
+    """Per buffer: readers that must end before it is freed; 0 where it is never freed, or by its writer."""
+    size_bytes: list[int]
+    """Per buffer: what it holds in its tier."""
+    tier_of: list[int]
+    """Per buffer."""
+    initial: list[int]
+    """Buffers held before the first op. An initial buffer that nobody reads and that becomes nothing is never held."""
+    capacity_bytes: list[int]
+    """Per tier."""
 
 
 def graph_by_records(schedule: Schedule) -> Graph:

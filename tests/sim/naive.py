@@ -11,6 +11,26 @@ from dataclasses import dataclass, field
 from tierplan.sim.schedule import Buffer, Op, Schedule
 
 
+def readers_of(schedule: Schedule) -> dict[str, list[str]]:
+    """Keys of the ops that read each buffer, in list order."""
+    readers: dict[str, list[str]] = {b.name: [] for b in schedule.buffers}
+    for op in schedule.ops:
+        for name in op.reads:
+            readers[name].append(op.key)
+    return readers
+
+
+def writers_of(schedule: Schedule) -> dict[str, str]:
+    """Key of the op that writes each buffer; initial buffers are absent."""
+    return {name: op.key for op in schedule.ops for name in op.writes}
+
+
+def initial_bytes(schedule: Schedule) -> dict[str, int]:
+    """Bytes that each tier holds before the step."""
+    initial = [b for b in schedule.buffers if b.initial]
+    return {t.name: sum(t.held_bytes(b.size_bytes) for b in initial if b.tier == t.name) for t in schedule.tiers}
+
+
 @dataclass
 class State:
     """Which ops have been granted memory, have started and have ended, and what each tier holds."""
@@ -25,7 +45,7 @@ class State:
 
     def inputs_complete(self, op: Op) -> bool:
         schedule = self.schedule
-        writers, readers, buffers = schedule.writers(), schedule.readers(), schedule.buffers_by_name()
+        writers, readers, buffers = writers_of(schedule), readers_of(schedule), schedule.buffers_by_name()
         wanted = set(op.after) | {writers[name] for name in op.reads if name in writers}
         for name in op.writes:
             over = buffers[name].reuses
@@ -55,7 +75,7 @@ class State:
     def held_bytes(self, tier: str) -> int:
         """What the tier holds: every buffer that exists now and whose bytes no other has taken over."""
         schedule = self.schedule
-        writers, readers = schedule.writers(), schedule.readers()
+        writers, readers = writers_of(schedule), readers_of(schedule)
         reused_by = {b.reuses: b.name for b in schedule.buffers if b.reuses is not None}
         total = 0
         for b in schedule.buffers:

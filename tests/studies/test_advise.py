@@ -13,9 +13,8 @@ from tierplan.hwmodels import load_description
 from tierplan.planner.questions.endurance import SECONDS_PER_YEAR
 from tierplan.studies.advice_text import advice_lines, write_advice
 from tierplan.studies.advise import Advice, advise, answer_point, largest_model_of, worthwhile
-from tierplan.studies.costs import costs_of
 from tierplan.studies.evaluate import machine_of, most_tokens_per_s
-from tierplan.studies.purchases import PriceList, Purchase, purchases, worth_planning
+from tierplan.studies.purchases import PriceList, Purchase, costs_of, purchases, worth_planning
 from tierplan.studies.study import Point
 
 CONFIG = {"model_type": "gpt2", "n_embd": 256, "n_layer": 3, "n_head": 4, "vocab_size": 1000, "n_positions": 256}

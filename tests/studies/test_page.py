@@ -126,8 +126,8 @@ def test_what_is_not_named_is_what_shops_sell() -> None:
     assert study.overrides["gpu.part"][0] == "rtx-4090"
     assert "rtx-5090" in study.overrides["gpu.part"]
     assert study.overrides["gpu.count"] == [1]
-    assert 400 <= len(study) <= 3000
-    assert len(grid_of(Choices(most=2))) <= 32
+    assert 400 <= len(list(study.points())) <= 3000
+    assert len(list(grid_of(Choices(most=2)).points())) <= 32
     connected = grid_of(Choices(machine="laptop", num_gpus=[1, 2], overrides={"link.p2p": "20 GB/s"}))
     assert connected.overrides["gpu.count"] == [1, 2]
     assert "gpu.part" not in grid_of(Choices(machine="laptop")).overrides

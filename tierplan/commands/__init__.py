@@ -1,7 +1,8 @@
 """The command line, one module per command.
 
 A command module has a docstring (its `--help`; the first line is the summary), `add_arguments(parser)` and
-`run(args) -> int`. It imports what it needs inside `run`, so that `tierplan --help` stays quick and free of torch.
+`run(args) -> int`. What takes long to import (numpy, torch, the planner) it imports inside `run`, so that `tierplan
+--help` stays quick; descriptions of machines, formats of text and settings of training are there anyway.
 """
 
 COMMANDS: tuple[str, ...] = (

@@ -59,8 +59,7 @@ def run(args: argparse.Namespace) -> int:
 def ask(args: argparse.Namespace, *, progress: bool) -> Advice:
     """The advice that the arguments ask for; what `plan` does not have is at its default."""
     from tierplan.studies.advise import advise
-    from tierplan.studies.costs import TOKENS
-    from tierplan.studies.purchases import PriceList
+    from tierplan.studies.purchases import TOKENS, PriceList
 
     given = vars(args)
     tokens = given.get("tokens")

@@ -13,11 +13,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from math import exp
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierplan.commands.options import scenario
 from tierplan.commands.options.arguments import add_device, finite, new_file, new_folder, option, whole
-from tierplan.commands.options.terminal import say
+from tierplan.commands.options.terminal import progress_bar, say
+from tierplan.sim.output.text import columns, format_error, format_s, wrapped
 
 if TYPE_CHECKING:
     from tierplan.validation.calibration.calibration import Calibration
@@ -40,20 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import os
-    import shutil
-    import time
-
     began_s = time.monotonic()
-    from contextlib import ExitStack
-    from dataclasses import asdict, replace
-    from pathlib import Path
 
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from tierplan.commands.options.terminal import progress_bar
     from tierplan.runtime.execution.device import device_named
     from tierplan.runtime.job import stop_on_interrupt
-    from tierplan.sim.output.text import wrapped
     from tierplan.studies.evaluate import calibration_workload, machine_of
     from tierplan.validation.calibration.known import own_path
     from tierplan.validation.calibration.session import CalibrationSession
@@ -100,10 +99,6 @@ def run(args: argparse.Namespace) -> int:
 
 def calibration_lines(calibration: Calibration) -> list[str]:
     """What was found, for people."""
-    from math import exp
-
-    from tierplan.sim.output.text import columns, format_error, format_s
-
     low, high = exp(-calibration.half_width) - 1, exp(calibration.half_width) - 1
     rows = [("plan", "measured step", "predicted from the others")]
     for name, measured_s in calibration.measured_step_s.items():

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 
 from tierplan.commands.options.arguments import PICTURES, add_set, existing_file, new_file, option, whole
 from tierplan.commands.options.terminal import say, working
+from tierplan.hwmodels.names import parse_stream, parts_used
+from tierplan.sim.output.text import columns, format_s, wrapped
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,10 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from dataclasses import asdict
-
-    from tierplan.hwmodels.names import parse_stream, parts_used
-    from tierplan.sim.output.text import columns, format_s, wrapped
     from tierplan.validation.comparison.compare import Pair, compare
     from tierplan.validation.comparison.run_folder import load_run, read_schedule
     from tierplan.validation.comparison.words import at_slowdown, causes_in_words, pair_row, what_to_do

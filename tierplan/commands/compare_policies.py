@@ -13,6 +13,8 @@ Example:
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -20,6 +22,9 @@ from typing import TYPE_CHECKING
 from tierplan.commands.options import scenario
 from tierplan.commands.options.arguments import PICTURES, new_file, option
 from tierplan.commands.options.terminal import say, say_nameplate
+from tierplan.hwmodels.names import HOST, NVME, device_index
+from tierplan.planner.plan_rules import PLANNER
+from tierplan.sim.output.text import columns, format_bytes, format_s, in_short, wrapped
 
 if TYPE_CHECKING:
     from tierplan.planner.prediction import Prediction
@@ -36,12 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import json
-    import sys
-
     from tqdm import tqdm
 
-    from tierplan.planner.plan_rules import PLANNER
     from tierplan.planner.policies import check_name, comparable
     from tierplan.studies.evaluate import machine_of, predict_point
 
@@ -82,9 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 def policy_table(predictions: Sequence[Prediction], semantics: str = "") -> str:
     """One line per policy, the most tokens per second first, and those that do not fit at the end; memory in GiB."""
-    from tierplan.hwmodels.names import HOST, NVME, device_index
     from tierplan.planner.plan import other_numbers
-    from tierplan.sim.output.text import columns, format_s, wrapped
 
     def why(p: Prediction) -> str:
         return "" if p.plan is None or p.plan.semantics == "delayed-1" == semantics else other_numbers(p.plan)
@@ -109,8 +108,6 @@ def policy_table(predictions: Sequence[Prediction], semantics: str = "") -> str:
 
 def short_reason(prediction: Prediction) -> str:
     """Why it does not fit, in one line."""
-    from tierplan.sim.output.text import format_bytes, in_short
-
     shortage = prediction.shortage
     if shortage is None:
         return "does not run: " + in_short(prediction.why_not)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
+import shutil
 from pathlib import Path
 
 from tierplan.commands.options.arguments import new_folder, option, whole
@@ -26,9 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import os
-    import shutil
-
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]

@@ -18,6 +18,8 @@ from dataclasses import replace
 from tierplan.commands.options import scenario
 from tierplan.commands.options.arguments import existing_file, finite, option
 from tierplan.commands.options.terminal import say, working
+from tierplan.planner.training_files import read_training_file
+from tierplan.planner.training_files.configured import Configured
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,8 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from tierplan.planner.policies import check_name
-    from tierplan.planner.training_files import read_training_file
-    from tierplan.planner.training_files.configured import Configured
     from tierplan.studies.evaluate import machine_of, training_of
     from tierplan.studies.slow_step.explain import explain_run
     from tierplan.studies.slow_step.measured import MeasuredStep, read_kineto, read_log

@@ -15,15 +15,34 @@ import argparse
 import json
 import tomllib
 from collections import Counter
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from statistics import median
 
 from tierplan.commands.options.arguments import add_device, add_set, existing_file, finite, new_file, new_folder, option
 from tierplan.commands.options.terminal import progress_bar, say
-
-if TYPE_CHECKING:
-    from tierplan.hwmodels.description import Description, Quantity
-    from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.build import build_machine
+from tierplan.hwmodels.catalog import (
+    HERE,
+    catalog_names,
+    here_path,
+    load_curves,
+    load_description,
+    load_part,
+    part_values,
+)
+from tierplan.hwmodels.community import share, step_of
+from tierplan.hwmodels.curves import curve_errors
+from tierplan.hwmodels.description import KEYS, PARTS, Description, Quantity, override, read_utf8, write_description
+from tierplan.hwmodels.detect import ask_system, propose
+from tierplan.hwmodels.importers import ds_io, fio, nccl_tests, nvbandwidth, nvidia_smi
+from tierplan.hwmodels.importers.gpu_tables import curves_text, read_curves, table_list
+from tierplan.hwmodels.machine import Machine, MachineError
+from tierplan.hwmodels.units import format_amount
+from tierplan.sim.output.text import columns, wrapped
+from tierplan.sim.trace import write_atomically
 
 QUICK_S, THOROUGH_S = 50.0, 900.0
 LISTED = (
@@ -109,10 +128,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from tierplan.hwmodels.catalog import HERE, catalog_names, here_path, load_description, load_part, part_values
-    from tierplan.hwmodels.description import PARTS
-    from tierplan.sim.output.text import columns, wrapped
-
     names = catalog_names() + ([HERE] if here_path().exists() else [])
     machines = {name: load_description(name).summary for name in names}
     lists: dict[str, list[tuple[str, ...]]] = {}
@@ -149,17 +164,6 @@ def _cell(quantity: Quantity | None, unit: float) -> str:
 
 
 def _curves(args: argparse.Namespace) -> int:
-    from dataclasses import asdict
-    from itertools import groupby
-    from statistics import median
-
-    from tierplan.hwmodels.catalog import catalog_names, load_curves, load_part
-    from tierplan.hwmodels.curves import curve_errors
-    from tierplan.hwmodels.importers.gpu_tables import curves_text, read_curves, table_list
-    from tierplan.hwmodels.machine import MachineError
-    from tierplan.sim.output.text import columns
-    from tierplan.sim.trace import write_atomically
-
     if bool(args.tables) != bool(args.output):
         raise MachineError("--tables says what is read and --output where the curves go; give both or neither")
     curves = {name: load_curves(name) for name in catalog_names("curves")}
@@ -187,11 +191,6 @@ def _curves(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from tierplan.hwmodels.build import build_machine
-    from tierplan.hwmodels.catalog import load_description
-    from tierplan.hwmodels.description import KEYS
-    from tierplan.sim.output.text import columns, wrapped
-
     description = load_description(args.machine, args.overrides)
     machine = build_machine(description)
     if args.json:
@@ -215,9 +214,6 @@ def numbers(description: Description) -> list[str]:
 
     Sources with an address, or of many numbers, stand below the table, each once.
     """
-    from tierplan.hwmodels.description import KEYS
-    from tierplan.sim.output.text import columns
-
     rows = [("key", "value", "95 %", "basis", "source")]
     below: dict[str, str] = {}
     used = description.used()
@@ -239,9 +235,6 @@ def numbers(description: Description) -> list[str]:
 
 def structure(machine: Machine) -> list[str]:
     """Tiers, and the shared limits with the streams that load them."""
-    from tierplan.hwmodels.units import format_amount
-    from tierplan.sim.output.text import columns
-
     rows = [("tiers", ", ".join(f"{t.name} {format_amount(t.capacity_bytes, 'bytes')}" for t in machine.tiers))]
     for limit in machine.shared_limits:
         takers = [s.name for s in machine.streams if limit.name in s.takes]
@@ -259,12 +252,7 @@ MOST_SHARES = 1e4
 
 
 def _measure(args: argparse.Namespace) -> int:
-    from tierplan.hwmodels.build import build_machine
-    from tierplan.hwmodels.catalog import HERE, here_path
-    from tierplan.hwmodels.description import write_description
     from tierplan.runtime.measure.machine import measure_description
-    from tierplan.sim.output.text import wrapped
-    from tierplan.sim.trace import write_atomically
 
     budget_s = args.budget_s or (THOROUGH_S if args.thorough else QUICK_S)
     folders = None if args.no_nvme else args.nvme_dir or ["."]
@@ -300,14 +288,6 @@ def _measure(args: argparse.Namespace) -> int:
 
 
 def _detect(args: argparse.Namespace) -> int:
-    from dataclasses import asdict, replace
-
-    from tierplan.hwmodels.catalog import load_description
-    from tierplan.hwmodels.description import KEYS, override, write_description
-    from tierplan.hwmodels.detect import ask_system, propose
-    from tierplan.sim.output.text import columns, wrapped
-    from tierplan.sim.trace import write_atomically
-
     found = propose(ask_system())
     if args.output:
         parts = [f"{name}={found.values[name].value}" for name in ("gpu.part", "nvme.part") if name in found.values]
@@ -335,12 +315,6 @@ def _detect(args: argparse.Namespace) -> int:
 
 
 def _share(args: argparse.Namespace) -> int:
-    from datetime import UTC, datetime
-
-    from tierplan.hwmodels.catalog import load_description
-    from tierplan.hwmodels.community import share, step_of
-    from tierplan.sim.trace import write_atomically
-
     text = share(load_description(args.machine), f"{datetime.now(UTC):%Y-%m}", args.step and step_of(args.step))
     write_atomically(args.output, text)
     if args.json:
@@ -352,15 +326,6 @@ def _share(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from dataclasses import replace
-
-    from tierplan.hwmodels.build import build_machine
-    from tierplan.hwmodels.catalog import load_description
-    from tierplan.hwmodels.description import Description, override, read_utf8, write_description
-    from tierplan.hwmodels.importers import ds_io, fio, nccl_tests, nvbandwidth, nvidia_smi
-    from tierplan.hwmodels.machine import MachineError
-    from tierplan.sim.trace import write_atomically
-
     values: dict[str, Quantity] = {}
     for paths, read in (
         (args.nvidia_smi, nvidia_smi.read_nvidia_smi), (args.nvidia_topo, nvidia_smi.read_nvidia_topo),

@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 
 from tierplan.commands.options.arguments import add_set, amount, finite, new_file, new_folder, option, whole
+from tierplan.commands.options.scenario import settings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,12 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from pathlib import Path
-
-    from tierplan.commands.options.scenario import settings
     from tierplan.studies.advise import QUICK_S
-    from tierplan.studies.costs import TOKENS
     from tierplan.studies.page import Choices, grid_of, write_what_if
+    from tierplan.studies.purchases import TOKENS
 
     study = grid_of(
         Choices(

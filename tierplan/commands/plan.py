@@ -12,6 +12,8 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 
 from tierplan.commands.options import scenario
 from tierplan.commands.options.arguments import PICTURES, finite, new_file, option, whole
@@ -39,9 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import json
-    import sys
-
     from tierplan.commands.advise import ask
     from tierplan.planner.infeasible import InfeasiblePlan
     from tierplan.studies.answer import answer_lines, answer_record, impossible_record, question_text, write_timeline

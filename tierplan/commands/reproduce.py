@@ -12,9 +12,12 @@ Examples:
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 
 from tierplan.commands.options.arguments import new_file, option
 from tierplan.commands.options.terminal import say
+from tierplan.sim.output.text import wrapped
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,12 +35,8 @@ FIGURES = ("mean_abs_error", "median_abs_error", "ninth_decile", "max_abs_error"
 
 
 def run(args: argparse.Namespace) -> int:
-    import json
-    import sys
-
     from tqdm import tqdm
 
-    from tierplan.sim.output.text import wrapped
     from tierplan.validation.published.page import summary_text, table_text, update_page
     from tierplan.validation.published.points import POINTS, reproduce_points
     from tierplan.validation.published.reproduce import published, reproduce, systems

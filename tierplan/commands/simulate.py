@@ -12,12 +12,14 @@ Examples:
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
+import json
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from tierplan.commands.options import scenario
 from tierplan.commands.options.arguments import PICTURES, new_file, option
 from tierplan.commands.options.terminal import say, say_nameplate, working
+from tierplan.sim.output.text import columns, format_bytes, format_s, in_short, wrapped
 
 if TYPE_CHECKING:
     from tierplan.planner.prediction import Prediction
@@ -39,8 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import json
-
     from tierplan.planner.policies import check_name
     from tierplan.planner.policies.options import OptionError
     from tierplan.planner.prediction import predict
@@ -59,8 +59,6 @@ def run(args: argparse.Namespace) -> int:
         prediction = predict(args.policy, workload, machine, options)
         _ = prediction.limits, prediction.phases
     if args.output and prediction.schedule is not None and prediction.fits:
-        from dataclasses import replace
-
         from tierplan.planner.plan_file import machine_meta
         from tierplan.sim.digest import digest
         from tierplan.sim.schedule_file import save_schedule
@@ -99,7 +97,6 @@ def policy_options(args: argparse.Namespace) -> dict[str, object]:
 
 def text_of(prediction: Prediction) -> str:
     """The prediction for people."""
-    from tierplan.sim.output.text import columns, format_bytes, format_s, in_short, wrapped
     from tierplan.studies.answer import interval_rows, limit_rows, limited_text, numbers_rows
 
     head = f"{prediction.policy}: {prediction.model} on {prediction.where}"
@@ -144,8 +141,6 @@ def sequences_text(prediction: Prediction) -> str:
 
 def _largest(args: argparse.Namespace, options: dict[str, object]) -> int:
     """Prints the largest model of the GPT-3 family that fits, and the next one's reason."""
-    import json
-
     from tierplan.planner.questions.largest import largest_model
     from tierplan.studies.evaluate import machine_of, training_of
 

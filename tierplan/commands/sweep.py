@@ -21,9 +21,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 
 from tierplan.commands.options.arguments import existing_file, new_folder, option, whole
 from tierplan.commands.options.terminal import say
+from tierplan.sim.output.text import columns
+from tierplan.studies.study import load_study
 
 SHOWN = ("fits", "step_s", "tokens_per_s", "limited_by")
 
@@ -37,9 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from pathlib import Path
-
-    from tierplan.studies.study import load_study
     from tierplan.studies.sweep import sweep
 
     study = load_study(args.study)
@@ -77,8 +77,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _print_table(question: str, axes: dict[str, object], rows: list[dict[str, object]]) -> None:
     """The columns that vary, and the main figures."""
-    from tierplan.sim.output.text import columns
-
     varied = [name for name, values in axes.items() if len(values) > 1]  # type: ignore[arg-type]
     names = [*varied, *SHOWN, *(["error"] if any("error" in row for row in rows) else [])]
     if question:

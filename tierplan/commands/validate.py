@@ -20,6 +20,8 @@ from pathlib import Path
 
 from tierplan.commands.options.arguments import add_device, finite, new_file, new_folder, option
 from tierplan.commands.options.terminal import say
+from tierplan.hwmodels import load_machine
+from tierplan.sim.trace import write_atomically
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,8 +79,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _transfer(args: argparse.Namespace) -> int:
-    from tierplan.hwmodels import load_machine
-    from tierplan.sim.trace import write_atomically
     from tierplan.studies.defaults import workload_or_traced
     from tierplan.validation.calibration.calibration import Calibration, CalibrationError
     from tierplan.validation.calibration.known import calibrations_dir
@@ -98,7 +98,6 @@ def _transfer(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace, artifacts: list) -> int:  # type: ignore[type-arg]
-    from tierplan.sim.trace import write_atomically
     from tierplan.validation.campaign.summary import campaign_markdown, summarise, summary_lines
 
     if args.output:

@@ -13,15 +13,15 @@ import argparse
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from tierplan.commands.options import scenario
 from tierplan.commands.options.arguments import existing_file, option
 from tierplan.commands.options.terminal import say, working
-
-if TYPE_CHECKING:
-    from tierplan.sim.workloads.workload import Training, Unit, Workload
+from tierplan.planner.training_files import read_training_file
+from tierplan.sim.output.text import columns, digits, format_bytes, format_count, wrapped
+from tierplan.sim.workloads.workload import Training, Unit, Workload, WorkloadError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +64,6 @@ def _read(model: str, training: Training, args: argparse.Namespace) -> Workload:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from tierplan.sim.output.text import columns
     from tierplan.sim.workloads.models import SUPPORTED, named_models
 
     models = named_models()
@@ -79,12 +78,8 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from tierplan.sim.workloads.workload import WorkloadError
-
     workload = _read(args.model, scenario.read_training(args), args)
     if args.json:
-        from dataclasses import asdict
-
         print(json.dumps(asdict(workload), indent=1))
         return 0
     if args.unit:
@@ -99,10 +94,6 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _deepspeed(args: argparse.Namespace) -> int:
-    from dataclasses import asdict
-
-    from tierplan.planner.training_files import read_training_file
-
     deepspeed = read_training_file(args.file, scenario.read_training(args))
     t = deepspeed.training
     scenario.check_agreement(args, args.file, t)
@@ -140,8 +131,6 @@ def _deepspeed(args: argparse.Namespace) -> int:
 
 def table_lines(workload: Workload) -> list[str]:
     """Per unit and in total; blocks that are alike share a row."""
-    from tierplan.sim.output.text import columns, digits, format_bytes, format_count, wrapped
-
     t, n, units = workload.training, workload.num_parameters, workload.units
     is_large, is_measured = workload.states_bytes > 8 * 2**30, "s" in units[0].forward
     unit_name, scale = ("GiB", 2**30) if is_large else ("MiB", 2**20)
@@ -194,8 +183,6 @@ def table_lines(workload: Workload) -> list[str]:
 
 def unit_lines(unit: Unit) -> list[str]:
     """The saved tensors of one unit, with what it takes to make each again."""
-    from tierplan.sim.output.text import columns, format_bytes
-
     rows = [("slot", "size", "dtype", "TFLOP", "GiB moved", "made by", "from")]
     for t in unit.saved:
         moved = t.recompute.get("elementwise_bytes", 0.0) / 2**30
@@ -212,8 +199,6 @@ def unit_lines(unit: Unit) -> list[str]:
 
 def _runs(workload: Workload) -> list[list[Unit]]:
     """Units in order, neighbours that are alike together."""
-    from dataclasses import replace
-
     return [list(alike) for _, alike in groupby(workload.units, lambda unit: replace(unit, name=""))]
 
 

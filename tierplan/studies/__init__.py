@@ -5,8 +5,7 @@ defaults     what `auto` means for training settings, and where a workload comes
 evaluate     one question, one answer: the best plan, or what a policy reaches
 answer       the best plan as JSON values and as lines
 sweep        many rows in parallel, each kept as soon as it is there
-purchases    what could be bought for a machine
-costs        what a training job takes: hours, energy, money, wear
+purchases    what could be bought for a machine, and what a training job takes: hours, energy, money, wear
 advise       can I train this, how fast, what limits it, what should I buy
 advice_text  the advice as text and as a page
 page         the what-if page: a grid of answers in one file

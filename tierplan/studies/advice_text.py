@@ -10,7 +10,7 @@ from tierplan.sim.analysis.explain import Sensitivity
 from tierplan.sim.output.text import columns, digits, format_bytes, format_count, format_s, in_short, wrapped
 from tierplan.studies.advise import QUICK, Advice, Change
 from tierplan.studies.answer import limit_rows, limited_text, policy_rows, question_text
-from tierplan.studies.costs import SOON_S
+from tierplan.studies.purchases import SOON_S
 from tierplan.validation.report.page import bars, cards, facts, paragraph, section, table, write_page
 
 CHANGE_COLUMNS = ("what to buy", "USD", "tokens/s", "gain", "per 1000", "then limited by")

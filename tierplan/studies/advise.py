@@ -18,9 +18,17 @@ from tierplan.hwmodels.catalog import load_part
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.search.lesser import Known
 from tierplan.studies.answer import answer_record, impossible_record
-from tierplan.studies.costs import TOKENS, Costs, costs_of
 from tierplan.studies.evaluate import best_plan, most_tokens_per_s, predict_point
-from tierplan.studies.purchases import MOST_OF_A_KIND, PriceList, Purchase, purchases, worth_planning
+from tierplan.studies.purchases import (
+    MOST_OF_A_KIND,
+    TOKENS,
+    Costs,
+    PriceList,
+    Purchase,
+    costs_of,
+    purchases,
+    worth_planning,
+)
 from tierplan.studies.study import Point
 from tierplan.studies.sweep import Row, asking
 

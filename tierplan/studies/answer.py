@@ -13,9 +13,13 @@ from tierplan.planner.plan import PackPlan, PagedPlan, Plan, UnitwisePlan, other
 from tierplan.planner.prediction import Prediction
 from tierplan.planner.results import PlanResult
 from tierplan.sim.analysis.explain import NOTHING, Sensitivity, limited_by
+from tierplan.sim.output.drawn import Excerpt
+from tierplan.sim.output.perfetto import write_perfetto
 from tierplan.sim.output.text import columns, format_bytes, format_frac, format_s, in_short, wrapped
+from tierplan.sim.output.timeline import timeline
 from tierplan.studies.evaluate import BestPlan
 from tierplan.studies.study import Point
+from tierplan.validation.report.page import write_page
 
 OF_RESULT = ("lower_bound_s", "gap", "status", "solve_s", "total_s", "milp_gap")
 """What the planner knows of a plan beyond its prediction."""
@@ -118,16 +122,10 @@ def write_timeline(prediction: Prediction, path: str) -> None:
     assert steady is not None, "what does not run has no timeline"
     suffix = Path(path).suffix.lower()
     if suffix == ".json":
-        from tierplan.sim.output.perfetto import write_perfetto
-
         write_perfetto({"predicted": steady.trace}, path)
         return
     title = f"{prediction.model} on {prediction.machine}: one step, {format_s(steady.period_s)}, by {prediction.policy}"
     if suffix == ".html":
-        from tierplan.sim.output.drawn import Excerpt
-        from tierplan.sim.output.timeline import timeline
-        from tierplan.validation.report.page import write_page
-
         step = {"": Excerpt(steady.trace, *steady.window_s)}
         write_page(path, title, [timeline(step, title, schedule=prediction.schedule, focus=True)])
         return

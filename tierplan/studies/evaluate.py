@@ -17,15 +17,18 @@ from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE
 from tierplan.planner.infeasible import InfeasiblePlan
+from tierplan.planner.lowering import Lowering
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import compute_s, lower_bound
 from tierplan.planner.milp.program import Solver
 from tierplan.planner.plan import plain_semantics
 from tierplan.planner.plan_rules import PLANNER, Order
-from tierplan.planner.prediction import Prediction, predict
+from tierplan.planner.planning import plan
+from tierplan.planner.prediction import Prediction, predict, predicted
 from tierplan.planner.results import PlanResult
-from tierplan.planner.search.batches import divisors
+from tierplan.planner.search.batches import divisors, plan_sequences
 from tierplan.planner.search.lesser import Known
+from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.workloads.models import read_config
 from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.studies.defaults import default_backend, default_precision, load_or_trace, workload_or_traced
@@ -106,9 +109,6 @@ def best_plan(point: Point, *, known: Known | None = None, **only: Any) -> BestP
     `known` is the answer for a lesser machine, where it is at hand. Where the micro-batches are given, `only` restricts
     what `plan` tries: `orders`, `policies`.
     """
-    from tierplan.planner.planning import plan
-    from tierplan.planner.search.batches import plan_sequences
-
     place = place_of(point)
     machine = place.machine
     settings: dict[str, Any] = {
@@ -139,10 +139,6 @@ def _or_on_one(
     best: BestPlan, point: Point, place: CalibratedPlace, known: Known | None, only: Mapping[str, Any]
 ) -> BestPlan:
     """The answer for several devices, or where it is no slower for the same work the one for one of them alone."""
-    from tierplan.planner.lowering import Lowering
-    from tierplan.planner.prediction import predicted
-    from tierplan.sim.analysis.steady import steady_state
-
     result = best.result
     alone = replace(point, overrides={**point.overrides, "gpu.count": 1})
     if most_tokens_per_s(alone) <= (result.prediction.tokens_per_s or 0.0):

@@ -9,6 +9,8 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.scaling import with_capacity, with_faster
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.plan_rules import PLANNER
+from tierplan.planner.planning import plan
+from tierplan.planner.policies import POLICIES
 from tierplan.planner.prediction import Prediction, predict
 from tierplan.sim.output.text import format_bytes
 from tierplan.sim.workloads.workload import Workload
@@ -26,7 +28,6 @@ def explore(workload: Workload, machine: Machine, *, time_limit_s: float = 0.4) 
         import ipywidgets as widgets
     except ImportError as error:
         raise RuntimeError("explore needs ipywidgets, which is not installed; install tierplan[notebook]") from error
-    from tierplan.planner.policies import POLICIES
 
     def slider(name: str, labels: list[str]) -> Any:
         options = list(zip(labels, FACTORS, strict=True))
@@ -69,8 +70,6 @@ def _names(machine: Machine, part: str) -> set[str]:
 
 
 def _predict(policy: str, workload: Workload, machine: Machine, time_limit_s: float) -> Prediction:
-    from tierplan.planner.planning import plan
-
     if policy != PLANNER:
         return predict(policy, workload, machine)
     try:

@@ -27,9 +27,8 @@ from tierplan.sim.analysis.explain import Sensitivity
 from tierplan.sim.output.text import format_bytes, format_count, format_s, in_short
 from tierplan.studies.advise import QUICKER_FRAC
 from tierplan.studies.answer import limit_rows, limited_text, question_text
-from tierplan.studies.costs import SOON_S, TOKENS, costs_of
 from tierplan.studies.evaluate import machine_of, predict_point, training_of
-from tierplan.studies.purchases import FORMS, GIB, PriceList, gpus_for
+from tierplan.studies.purchases import FORMS, GIB, SOON_S, TOKENS, PriceList, costs_of, gpus_for
 from tierplan.studies.study import Point, Study
 from tierplan.studies.sweep import Row, sweep
 from tierplan.validation.report.page import write_page
@@ -126,14 +125,12 @@ def write_what_if(
     study: Study,
     *,
     keep_in: str | os.PathLike[str] | None = None,
-    prices: PriceList | None = None,
     tokens: float = TOKENS,
     num_workers: int | None = None,
     progress: bool = False,
 ) -> list[Row]:
     """Computes what is missing of the grid, keeps it in a folder, and writes the page; the answers, as rows."""
-    prices = prices or PriceList()
-    points = list(study.points())
+    prices, points = PriceList(), list(study.points())
     rows = sweep(points, page_point, out_dir=keep_in, num_workers=num_workers, progress=progress)
     shown = [shown_row(point, row, prices, tokens) for point, row in zip(points, rows, strict=True)]
     machine = load_description(points[0].machine)

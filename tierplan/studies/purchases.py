@@ -1,4 +1,4 @@
-"""What could be bought for a machine: modules of DRAM, drives, cards that fit the case, each with its price.
+"""What could be bought for a machine (modules of DRAM, drives, cards that fit the case), and what a training job costs.
 
 Sizes are those that shops sell. Prices that no description gives are in `PriceList`, with their date.
 """
@@ -7,13 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tierplan.hwmodels import Description
 from tierplan.hwmodels.build import GPU_FORMS
 from tierplan.hwmodels.catalog import catalog_names, load_description, load_part
+from tierplan.planner.questions.endurance import SECONDS_PER_YEAR
 from tierplan.studies.study import Point
 
 GIB = 2**30
+SOON_S = 2 * SECONDS_PER_YEAR
+"""Drives that live less than this belong into the first lines."""
+TOKENS = 1e9
+"""Of a job, where nobody says how much is to be trained in all."""
 MOST_OF_A_KIND = 2
 """Purchases of one kind that are planned."""
 NO_MORE_FRAC = 0.02
@@ -177,3 +183,57 @@ def _is_lesser(gpu: Description, description: Description) -> bool:
     """Whether the GPU is in nothing better than the machine's own, by the figures of its data sheet."""
     own = {key: value for key in GPU_FIGURES if (value := description.number(key))}
     return bool(own) and all((gpu.number(key) or 0.0) <= 1.01 * value for key, value in own.items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What the job takes on one machine."""
+
+    tokens: float
+    seconds: float
+    energy_kwh: float
+    energy_usd: float
+    machine_usd: float
+    """The part of the machine's price that is written off meanwhile, without drives."""
+    drives_usd: float
+    """The same of the drives, or the part of their lives that is used up, whichever is more."""
+    wear_frac: float | None
+    """Of all drives' rated endurance: above 1, drives have to be replaced before the job is done."""
+    drive_life_s: float | None
+    """Of training without pause; None where nothing wears them, or their endurance is not known."""
+    machine_price_usd: float | None
+    """New, with GPUs and drives; None where a price is not known."""
+
+    @property
+    def total_usd(self) -> float:
+        return self.energy_usd + self.machine_usd + self.drives_usd
+
+
+def costs_of(answer: Mapping[str, Any], description: Description, prices: PriceList, tokens: float) -> Costs:
+    """What the job takes at the speed of a prediction's record."""
+
+    def number(key: str, otherwise: float = 0.0) -> float:
+        value = description.number(key)
+        return otherwise if value is None else value
+
+    seconds = tokens / float(answer["tokens_per_s"])
+    price_usd = computer_price_usd(description)
+    gpus, drives = number("gpu.count", 1.0), number("nvme.drives")
+    power_w = gpus * number("gpu.power") + number("host.power", prices.host_power_w) + drives * number("nvme.power")
+    energy_kwh = power_w / 1000 * seconds / 3600
+    life_s = answer["drive_lifetime_s"]
+    computer_usd = gpus * number("gpu.price") + number("host.price")
+    drives_usd = drives * number("nvme.price", prices.drive_usd)
+    written_off_frac = seconds / (prices.years * SECONDS_PER_YEAR)
+    wear_frac = None if life_s is None else seconds / float(life_s)
+    return Costs(
+        tokens=tokens,
+        seconds=seconds,
+        energy_kwh=energy_kwh,
+        energy_usd=energy_kwh * prices.electricity_usd_per_kwh,
+        machine_usd=computer_usd * written_off_frac,
+        drives_usd=drives_usd * max(wear_frac or 0.0, written_off_frac),
+        wear_frac=wear_frac,
+        drive_life_s=life_s,
+        machine_price_usd=computer_usd + drives_usd if price_usd is not None else None,
+    )

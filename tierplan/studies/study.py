@@ -20,7 +20,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import math
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +27,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from tierplan import __version__
+from tierplan.hwmodels import load_machine
+from tierplan.hwmodels.description import find_key
+from tierplan.planner.plan_rules import PLANNER
 from tierplan.planner.training_files.reading import flat
+from tierplan.sim.workloads.workload import Training
 
 
 class StudyError(ValueError):
@@ -125,9 +128,6 @@ class Study:
             if not values:
                 raise StudyError(f"study {self.name!r}: {key} is an empty list; give at least one value")
 
-    def __len__(self) -> int:
-        return math.prod(map(len, (*self.scenario.values(), *self.overrides.values())))
-
     def points(self) -> Iterator[Point]:
         """All combinations, the last key varying fastest."""
         names, changed = list(self.scenario), list(self.overrides)
@@ -141,12 +141,8 @@ class Study:
 
         A typo would otherwise be an error in every row. What only some combinations cannot do stays their row's error.
         """
-        from tierplan.hwmodels import load_machine
-        from tierplan.hwmodels.description import find_key
-        from tierplan.planner.plan_rules import PLANNER
         from tierplan.planner.policies import check_name
         from tierplan.sim.workloads.models import read_config
-        from tierplan.sim.workloads.workload import Training
 
         for policy in self.scenario.get("policy", ()):
             if policy != PLANNER:

@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -39,8 +39,6 @@ Row = dict[str, Any]
 Evaluate = Callable[[Point], Mapping[str, object]]
 Asking = Callable[[Sequence[Point], Evaluate], list[Callable[[], Row]]]
 """Asks, and has a way to each row."""
-IN_FLIGHT_PER_WORKER = 4
-"""Points handed out beyond those that run: enough to keep workers busy, few enough to stop soon."""
 
 
 @functools.cache
@@ -123,20 +121,10 @@ def _results(
                 yield key, _row(evaluate, point)
             return
         executor = processes(min(num_workers, len(points)), stack)
-    limit = IN_FLIGHT_PER_WORKER * max(num_workers, getattr(executor, "_max_workers", 0) or 16)
-    waiting = iter(points.items())
-    in_flight: dict[Future[Row], str] = {}
-    stack.callback(lambda: [future.cancel() for future in in_flight])
-    while True:
-        for key, point in waiting:
-            in_flight[executor.submit(_row, evaluate, point)] = key
-            if len(in_flight) >= limit:
-                break
-        if not in_flight:
-            return
-        done, _ = wait(in_flight, return_when=FIRST_COMPLETED)
-        for future in done:
-            yield in_flight.pop(future), future.result()
+    futures = {executor.submit(_row, evaluate, point): key for key, point in points.items()}
+    stack.callback(lambda: [future.cancel() for future in futures])
+    for future in as_completed(futures):
+        yield futures[future], future.result()
 
 
 @contextmanager

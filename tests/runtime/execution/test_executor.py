@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.sim.naive import initial_bytes, writers_of
 from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
 from tierplan.hwmodels.machine import Cost
 from tierplan.hwmodels.names import COMPUTE, H2D, HOST_ADAM
@@ -57,7 +58,7 @@ def check_against_simulator(schedule: Schedule, num_steps: int, executor: Execut
 def check_rules(schedule: Schedule, trace: Trace) -> None:
     """The rules as they can be seen in a trace: order on streams, inputs before starts, no tier beyond its capacity."""
     spans = trace.by_key()
-    writers = schedule.writers()
+    writers = writers_of(schedule)
     for stream in schedule.streams:
         ops = [op.key for op in schedule.ops if op.stream == stream]
         for before, after in pairwise(ops):
@@ -206,7 +207,7 @@ def test_a_device_that_runs_ahead_does_what_the_simulator_does_within_its_memory
     check_against_simulator(schedule, num_steps, executor)
     assert len(done) == len(unrolled.ops)
     held_bytes = executor.ledger.held_bytes
-    used = schedule.initial_bytes()
+    used = initial_bytes(schedule)
     last = {id(x): k for k, (call, _) in enumerate(done) for x in (*call.reads, *call.writes)}
     outlives = {id(x) for x in executor.carried.values()}
     for k, (call, fresh) in enumerate(done):

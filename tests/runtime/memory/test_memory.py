@@ -12,6 +12,7 @@ import torch
 
 from tests.runtime.models import make_batches, make_model, observed_workload
 from tests.runtime.test_trainer import CPU, machine
+from tests.sim.naive import initial_bytes
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
@@ -52,7 +53,7 @@ def test_nothing_grows_over_many_steps(acts: str, tmp_path: Path) -> None:
         held = {tier.name: 0 for tier in schedule.tiers}
         for instance in trainer._executor.held:
             held[instance.buffer.tier] += instance.buffer.size_bytes
-        assert held == schedule.initial_bytes()
+        assert held == initial_bytes(schedule)
     assert trainer.result().peak_bytes.keys() == held.keys()
 
 
@@ -72,10 +73,10 @@ def test_with_page_rounding_the_ledger_is_what_the_pool_has_lent(tmp_path: Path)
         assert (
             bodies.places.host_pool.lent_bytes
             == trainer._executor.ledger.used_bytes["host"]
-            == schedule.initial_bytes()["host"]
+            == initial_bytes(schedule)["host"]
         )
     whole = lower(uniform_plan(workload, choice), workload, exact)
-    assert schedule.initial_bytes()["host"] > whole.initial_bytes()["host"]
+    assert initial_bytes(schedule)["host"] > initial_bytes(whole)["host"]
     assert schedule.bytes_moved() == whole.bytes_moved()
 
 
@@ -89,7 +90,7 @@ def test_pools_hold_what_the_ledger_says(tmp_path: Path) -> None:
         trainer.run(make_batches(3), 3)
         bodies = trainer._bodies
         assert bodies is not None
-        initial = schedule.initial_bytes()
+        initial = initial_bytes(schedule)
         num_buffers = len(schedule.buffers)
         assert initial["host"] <= bodies.places.host_pool.lent_bytes <= initial["host"] + num_buffers * 4096
         assert bodies.places.device_pool.lent_bytes == initial["gpu0"] == 0

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.sim import random_schedules
 from tests.sim.analysis import readiness_witness
+from tests.sim.naive import readers_of
 from tests.sim.random_schedules import cost_lists, costs_in_turn
 from tests.toys import MIB, toy_machine, toy_workload
 from tierplan.hwmodels.machine import Cost
@@ -55,7 +56,7 @@ def by_readiness(schedule: Schedule, costs: Mapping[str, Cost], *, overtakes: bo
 
 def completes_one_by_one(schedule: Schedule) -> bool:
     """Independent witness: run the ops in list order, one at a time, counting bytes."""
-    readers = schedule.readers()
+    readers = readers_of(schedule)
     held = {t.name: 0 for t in schedule.tiers}
     capacity = {t.name: t.capacity_bytes for t in schedule.tiers}
     buffers = schedule.buffers_by_name()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,10 +16,17 @@ from tierplan.hwmodels.machine import Cost
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.columns import columns_of, unroll
 from tierplan.sim.compiled.graph_columns import graph_columns
-from tierplan.sim.compiled.rules import execute, stuck
-from tierplan.sim.compiled.simulation import prices_by_key
+from tierplan.sim.compiled.rules import Prices, execute, stuck
+from tierplan.sim.compiled.simulation import prices_on
 from tierplan.sim.engine import simulate
 from tierplan.sim.schedule import Schedule, ScheduleError
+
+
+def prices_by_key(schedule: Schedule, costs: Mapping[str, Cost], limits: Mapping[str, float]) -> Prices:
+    """The prices of ops whose costs are given by key, as `engine.simulate` takes them."""
+    ops = [replace(op, work={"number": i}) for i, op in enumerate(schedule.ops)]
+    machine: Any = SimpleNamespace(cost=lambda _, work, **__: costs[ops[work["number"]].key], limits=limits)
+    return prices_on(columns_of(replace(schedule, ops=tuple(ops))), machine)
 
 
 def by_simpy(schedule: Schedule, costs: Mapping[str, Cost], limits: Mapping[str, float]) -> object:
@@ -31,7 +41,7 @@ def by_simpy(schedule: Schedule, costs: Mapping[str, Cost], limits: Mapping[str,
 def by_compiled(schedule: Schedule, costs: Mapping[str, Cost], limits: Mapping[str, float]) -> object:
     columns = columns_of(schedule)
     graph = graph_columns(columns)
-    execution = execute(graph, prices_by_key(columns, costs, limits))
+    execution = execute(graph, prices_by_key(schedule, costs, limits))
     if short := stuck(graph, execution):
         op = schedule.ops[short.op].key if short.op >= 0 else None
         return (op, schedule.tiers[short.tier].name, short.wanted_bytes, short.free_bytes)

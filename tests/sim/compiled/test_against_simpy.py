@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.sim.compiled.agreement import assert_agree, both_engines_agree
+from tests.sim.compiled.agreement import assert_agree, both_engines_agree, prices_by_key
 from tests.toys import MIB, toy_machine, toy_workload
 from tierplan.hwmodels.machine import Cost, Machine
 from tierplan.planner.lowering import lower
@@ -16,7 +16,7 @@ from tierplan.sim.analysis.completion import SimulationError
 from tierplan.sim.columns import columns_of, unroll
 from tierplan.sim.compiled.graph_columns import graph_columns
 from tierplan.sim.compiled.rules import execute
-from tierplan.sim.compiled.simulation import prices_by_key, prices_on
+from tierplan.sim.compiled.simulation import prices_on
 from tierplan.sim.engine import simulate
 from tierplan.sim.pricing import price
 from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier
@@ -49,7 +49,7 @@ def test_prices_on_a_machine_are_those_of_each_op(shared: bool) -> None:
     workload, machine = toy_workload(), with_latencies(toy_machine(shared=shared))
     schedule = unroll(lower(decide("zero-infinity", workload, machine), workload, machine), 2)
     columns = columns_of(schedule)
-    one, other = prices_on(columns, machine), prices_by_key(columns, price(schedule, machine), machine.limits)
+    one, other = prices_on(columns, machine), prices_by_key(schedule, price(schedule, machine), machine.limits)
     assert len(one.alone_s) == len(columns.works)
     for a, b in zip(one[1:-1], other[1:-1], strict=True):
         assert (a[one.op_price] == b[other.op_price]).all()
@@ -80,7 +80,7 @@ def test_what_no_op_can_cost_is_refused_with_the_same_words(cost: Cost, limits: 
     messages = []
     for run in (
         lambda: simulate(schedule, {"o": cost}, limits=limits),
-        lambda: prices_by_key(columns_of(schedule), {"o": cost}, limits),
+        lambda: prices_by_key(schedule, {"o": cost}, limits),
     ):
         with pytest.raises(SimulationError) as caught:
             run()
@@ -88,21 +88,15 @@ def test_what_no_op_can_cost_is_refused_with_the_same_words(cost: Cost, limits: 
     assert messages[0] == messages[1]
 
 
-def test_an_op_without_a_cost_is_named() -> None:
-    schedule = Schedule(name="x", tiers=(), buffers=(), ops=(Op(key="o", stream="a", kind="x"),))
-    with pytest.raises(SimulationError, match="op 'o' has no cost"):
-        prices_by_key(columns_of(schedule), {}, {})
-
-
 def test_centuries_are_refused_rather_than_counted_wrongly() -> None:
     schedule = Schedule(name="x", tiers=(), buffers=(), ops=(Op(key="o", stream="a", kind="x"),))
     with pytest.raises(SimulationError, match=r"op 'o' takes 1e\+10 s, and nothing is simulated beyond 2.31e\+09 s"):
-        prices_by_key(columns_of(schedule), {"o": Cost(0.0, 1e10)}, {})
+        prices_by_key(schedule, {"o": Cost(0.0, 1e10)}, {})
     long = Schedule(name="x", tiers=(), buffers=(), ops=tuple(Op(key=f"o{i}", stream="a", kind="x") for i in range(9)))
     columns = columns_of(long)
     for cost in (Cost(0.0, 1e9), Cost(0.0, 1e3, {"bus": 1e30})):
         costs = {op.key: cost for op in long.ops}
-        assert execute(graph_columns(columns), prices_by_key(columns, costs, {"bus": 1.0})).is_too_late
+        assert execute(graph_columns(columns), prices_by_key(long, costs, {"bus": 1.0})).is_too_late
 
 
 def test_more_bytes_than_anybody_has_are_refused_rather_than_counted_wrongly() -> None:
@@ -117,8 +111,8 @@ def test_more_bytes_than_anybody_has_are_refused_rather_than_counted_wrongly() -
 
 
 def test_an_empty_schedule_ends_at_once() -> None:
-    columns = columns_of(Schedule(name="none", tiers=(), buffers=(), ops=()))
-    execution = execute(graph_columns(columns), prices_by_key(columns, {}, {}))
+    none = Schedule(name="none", tiers=(), buffers=(), ops=())
+    execution = execute(graph_columns(columns_of(none)), prices_by_key(none, {}, {}))
     assert execution.end_ns.tolist() == []
     assert not execution.is_too_late
 

@@ -12,7 +12,7 @@ from tests.sim.graph_witness import graph_by_records
 from tests.sim.random_schedules import schedules
 from tierplan.sim.columns import columns_of
 from tierplan.sim.compiled.graph_columns import graph_columns
-from tierplan.sim.compiled.positions import consistent_order
+from tierplan.sim.compiled.readiness import consistent_order
 from tierplan.sim.schedule import Schedule
 
 

@@ -13,25 +13,21 @@ from __future__ import annotations
 import argparse
 from argparse import _ActionsContainer
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from tierplan.commands.options.arguments import add_set, finite, optimizer, option, whole
-from tierplan.hwmodels.machine import MachineError
-from tierplan.planner.plan_rules import PLANNER
+from tierplan.hwmodels.machine import Machine, MachineError
+from tierplan.planner.training_files.configured import Configured
 from tierplan.sim.workloads.formats import act_formats, bases
 from tierplan.sim.workloads.optimizers import OPTIMIZERS
-from tierplan.sim.workloads.workload import WorkloadError
+from tierplan.sim.workloads.workload import Training, Workload, WorkloadError
 from tierplan.studies.study import Point
-
-if TYPE_CHECKING:
-    from tierplan.hwmodels.machine import Machine
-    from tierplan.planner.training_files.configured import Configured
-    from tierplan.sim.workloads.workload import Training, Workload
 
 MODEL = "config.json, a folder that holds one, or a name such as gpt-13b"
 SEMANTICS = ("in-backward", "exact-clip", "delayed-1")
 NAMED = ("seq", "dtype", "optimizer", "max_grad_norm", "loss_chunks", "attention", "backend")
-"""Options that `Point` has by the same names."""
+"""Options that `Point` has by the same names, and configuration files too."""
+NAMED_TOO = ("batch", "accumulation", "lora", "base", "semantics", "drive_lifetime_years", "seed", "exact")
+"""Those that files do not have, or by other names."""
 OF_TRAINING = {
     "batch": "per_device_train_batch_size", "accumulation": "gradient_accumulation_steps", "seq": "sequence_length",
 }  # fmt: skip
@@ -112,30 +108,21 @@ def add_training(what: _ActionsContainer, divided: str = "1") -> None:
     )  # fmt: skip
 
 
-def read_point(args: argparse.Namespace, policy: str = PLANNER) -> Point:
+def read_point(args: argparse.Namespace) -> Point:
     """The question that the arguments ask."""
     given = vars(args)
-    alike = (*NAMED, "exact")
     devices = {} if given.get("devices") is None else {"gpu.count": args.devices}
     return Point(
         model=args.model or "",
         machine=given.get("machine", ""),
-        policy=policy,
-        batch=args.batch or 1,
-        accumulation=args.accumulation or 1,
         sequences=_sequences(args),
-        lora=given.get("lora") or "",
         freeze=",".join(given.get("freeze") or ()),
-        base=given.get("base") or "",
         activation_format=given.get("acts") or "",
         master_weights=not args.no_master_weights,
-        semantics=given.get("semantics") or "",
         planner_s=given.get("time_limit"),
-        drive_lifetime_years=given.get("drive_lifetime_years"),
-        seed=given.get("seed", 0),
-        calibration="none" if given.get("calibration", "none") == "none" else args.calibration or "auto",
+        calibration=given.get("calibration", "none") or "auto",
         overrides={**dict(settings(given.get("overrides", ()))), **devices},
-        **{name: given[name] for name in alike if given[name] is not None},
+        **{name: given[name] for name in (*NAMED, *NAMED_TOO) if given.get(name) is not None},
     )
 
 

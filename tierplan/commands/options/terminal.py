@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from tierplan.sim.output.text import wrapped
+
 if TYPE_CHECKING:
     from tierplan.planner.prediction import Prediction
 
@@ -27,8 +29,6 @@ COLOURS = (
 
 def say_nameplate(*predictions: Prediction) -> None:
     """Says which numbers of the machine nobody measured, of the parts that one of these plans uses."""
-    from tierplan.sim.output.text import wrapped
-
     running = [p for p in predictions if p.fits] or predictions
     if names := dict.fromkeys(name for p in running for name in p.nameplate):
         say(*wrapped(f"from data sheets rather than measured: {', '.join(names)}"))
