@@ -20,8 +20,7 @@ from tierplan.runtime.checkpoint.durability import Durability
 from tierplan.runtime.execution.executor import Executor
 from tierplan.runtime.execution.instances import Instance
 from tierplan.runtime.execution.ops import Bodies
-from tierplan.runtime.execution.state_parts import states_of
-from tierplan.runtime.execution.values import BufferValue, content_of, value_of
+from tierplan.runtime.execution.values import BufferValue, content_of, states_of, value_of
 from tierplan.runtime.memory.arena import PAGE_BYTES, map_host
 from tierplan.runtime.memory.files import Folders, paths_of
 from tierplan.runtime.memory.store import Extent, Store, measure_weights

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ from tierplan.runtime.autograd.units import placeholder
 from tierplan.runtime.execution.instances import Instance
 from tierplan.runtime.memory.arena import Block
 from tierplan.runtime.memory.store import Extent
-from tierplan.sim.contents import Content, parse_content
+from tierplan.sim.contents import Content, States, parse_content
 
 
 class SizeError(ValueError):
@@ -177,6 +177,12 @@ class BufferValue:
 def content_of(instance: Instance) -> Content:
     """What the bytes of a buffer are."""
     return parse_content(instance.buffer.content)
+
+
+def states_of(unit: str, contents: Iterable[Content | str]) -> list[States]:
+    """A unit's states among these contents, in order: one for the whole, or one per part in which they travel."""
+    parsed = (parse_content(str(content)) for content in contents)
+    return sorted((c for c in parsed if isinstance(c, States) and c.unit == unit), key=lambda c: c.part)
 
 
 def value_of(instance: Instance) -> BufferValue:

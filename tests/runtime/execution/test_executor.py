@@ -230,7 +230,7 @@ def test_two_runs_are_one_longer_run(schedule: Schedule, first: int, second: int
     cut.run(first)
     cut.run(second)
     assert grants(whole.trace().memory) == grants(cut.trace().memory)
-    assert sorted(x.buffer.name for x in whole.held) == sorted(x.buffer.name for x in cut.held)
+    assert sorted(x.buffer.name for x in whole.ledger.held) == sorted(x.buffer.name for x in cut.ledger.held)
 
 
 @pytest.mark.parametrize(("params", "states", "acts"), list(product(("device", "nvme"), ("host", "nvme"), ("nvme",))))

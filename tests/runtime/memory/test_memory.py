@@ -50,7 +50,7 @@ def test_nothing_grows_over_many_steps(acts: str, tmp_path: Path) -> None:
         assert len(gc.get_objects()) < objects + 2000
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < resident_kib + 20_000
         held = {tier.name: 0 for tier in schedule.tiers}
-        for instance in trainer._executor.held:
+        for instance in tuple(trainer._executor.ledger.held):
             held[instance.buffer.tier] += instance.buffer.size_bytes
         assert held == schedule.initial_bytes()
     assert trainer.result().peak_bytes.keys() == held.keys()
