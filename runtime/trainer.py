@@ -45,7 +45,7 @@ from tierplan.runtime.optim.groups import check_groups
 from tierplan.runtime.ranks.group import Ranks
 from tierplan.runtime.reference import loss_of, micro_batch_seed, without_cache
 from tierplan.runtime.run_result import RunResult
-from tierplan.sim.ranks import Turn, ends_of_sends, rank_schedule, stages, turns
+from tierplan.sim.ranks import Turn, ends_of_sends, rank_schedule, stages
 from tierplan.sim.schedule import Schedule
 
 STEPS_TO_STOP = 10
@@ -422,9 +422,6 @@ class Trainer:
             device=self._device,
             places=places,
             optimizer=self.optimizer,
-            has_master=self._step.training.has_master,
-            dtype=self._dtype,
-            max_grad_norm=self._step.training.max_grad_norm,
             learning_rate=self.learning_rate or (lambda step: self.optimizer.lr),
             begin_micro_batch=self._begin_micro_batch,
             before_computing=self.reference_work.on_op if self.reference_work is not None else lambda step: None,
@@ -434,11 +431,9 @@ class Trainer:
             parameters=list(self.model.parameters()),
             go_on=lambda stream: self._executor.go_on(stream),
             schedule=self.schedule,
-            updates_of_step_before=self._step.updates_of_step_before,
             on_loss=lambda step, m, loss: self._losses.setdefault(step, []).append(loss),
             ranks=self.ranks,
             stages=self._stages,
-            turns=turns(self.schedule),
             sends=self._sends,
         )
         if self.ranks is not None:

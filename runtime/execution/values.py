@@ -120,7 +120,9 @@ class InputHandle(AutogradHandle):
         self._is_gradient = is_gradient
         types = {leaf.dtype for leaf in leaves}
         self.dtype = types.pop() if len(types) == 1 else torch.uint8
-        self._strides = [None if t.is_contiguous() else t.stride() for t in self._tensors()]
+        tensors = self._tensors()
+        self.size_bytes = sum(t.nbytes for t in tensors)
+        self._strides = [None if t.is_contiguous() else t.stride() for t in tensors]
 
     def _tensors(self) -> list[torch.Tensor]:
         if not self._is_gradient:
@@ -203,3 +205,11 @@ def expect(instance: Instance, found_bytes: int) -> None:
         raise SizeError(
             f"buffer {b.name!r} is declared with {b.size_bytes:,} bytes, but holds {found_bytes:,}. {REMEDY}"
         )
+
+
+def begin_input(instance: Instance, leaves: Sequence[torch.Tensor], *, is_gradient: bool = False) -> BufferValue:
+    """The value of a buffer that is a unit's input as autograd has made it, or the gradient of one."""
+    handle = InputHandle(leaves, is_gradient=is_gradient)
+    expect(instance, handle.size_bytes)
+    instance.value = value = handle.begin()
+    return value
