@@ -189,8 +189,8 @@ def train(one: Case, folder: Path, steps: int = STEPS, **settings: Any) -> dict[
 
 
 def contents_of(one: Case, trainer: Trainer) -> dict[str, str]:
-    initial = [b for b in one.schedule.buffers if b.initial]
-    return {b.content: xxh3_64_hexdigest(trainer.bytes_of(b.name).numpy().data) for b in initial}
+    carried, places = trainer.placement.executor.carried, trainer.placement.bodies.places
+    return {x.buffer.content: xxh3_64_hexdigest(places.read(x).numpy().data) for x in carried.values()}
 
 
 def state_of(one: Case, folder: Path) -> dict[str, str]:

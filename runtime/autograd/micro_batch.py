@@ -86,20 +86,19 @@ class MicroBatchRun:
     """Of the batch's tensors."""
     loss: torch.Tensor = field(default_factory=lambda: torch.tensor(torch.nan))
     """In host memory, when the device is done with the forward."""
+    rng: tuple[torch.Tensor, ...] = ()
+    """The random numbers with which the next unit goes on."""
     runs: list[UnitRun] = field(default_factory=list)
     _at: int = 0
     _cuts: Cuts = field(default_factory=Cuts)
-    _rng: tuple[torch.Tensor, ...] = ()
     _recording: Any = None
     _error: BaseException | None = None
     _is_cancelled: bool = False
 
     def __post_init__(self) -> None:
         self.runs = [UnitRun() for _ in self.units]
-        outside = [
-            spec.recomputed for spec, unit in zip(self.specs[1:], self.units[1:], strict=True) if unit.block is None
-        ]
-        self._holds_results = any(outside)
+        behind = zip(self.specs[1:], self.units[1:], strict=True)
+        self._holds_results = any(spec.recomputed for spec, unit in behind if unit.block is None)
         self._goes_on: Callable[[], bool] | None = None
         self._baton: Baton | None = None
         """Where the model has a thread of its own."""
@@ -111,13 +110,8 @@ class MicroBatchRun:
         self._hand_over(is_first=True)
         if self._error is not None:
             raise self._error
-        self._at, self._rng = self.own.start, tuple(rng)
+        self._at, self.rng = self.own.start, tuple(rng)
         return self.runs[self._at].leaves
-
-    @property
-    def rng(self) -> tuple[torch.Tensor, ...]:
-        """The random numbers with which the next unit goes on."""
-        return self._rng
 
     def run_forward(self, index: int, goes_on: Callable[[], bool] | None = None, *, is_in_one: bool = False) -> None:
         """Runs the model up to the end of this unit, and of those with which it goes on.
@@ -130,14 +124,14 @@ class MicroBatchRun:
         if self.seed is not None and index == 0:
             self.device.seed(self.seed)
         elif self.seed is not None:
-            self.device.set_rng_state(self._rng)
+            self.device.set_rng_state(self.rng)
         if is_in_one:
             self._run_model()
         else:
             self._hand_over(is_first=index == 0)
         self._goes_on = None
         if self.seed is not None:
-            self._rng = self.device.rng_state()
+            self.rng = self.device.rng_state()
         if self._error is not None:
             raise self._error
         self._at += 1
@@ -246,10 +240,7 @@ class MicroBatchRun:
                 raise AbsentError(f"a recomputation needs {params[k].parameters[0][0]!r}; the op must read them")
             return tensor.untyped_storage()
 
-        def keep(k: int, storage: torch.UntypedStorage) -> None:
-            wanted[k].storage = storage
-
-        recipe.run(find, keep, is_timed=self.hooks.are_replays_timed)
+        recipe.run(find, wanted, is_timed=self.hooks.are_replays_timed)
 
     def _rerun(
         self,
@@ -470,15 +461,18 @@ class MicroBatchRun:
         del out
         flat = self._cuts.cut(flat, run.roots)
         self._check_cut(index, run.roots)
-        following = self.runs[index + 1]
-        following.leaves = handed_over(run.roots, flat)
+        self.runs[index + 1].leaves = handed_over(run.roots, flat)
         if self._holds_results:
             run.result = (flat, nested)
+        self._end_block(index)
+        return nested(flat)
+
+    def _end_block(self, index: int) -> None:
         self._yield()
         if self.units[index + 1].block is None:
+            following = self.runs[index + 1]
             following.read = [*following.leaves, *following.shared]
             self._open(index + 1, following.read)
-        return nested(flat)
 
     def _pass(self, index: int, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """What a block returns that another rank runs: tensors without numbers, which are leaves."""
@@ -498,13 +492,8 @@ class MicroBatchRun:
                     "rank; let blocks give activations alone"
                 )
             if isinstance(t, torch.Tensor) and id(t) not in leaves:
-                empty = placeholder(t.shape, t.dtype, self.device.torch_device)
-                leaves[id(t)] = empty.detach().requires_grad_()
+                leaves[id(t)] = placeholder(t.shape, t.dtype, self.device.torch_device).detach().requires_grad_()
         if index + 1 == self.own.start:
-            following = self.runs[index + 1]
-            following.leaves = list(leaves.values())
-            self._yield()
-            if self.units[index + 1].block is None:
-                following.read = following.leaves
-                self._open(index + 1, following.read)
+            self.runs[index + 1].leaves = list(leaves.values())
+            self._end_block(index)
         return nested([leaves.get(id(t), t) for t in results])
