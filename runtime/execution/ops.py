@@ -34,12 +34,12 @@ from tierplan.runtime.memory.arena import Block
 from tierplan.runtime.memory.store import Extent
 from tierplan.runtime.optim.adam import OptimizerSettings, update_states
 from tierplan.runtime.optim.groups import segments
-from tierplan.runtime.optim.norms import global_norm
 from tierplan.runtime.optim.states import View, layout_of
 from tierplan.runtime.ranks.collectives import (
     copy_bytes,
     do_collective,
     do_send,
+    global_norm,
     header_from,
     own_part,
     shard_gradients,
