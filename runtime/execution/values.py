@@ -35,10 +35,10 @@ class AutogradHandle(ABC):
     They may come back while the first copy is still in use; so an op that reads a buffer says that it wants them there.
     """
 
-    dtype: torch.dtype
-    """Of its values; uint8 where they are of several."""
-
-    def __init__(self) -> None:
+    def __init__(self, dtypes: Iterable[torch.dtype]) -> None:
+        types = {*dtypes}
+        self.dtype = types.pop() if len(types) == 1 else torch.uint8
+        """Of its values; uint8 where they are of several."""
         self._lock = threading.Lock()
         self._at: BufferValue | None = None
 
@@ -86,12 +86,10 @@ class SavedTensorsHandle(AutogradHandle):
     """Saved tensors that go their own way."""
 
     def __init__(self, saved: Sequence[SavedStorage]) -> None:
-        super().__init__()
+        super().__init__(each.dtype for each in saved)
         self._saved = [weakref.ref(each) for each in saved]
         """Autograd's graph holds them, and lets each go as soon as backward has used it."""
         self.sizes_bytes = [each.size_bytes for each in saved]
-        types = {each.dtype for each in saved}
-        self.dtype = types.pop() if len(types) == 1 else torch.uint8
 
     def parts(self) -> list[torch.Tensor]:
         parts = []
@@ -115,11 +113,9 @@ class InputHandle(AutogradHandle):
     """A unit's input: the leaves that the unit before it made; or the gradient of it, which is that of the leaves."""
 
     def __init__(self, leaves: Sequence[torch.Tensor], *, is_gradient: bool = False) -> None:
-        super().__init__()
+        super().__init__(leaf.dtype for leaf in leaves)
         self.leaves = [leaf for leaf in leaves if leaf.grad is not None] if is_gradient else leaves
         self._is_gradient = is_gradient
-        types = {leaf.dtype for leaf in leaves}
-        self.dtype = types.pop() if len(types) == 1 else torch.uint8
         tensors = self._tensors()
         self.size_bytes = sum(t.nbytes for t in tensors)
         self._strides = [None if t.is_contiguous() else t.stride() for t in tensors]
