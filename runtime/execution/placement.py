@@ -153,21 +153,13 @@ class Placement:
 
     def restore_model(self) -> None:
         """Every parameter is in ordinary memory again."""
-        for instance in self.executor.carried.values():
-            content = content_of(instance)
-            if isinstance(content, Frozen):
-                part = self.bodies.unit_of(content).frozen
-                memory = self._as_it_is(content)
-                part.unbind()
-                for (_, p), view in zip(part.parameters, part.views(memory), strict=True):
-                    p.data = view.clone()
         for unit in self.bodies.units:
-            if unit.num_trained:
-                flat_n = torch.empty(unit.num_trained, dtype=self.bodies.dtype)
-                flat_n.view(torch.uint8).copy_(self.content(Params(unit.name)))
-                unit.unbind()
-                for (_, p), view in zip(unit.parameters, unit.views(flat_n), strict=True):
-                    p.data = view.clone()
+            for part, kind, dtype in ((unit, Params, unit.dtype), (unit.frozen, Frozen, torch.uint8)):
+                if part.size_bytes:
+                    flat = self.content(kind(unit.name)).view(dtype)
+                    part.unbind()
+                    for (_, p), view in zip(part.parameters, part.views(flat), strict=True):
+                        p.data = view.clone()
 
     def content(self, content: Params | Frozen | States) -> torch.Tensor:
         """A copy of a unit's parameters, trained or frozen, or of all its states, in host memory; uint8.
