@@ -95,8 +95,7 @@ def loads(
             all_loads += _files(store, sizes)
         yield all_loads, () if store is None else store.notes
     finally:
-        host_pool.give(host)
-        host_pool.trim()  # unpins it
+        host_pool.close()  # unpins it
         if store is not None:
             store.close(remove=True)
 
