@@ -196,11 +196,6 @@ class Trainer:
         self.close()
 
     @property
-    def is_first_rank(self) -> bool:
-        """Whether this process writes what belongs to all."""
-        return self._rank == 0
-
-    @property
     def num_steps_done(self) -> int:
         """Steps done so far, those before the commit that was resumed included."""
         if self._is_set_up:

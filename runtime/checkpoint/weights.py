@@ -237,7 +237,7 @@ def export(trainer: Trainer, folder: str | os.PathLike[str]) -> None:
     Needs memory for one unit. Tied parameters are written once, under the name of their owner.
     """
     target = Path(folder)
-    if not trainer.is_first_rank:  # the first one writes what all have
+    if trainer.ranks is not None and trainer.ranks.rank > 0:  # the first one writes what all have
         for unit in trainer.units:
             if unit.parameters:
                 trainer.placement.content(Params(unit.name))
@@ -273,9 +273,8 @@ def _export_adapters(trainer: Trainer, target: Path) -> None:
     tensors: dict[str, torch.Tensor] = {}
     for unit in trainer.units:
         if unit.parameters:
-            flat_n = trainer.placement.content(Params(unit.name)).view(unit.dtype)
-            names = (name for name, _ in unit.parameters)
-            tensors.update(zip(names, (view.clone() for view in unit.views(flat_n)), strict=True))
+            views = unit.views(trainer.placement.content(Params(unit.name)))
+            tensors.update((name, view.clone()) for (name, _), view in zip(unit.parameters, views, strict=True))
     own = get_peft_model_state_dict(model, state_dict=tensors, save_embedding_layers=False)
     write_atomically(target / "adapter_model.safetensors", save(own, metadata={"format": "pt"}))
     with naming("write", target / "adapter_config.json"):

@@ -154,9 +154,9 @@ class Placement:
     def restore_model(self) -> None:
         """Every parameter is in ordinary memory again."""
         for unit in self.bodies.units:
-            for part, kind, dtype in ((unit, Params, unit.dtype), (unit.frozen, Frozen, torch.uint8)):
+            for part, kind in zip(unit.parts, (Params, Frozen), strict=True):
                 if part.size_bytes:
-                    flat = self.content(kind(unit.name)).view(dtype)
+                    flat = self.content(kind(unit.name))
                     part.unbind()
                     for (_, p), view in zip(part.parameters, part.views(flat), strict=True):
                         p.data = view.clone()
