@@ -59,6 +59,10 @@ class UnitRun:
     rng: tuple[torch.Tensor, ...] | None = None
 
 
+_There = Mapping[str, Sequence[torch.Tensor | None]]
+"""Where a recomputation may start, by the kinds of `replay.Source`."""
+
+
 class _Cancelled(BaseException):
     """Unwinds the model's forward when the run is over."""
 
@@ -201,28 +205,19 @@ class MicroBatchRun:
         _, args, kwargs = run.call
         flat = [t for t in flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
         inputs = [*run.leaves, *(leaf for _, leaf in run.glue)]
-        recipes = self.hooks.recipes
-        key = (index, shapes_of(flat))
-        if makes_output:
-            self._rerun(index, wanted, inputs, flat, makes_output=True)
-        elif key not in recipes:
-            recipes[key] = self._rerun(index, wanted, inputs, flat, is_noted=True)
-        elif (recipe := recipes[key]) is not None:
-            self._replay(index, recipe, wanted, inputs, flat)
+        there: _There = {"arg": flat, "input": inputs, "param": [part.bound for part in self._params_of(index)]}
+        recipes, key = self.hooks.recipes, (index, shapes_of(flat))
+        if not makes_output and (recipe := recipes.get(key)) is not None:
+            self._replay(index, recipe, wanted, there)
+        elif makes_output or key in recipes:
+            self._rerun(index, wanted, inputs, makes_output=makes_output)
         else:
-            self._rerun(index, wanted, inputs, flat)
+            recipes[key] = self._rerun(index, wanted, inputs, noted=there)
         return made_bytes
 
-    def _replay(
-        self,
-        index: int,
-        recipe: Recipe,
-        wanted: Mapping[int, SavedStorage],
-        inputs: Sequence[torch.Tensor],
-        flat: Sequence[torch.Tensor],
-    ) -> None:
+    def _replay(self, index: int, recipe: Recipe, wanted: Mapping[int, SavedStorage], there: _There) -> None:
         """Makes the wanted saved tensors by the operations that lead to them."""
-        recorder, params = self.runs[index].recorder, self._params_of(index)
+        recorder = self.runs[index].recorder
         assert recorder is not None
 
         def find(source: Source) -> torch.UntypedStorage:
@@ -235,9 +230,9 @@ class MicroBatchRun:
                         "the device; the op must read it"
                     )
                 return saved.storage
-            tensor = params[k].bound if kind == "param" else inputs[k] if kind == "input" else flat[k]
-            if tensor is None:
-                raise AbsentError(f"a recomputation needs {params[k].parameters[0][0]!r}; the op must read them")
+            if (tensor := there[kind][k]) is None:
+                name, _ = self._params_of(index)[k].parameters[0]
+                raise AbsentError(f"a recomputation needs {name!r}; the op must read them")
             return tensor.untyped_storage()
 
         recipe.run(find, wanted, is_timed=self.hooks.are_replays_timed)
@@ -247,29 +242,28 @@ class MicroBatchRun:
         index: int,
         wanted: dict[int, SavedStorage],
         inputs: Sequence[torch.Tensor],
-        flat: Sequence[torch.Tensor],
         *,
-        is_noted: bool = False,
         makes_output: bool = False,
+        noted: _There | None = None,
     ) -> Recipe | None:
         """Runs the block again as far as the last wanted saved tensor, or to its end for its output.
 
-        The recipe for next time, if it is to be noted.
+        The recipe for next time, from what is `noted` to be there.
         """
-        run, params = self.runs[index], self._params_of(index)
+        run, block = self.runs[index], self.units[index].block
         assert run.call is not None
         assert run.recorder is not None
+        assert block is not None
         call, args, kwargs = run.call
         log = None
-        if is_noted:
+        if noted is not None:
             sources: dict[int, Source] = {}
-            for kind, tensors in (("arg", flat), ("input", inputs), ("param", [u.bound for u in params])):
+            for kind, tensors in noted.items():
                 sources |= {t.untyped_storage()._cdata: (kind, k) for k, t in enumerate(tensors) if t is not None}
-            block = self.units[index].block
-            log = OperationLog(sources, block.buffers() if block is not None else ())
+            log = OperationLog(sources, block.buffers())
         targets = set(wanted)
         recreator = Recreator(
-            params,
+            self._params_of(index),
             inputs,
             self.external | addresses((args, kwargs)),
             wanted=wanted,
