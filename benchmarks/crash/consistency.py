@@ -49,8 +49,7 @@ from benchmarks.runtime.speed import machine
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.policies import decide
-from tierplan.runtime.checkpoint.commits import CommitError, CommitLog
-from tierplan.runtime.checkpoint.verification import verify_commit
+from tierplan.runtime.checkpoint.commits import CommitError, CommitLog, verify_commit
 from tierplan.runtime.checkpoint.weights import hollow_model, random_weights
 from tierplan.runtime.execution.executable import executable_step
 from tierplan.runtime.memory import files
