@@ -6,6 +6,7 @@ JobError(ValueError)   a run that cannot begin; says what is wrong with which ar
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -25,7 +26,6 @@ from tierplan.runtime.measure.reference_work import MOST_FRAC
 from tierplan.runtime.memory import files
 from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.optim.groups import without_decay
-from tierplan.runtime.optim.learning_rates import learning_rate
 from tierplan.runtime.ranks.group import Ranks
 from tierplan.runtime.run_result import RunResult
 from tierplan.runtime.trainer import Trainer
@@ -37,6 +37,8 @@ from tierplan.sim.schedule_file import load_schedule
 from tierplan.sim.trace import write_atomically
 from tierplan.sim.workloads.workload import Training
 
+SCHEDULES = ("constant", "linear", "cosine")
+"""Of learning rates."""
 LOG_INTERVAL_S = 30.0
 """Between two states of the bar where nobody looks at it as it moves."""
 NOT_OF_THE_NUMBERS = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
@@ -230,6 +232,27 @@ def run_job(job: Job, *, show_progress: bool = False, ranks: Ranks | None = None
                 was_stopped=was_stopped and trainer.num_steps_done < job.num_steps,
                 out_dir=job.out_dir,
             )
+
+
+def learning_rate(name: str, lr: float, *, num_steps: int, warmup_steps: int = 0) -> Callable[[int], float]:
+    """The rate of each step, from 0, with the formulas of `transformers.optimization`: rises linearly over the warm-up,
+    then stays, or falls to 0 at `num_steps`."""
+    if name not in SCHEDULES:
+        raise ValueError(f"learning-rate schedule {name!r} is unknown; choose one of {', '.join(SCHEDULES)}")
+    if not 0 <= warmup_steps <= num_steps:
+        raise ValueError(f"a warm-up of {warmup_steps} steps does not fit into {num_steps}; give 0 to {num_steps}")
+
+    def rate(step: int) -> float:
+        if step < warmup_steps:
+            return lr * step / max(1, warmup_steps)
+        if name == "constant":
+            return lr
+        done = (step - warmup_steps) / max(1, num_steps - warmup_steps)
+        if name == "linear":
+            return lr * max(0.0, 1.0 - done)
+        return lr * max(0.0, 0.5 * (1.0 + math.cos(math.pi * done)))
+
+    return rate
 
 
 def predicted_step_s(schedule: Schedule) -> float | None:

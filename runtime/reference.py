@@ -91,7 +91,7 @@ def train_plainly(
     if settings.name.startswith("muon"):
         inside = ((name, *named) for name, block in find_blocks(model) for named in block.named_parameters())
         hidden = {f"{name}.{key}" for name, key, p in inside if p.ndim == 2}
-    torch_optimizer = _optimizer(dict(zip(names, masters, strict=True)), settings, hidden)
+    optimizers = _optimizers(dict(zip(names, masters, strict=True)), settings, hidden)
     num_updates = 0
     waiting: list[torch.Tensor] | None = None
     source, losses = iter(batches), []
@@ -123,12 +123,13 @@ def train_plainly(
             if delayed:
                 gradients, waiting = waiting or [], gradients  # type: ignore[assignment]
             if gradients:
-                for group in torch_optimizer.param_groups:
+                for group in (group for one in optimizers for group in one.param_groups):
                     rate = learning_rate(num_updates) if learning_rate else settings.lr
                     group["lr"] = rate * group["lr_factor"]
                 for master, gradient in zip(masters, gradients, strict=True):
                     master.grad = None if gradient is None else gradient.to(master.dtype)
-                torch_optimizer.step()
+                for one in optimizers:
+                    one.step()
                 num_updates += 1
                 if has_master:
                     with torch.no_grad():
@@ -176,10 +177,10 @@ def same_weights(a: nn.Module, b: nn.Module) -> bool:
     return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
-def _optimizer(
+def _optimizers(
     parameters: dict[str, nn.Parameter], settings: OptimizerSettings, hidden: Collection[str]
-) -> torch.optim.Optimizer:
-    """PyTorch's own optimizer, where it has one; the runtime's kernels on whole parameters elsewhere."""
+) -> Sequence[torch.optim.Optimizer]:
+    """PyTorch's own optimizers, where it has them; the runtime's kernels on whole parameters elsewhere."""
     rest = dict(parameters)
     groups: list[dict[str, Any]] = []
     for group in settings.groups:
@@ -198,28 +199,16 @@ def _optimizer(
     momentum: Any = optimizer_of(settings.name).options.get("momentum")
     match settings.name.partition(":")[0]:
         case "sgd":
-            return torch.optim.SGD(some(), lr=settings.lr, momentum=momentum, foreach=False)
+            return [torch.optim.SGD(some(), lr=settings.lr, momentum=momentum, foreach=False)]
         case "adafactor":
-            return torch.optim.Adafactor(some(), lr=settings.lr, foreach=False)
+            return [torch.optim.Adafactor(some(), lr=settings.lr, foreach=False)]
         case "muon":
             blocks = some(wanted=lambda name: name in hidden)
             muon = torch.optim.Muon(blocks, lr=settings.lr, momentum=momentum, adjust_lr_fn=MUON_LR)
-            return _Several([muon, torch.optim.AdamW(some(wanted=lambda name: name not in hidden), **adam)])
+            return [muon, torch.optim.AdamW(some(wanted=lambda name: name not in hidden), **adam)]
         case _ if settings.name in ("adamw", "adamw:states=bf16"):
-            return torch.optim.AdamW(some(), **adam)
-    return _Plain(some(), settings)
-
-
-class _Several(torch.optim.Optimizer):
-    """Optimizers of different parameters, as one."""
-
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._optimizers = optimizers
-        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
-
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
-        for optimizer in self._optimizers:
-            optimizer.step()
+            return [torch.optim.AdamW(some(), **adam)]
+    return [_Plain(some(), settings)]
 
 
 class _Plain(torch.optim.Optimizer):

@@ -45,7 +45,7 @@ from tierplan.runtime.optim.groups import check_groups
 from tierplan.runtime.ranks.group import Ranks
 from tierplan.runtime.reference import loss_of, micro_batch_seed, without_cache
 from tierplan.runtime.run_result import RunResult
-from tierplan.sim.ranks import Turn, ends_of_sends, rank_schedule, stages, turns
+from tierplan.sim.ranks import Turn, ends_of_sends, rank_schedule, stages
 from tierplan.sim.schedule import Schedule
 
 STEPS_TO_STOP = 10
@@ -135,6 +135,7 @@ class Trainer:
         self._rank, self._num_ranks = (self.ranks.rank, self.ranks.size) if self.ranks is not None else (0, 1)
         self._step = executable_step(self.schedule, self._rank, self._num_ranks)
         self._stages, self._sends = stages(self.schedule), ends_of_sends(self.schedule)
+        self._device_name = self.device if isinstance(self.device, str) else self.device.torch_device.type
         self._turn, self._num_turns = (0, 1) if self._stages else (self._rank, self._num_ranks)
         """This rank's among those that share micro-batches."""
         self.schedule = rank_schedule(self.schedule, self._rank)
@@ -165,7 +166,7 @@ class Trainer:
         """From the first `run` on, if there is a `reference_frac`."""
         self.placement: Placement
         """What outlives a step, in the schedule's tiers; from the first `run` on."""
-        self._is_set_up = self._is_closed = self._has_failed = self._is_stop_wanted = False
+        self._is_set_up = self._is_closed = self._is_stop_wanted = False
         self.was_stopped = False
         """The last `run` ended because that was asked for."""
         self._hooks: ModelHooks
@@ -193,11 +194,6 @@ class Trainer:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    @property
-    def is_first_rank(self) -> bool:
-        """Whether this process writes what belongs to all."""
-        return self._rank == 0
 
     @property
     def num_steps_done(self) -> int:
@@ -228,16 +224,15 @@ class Trainer:
         wanted = self.num_steps_done + steps
         try:
             due = self.num_steps_done
-            self._time_reference_work(due)
+            if self.reference_work is not None:
+                self.reference_work.at_rest(due)
             while self.num_steps_done < wanted:
                 due = min(wanted, due + (self.checkpoint_every or steps)) if self.num_steps_done == due else due
                 part = 1 if self._is_stop_wanted else due - self.num_steps_done
                 if self.ranks is not None:
                     part = min(part, STEPS_TO_STOP)
-                self._has_failed = True
                 self._bodies.commits_after = self.num_steps_done + part if self._durability is not None else None
                 self._executor.run(part)
-                self._has_failed = False
                 if self.ranks is not None:
                     self._is_stop_wanted = any(x for (x,) in self.ranks.share([self._is_stop_wanted], "steps"))
                 is_last = self._is_stop_wanted or self.num_steps_done == wanted
@@ -246,7 +241,8 @@ class Trainer:
                 if is_last or self._is_stop_wanted:
                     break
             self._end_commit()
-            self._time_reference_work(self.num_steps_done - 1)
+            if self.reference_work is not None:
+                self.reference_work.at_rest(self.num_steps_done - 1)
         except BaseException as error:
             if self._committing is not None and (other := self._committing.exception()) is not None:
                 error.add_note(f"the commit that was being made meanwhile failed, too: {other}")
@@ -255,23 +251,9 @@ class Trainer:
             self.was_stopped, self._is_stop_wanted = self._is_stop_wanted, False
             torch.set_num_threads(self._threads_before)
 
-    def _time_reference_work(self, step: int) -> None:
-        if self.reference_work is not None:
-            self.reference_work.at_rest(step)
-
-    def commit(self, *, read_back: bool = True) -> None:
-        """Makes the steps so far survive whatever happens next.
-
-        With `read_back`, what was committed on the drives is read and compared before it counts.
-        """
-        self._begin_commit(read_back=read_back)
-        self._end_commit()
-
     def _begin_commit(self, *, read_back: bool) -> None:
         """Commits beside the steps that follow, when the commit before is done."""
         assert self._durability is not None
-        if self._has_failed:
-            raise TrainingError("a step has failed, so what it left is not committed; resume from the last commit")
         self._end_commit()
         peak_bytes = self._executor.ledger.peak_bytes.get(HOST, 0)
         finish = self._durability.begin_commit(
@@ -310,10 +292,6 @@ class Trainer:
             "device": self._device_name,
             **self.fixed,
         }
-
-    @property
-    def _device_name(self) -> str:
-        return self.device if isinstance(self.device, str) else self.device.torch_device.type
 
     @property
     def last_losses(self) -> Sequence[float]:
@@ -367,10 +345,6 @@ class Trainer:
         """Whether the model's parameters are in the schedule's tiers now."""
         return self._is_set_up and not self._is_closed
 
-    def bytes_of(self, name: str) -> torch.Tensor:
-        """A copy of an initial buffer's bytes as they stand, in host memory."""
-        return self._bodies.places.read(self._executor.carried[name])
-
     def close(self) -> None:
         """Gives back memory, files and the model's own forward. A model that was not restored has no parameters."""
         self._is_closed = True
@@ -422,9 +396,6 @@ class Trainer:
             device=self._device,
             places=places,
             optimizer=self.optimizer,
-            has_master=self._step.training.has_master,
-            dtype=self._dtype,
-            max_grad_norm=self._step.training.max_grad_norm,
             learning_rate=self.learning_rate or (lambda step: self.optimizer.lr),
             begin_micro_batch=self._begin_micro_batch,
             before_computing=self.reference_work.on_op if self.reference_work is not None else lambda step: None,
@@ -434,11 +405,9 @@ class Trainer:
             parameters=list(self.model.parameters()),
             go_on=lambda stream: self._executor.go_on(stream),
             schedule=self.schedule,
-            updates_of_step_before=self._step.updates_of_step_before,
             on_loss=lambda step, m, loss: self._losses.setdefault(step, []).append(loss),
             ranks=self.ranks,
             stages=self._stages,
-            turns=turns(self.schedule),
             sends=self._sends,
         )
         if self.ranks is not None:

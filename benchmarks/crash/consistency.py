@@ -49,8 +49,7 @@ from benchmarks.runtime.speed import machine
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.policies import decide
-from tierplan.runtime.checkpoint.commits import CommitError, CommitLog
-from tierplan.runtime.checkpoint.verification import verify_commit
+from tierplan.runtime.checkpoint.commits import CommitError, CommitLog, verify_commit
 from tierplan.runtime.checkpoint.weights import hollow_model, random_weights
 from tierplan.runtime.execution.executable import executable_step
 from tierplan.runtime.memory import files
@@ -178,8 +177,8 @@ def train(one: Case, folder: Path, steps: int = STEPS, **settings: Any) -> dict[
 
 
 def contents_of(one: Case, trainer: Trainer) -> dict[str, str]:
-    initial = [b for b in one.schedule.buffers if b.initial]
-    return {b.content: xxh3_64_hexdigest(trainer.bytes_of(b.name).numpy().data) for b in initial}
+    carried, places = trainer.placement.executor.carried, trainer.placement.bodies.places
+    return {x.buffer.content: xxh3_64_hexdigest(places.read(x).numpy().data) for x in carried.values()}
 
 
 def state_of(one: Case, folder: Path) -> dict[str, str]:

@@ -59,6 +59,10 @@ class UnitRun:
     rng: tuple[torch.Tensor, ...] | None = None
 
 
+_There = Mapping[str, Sequence[torch.Tensor | None]]
+"""Where a recomputation may start, by the kinds of `replay.Source`."""
+
+
 class _Cancelled(BaseException):
     """Unwinds the model's forward when the run is over."""
 
@@ -86,20 +90,19 @@ class MicroBatchRun:
     """Of the batch's tensors."""
     loss: torch.Tensor = field(default_factory=lambda: torch.tensor(torch.nan))
     """In host memory, when the device is done with the forward."""
+    rng: tuple[torch.Tensor, ...] = ()
+    """The random numbers with which the next unit goes on."""
     runs: list[UnitRun] = field(default_factory=list)
     _at: int = 0
     _cuts: Cuts = field(default_factory=Cuts)
-    _rng: tuple[torch.Tensor, ...] = ()
     _recording: Any = None
     _error: BaseException | None = None
     _is_cancelled: bool = False
 
     def __post_init__(self) -> None:
         self.runs = [UnitRun() for _ in self.units]
-        outside = [
-            spec.recomputed for spec, unit in zip(self.specs[1:], self.units[1:], strict=True) if unit.block is None
-        ]
-        self._holds_results = any(outside)
+        behind = zip(self.specs[1:], self.units[1:], strict=True)
+        self._holds_results = any(spec.recomputed for spec, unit in behind if unit.block is None)
         self._goes_on: Callable[[], bool] | None = None
         self._baton: Baton | None = None
         """Where the model has a thread of its own."""
@@ -111,13 +114,8 @@ class MicroBatchRun:
         self._hand_over(is_first=True)
         if self._error is not None:
             raise self._error
-        self._at, self._rng = self.own.start, tuple(rng)
+        self._at, self.rng = self.own.start, tuple(rng)
         return self.runs[self._at].leaves
-
-    @property
-    def rng(self) -> tuple[torch.Tensor, ...]:
-        """The random numbers with which the next unit goes on."""
-        return self._rng
 
     def run_forward(self, index: int, goes_on: Callable[[], bool] | None = None, *, is_in_one: bool = False) -> None:
         """Runs the model up to the end of this unit, and of those with which it goes on.
@@ -130,14 +128,14 @@ class MicroBatchRun:
         if self.seed is not None and index == 0:
             self.device.seed(self.seed)
         elif self.seed is not None:
-            self.device.set_rng_state(self._rng)
+            self.device.set_rng_state(self.rng)
         if is_in_one:
             self._run_model()
         else:
             self._hand_over(is_first=index == 0)
         self._goes_on = None
         if self.seed is not None:
-            self._rng = self.device.rng_state()
+            self.rng = self.device.rng_state()
         if self._error is not None:
             raise self._error
         self._at += 1
@@ -207,28 +205,19 @@ class MicroBatchRun:
         _, args, kwargs = run.call
         flat = [t for t in flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
         inputs = [*run.leaves, *(leaf for _, leaf in run.glue)]
-        recipes = self.hooks.recipes
-        key = (index, shapes_of(flat))
-        if makes_output:
-            self._rerun(index, wanted, inputs, flat, makes_output=True)
-        elif key not in recipes:
-            recipes[key] = self._rerun(index, wanted, inputs, flat, is_noted=True)
-        elif (recipe := recipes[key]) is not None:
-            self._replay(index, recipe, wanted, inputs, flat)
+        there: _There = {"arg": flat, "input": inputs, "param": [part.bound for part in self._params_of(index)]}
+        recipes, key = self.hooks.recipes, (index, shapes_of(flat))
+        if not makes_output and (recipe := recipes.get(key)) is not None:
+            self._replay(index, recipe, wanted, there)
+        elif makes_output or key in recipes:
+            self._rerun(index, wanted, inputs, makes_output=makes_output)
         else:
-            self._rerun(index, wanted, inputs, flat)
+            recipes[key] = self._rerun(index, wanted, inputs, noted=there)
         return made_bytes
 
-    def _replay(
-        self,
-        index: int,
-        recipe: Recipe,
-        wanted: Mapping[int, SavedStorage],
-        inputs: Sequence[torch.Tensor],
-        flat: Sequence[torch.Tensor],
-    ) -> None:
+    def _replay(self, index: int, recipe: Recipe, wanted: Mapping[int, SavedStorage], there: _There) -> None:
         """Makes the wanted saved tensors by the operations that lead to them."""
-        recorder, params = self.runs[index].recorder, self._params_of(index)
+        recorder = self.runs[index].recorder
         assert recorder is not None
 
         def find(source: Source) -> torch.UntypedStorage:
@@ -241,44 +230,40 @@ class MicroBatchRun:
                         "the device; the op must read it"
                     )
                 return saved.storage
-            tensor = params[k].bound if kind == "param" else inputs[k] if kind == "input" else flat[k]
-            if tensor is None:
-                raise AbsentError(f"a recomputation needs {params[k].parameters[0][0]!r}; the op must read them")
+            if (tensor := there[kind][k]) is None:
+                name, _ = self._params_of(index)[k].parameters[0]
+                raise AbsentError(f"a recomputation needs {name!r}; the op must read them")
             return tensor.untyped_storage()
 
-        def keep(k: int, storage: torch.UntypedStorage) -> None:
-            wanted[k].storage = storage
-
-        recipe.run(find, keep, is_timed=self.hooks.are_replays_timed)
+        recipe.run(find, wanted, is_timed=self.hooks.are_replays_timed)
 
     def _rerun(
         self,
         index: int,
         wanted: dict[int, SavedStorage],
         inputs: Sequence[torch.Tensor],
-        flat: Sequence[torch.Tensor],
         *,
-        is_noted: bool = False,
         makes_output: bool = False,
+        noted: _There | None = None,
     ) -> Recipe | None:
         """Runs the block again as far as the last wanted saved tensor, or to its end for its output.
 
-        The recipe for next time, if it is to be noted.
+        The recipe for next time, from what is `noted` to be there.
         """
-        run, params = self.runs[index], self._params_of(index)
+        run, block = self.runs[index], self.units[index].block
         assert run.call is not None
         assert run.recorder is not None
+        assert block is not None
         call, args, kwargs = run.call
         log = None
-        if is_noted:
+        if noted is not None:
             sources: dict[int, Source] = {}
-            for kind, tensors in (("arg", flat), ("input", inputs), ("param", [u.bound for u in params])):
+            for kind, tensors in noted.items():
                 sources |= {t.untyped_storage()._cdata: (kind, k) for k, t in enumerate(tensors) if t is not None}
-            block = self.units[index].block
-            log = OperationLog(sources, block.buffers() if block is not None else ())
+            log = OperationLog(sources, block.buffers())
         targets = set(wanted)
         recreator = Recreator(
-            params,
+            self._params_of(index),
             inputs,
             self.external | addresses((args, kwargs)),
             wanted=wanted,
@@ -470,15 +455,18 @@ class MicroBatchRun:
         del out
         flat = self._cuts.cut(flat, run.roots)
         self._check_cut(index, run.roots)
-        following = self.runs[index + 1]
-        following.leaves = handed_over(run.roots, flat)
+        self.runs[index + 1].leaves = handed_over(run.roots, flat)
         if self._holds_results:
             run.result = (flat, nested)
+        self._end_block(index)
+        return nested(flat)
+
+    def _end_block(self, index: int) -> None:
         self._yield()
         if self.units[index + 1].block is None:
+            following = self.runs[index + 1]
             following.read = [*following.leaves, *following.shared]
             self._open(index + 1, following.read)
-        return nested(flat)
 
     def _pass(self, index: int, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """What a block returns that another rank runs: tensors without numbers, which are leaves."""
@@ -498,13 +486,8 @@ class MicroBatchRun:
                     "rank; let blocks give activations alone"
                 )
             if isinstance(t, torch.Tensor) and id(t) not in leaves:
-                empty = placeholder(t.shape, t.dtype, self.device.torch_device)
-                leaves[id(t)] = empty.detach().requires_grad_()
+                leaves[id(t)] = placeholder(t.shape, t.dtype, self.device.torch_device).detach().requires_grad_()
         if index + 1 == self.own.start:
-            following = self.runs[index + 1]
-            following.leaves = list(leaves.values())
-            self._yield()
-            if self.units[index + 1].block is None:
-                following.read = following.leaves
-                self._open(index + 1, following.read)
+            self.runs[index + 1].leaves = list(leaves.values())
+            self._end_block(index)
         return nested([leaves.get(id(t), t) for t in results])

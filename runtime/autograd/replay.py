@@ -167,11 +167,11 @@ class Recipe:
     def run(
         self,
         find: Callable[[Source], torch.UntypedStorage],
-        keep: Callable[[int, torch.UntypedStorage], None],
+        wanted: Mapping[int, Any],
         *,
         is_timed: bool = False,
     ) -> None:
-        """Executes the calls; `find` gives the storage of a source, `keep` takes what is wanted as it is made."""
+        """Executes the calls; `find` gives the storage of a source, `wanted` has the `SavedStorage`s to fill."""
         storages: dict[int, torch.UntypedStorage] = {}
         spent = [0.0] * len(self.calls)
 
@@ -194,7 +194,7 @@ class Recipe:
                     if number is None:
                         continue
                     if number in self.target:
-                        keep(self.target[number], t.untyped_storage())
+                        wanted[self.target[number]].storage = t.untyped_storage()
                     if self.last[number] > i:
                         storages[number] = t.untyped_storage()
                 del out

@@ -53,8 +53,8 @@ class FlatParameters:
         return sum(p.numel() * p.element_size() for _, p in self.parameters)
 
     def views(self, flat_n: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters' parts of a flat tensor, in their types and shapes."""
-        parts = flat_n.split([p.numel() * p.element_size() for _, p in self.parameters])
+        """The parameters' parts of a flat tensor, of bytes or of their type, in their types and shapes."""
+        parts = flat_n.view(torch.uint8).split([p.numel() * p.element_size() for _, p in self.parameters])
         return [part.view(p.dtype).view(p.shape) for part, (_, p) in zip(parts, self.parameters, strict=True)]
 
     def views_in(self, block: Block) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -64,7 +64,7 @@ class FlatParameters:
     @functools.cached_property
     def layout(self) -> object:
         """Equal for parameters that lie alike."""
-        return _layout(type(self).__name__, *((p.dtype, p.shape) for _, p in self.parameters))
+        return _layout(*((p.dtype, p.shape) for _, p in self.parameters))
 
     def bind(self, flat_n: torch.Tensor, views: Sequence[torch.Tensor] = ()) -> None:
         """Makes the model's parameters views of this flat tensor."""
@@ -130,13 +130,6 @@ class ModelUnit(FlatParameters):
     def all_parameters(self) -> tuple[tuple[str, nn.Parameter], ...]:
         """Of both parts."""
         return (*self.parameters, *self.frozen.parameters)
-
-    def views_in(self, block: Block) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        return block.once(self.layout, lambda data: (flat_n := data.view(self.dtype), self.views(flat_n)))
-
-    def views(self, flat_n: torch.Tensor) -> list[torch.Tensor]:
-        """The trained parameters' parts of a flat tensor with one element per parameter, in their shapes."""
-        return [part_n.view(shape) for part_n, shape in zip(flat_n.split(self.lengths), self.shapes, strict=True)]
 
 
 @functools.cache

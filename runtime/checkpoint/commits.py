@@ -23,7 +23,8 @@ import errno
 import json
 import os
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +36,7 @@ from xxhash import xxh3_64, xxh3_64_hexdigest
 from tierplan.runtime.memory import files
 from tierplan.runtime.memory.arena import PAGE_BYTES, Block, padded
 from tierplan.runtime.memory.files import StoreError
+from tierplan.runtime.memory.store import DamageError, Extent, Store
 from tierplan.runtime.ranks.group import Ranks
 
 FORMAT = "tierplan-commit"
@@ -324,3 +326,48 @@ def _check_equal(name: str, before: object, now: object) -> None:
             f"the run was made with {name} = {reprlib.repr(before)}, and is to be resumed with {reprlib.repr(now)}; "
             f"{why}"
         )
+
+
+def verify_commit(folder: str | os.PathLike[str], nvme_dirs: Sequence[str | os.PathLike[str]] = ()) -> str:
+    """Reads all of a run's last commit, in little memory; says what is whole.
+
+    `nvme_dirs` are the folders of its NVMe tier now, if they are not where they were.
+
+    Raises `CommitError` that names every damaged content, and `StoreError` for files that are not there or in use.
+    """
+    if not Path(folder).is_dir():
+        raise CommitError(f"{folder} is not there; give the folder of a run")
+    log = CommitLog(folder)
+    lock = log.lock()
+    try:
+        commit = log.last()
+        if commit is None:
+            raise CommitError(f"{folder} holds no commit; nothing can be resumed from it")
+        if damage := list(_damage(log, commit, nvme_dirs)):
+            raise CommitError("; ".join(damage))
+    finally:
+        os.close(lock)
+    size_bytes = sum(where.size_bytes for where in commit.contents.values() if not where.is_absent)
+    return f"the commit after {commit.num_steps} steps is whole: {len(commit.contents)} contents, {size_bytes:,} bytes"
+
+
+def _damage(log: CommitLog, commit: Commit, nvme_dirs: Sequence[str | os.PathLike[str]]) -> Iterator[str]:
+    """What is wrong with contents that were in memory, and with those on the NVMe tier."""
+    for name, where in commit.contents.items():
+        if not where.in_store and not where.is_absent:
+            try:
+                log.read_resident(commit, name)
+            except CommitError as error:
+                yield str(error)
+    if commit.seal is None:
+        return
+    with closing(Store(nvme_dirs or commit.folders, pattern=commit.stripes, run_id=commit.run_id)) as store:
+        store.expect(commit.store_bytes)
+        for name, where in {**commit.contents, "the seal": commit.seal}.items():
+            if where.in_store:
+                extent = Extent(where.offset_bytes, where.size_bytes)
+                store.allocate_at(extent, where.xxh3)
+                try:
+                    store.verify(extent)
+                except DamageError as error:
+                    yield f"{name!r} is damaged: {error}"

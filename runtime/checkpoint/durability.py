@@ -27,8 +27,7 @@ from tierplan.runtime.checkpoint.commits import (
 from tierplan.runtime.checkpoint.snapshot import Snapshot
 from tierplan.runtime.execution.instances import Instance
 from tierplan.runtime.execution.ops import Bodies
-from tierplan.runtime.execution.state_parts import states_of
-from tierplan.runtime.execution.values import BufferValue, content_of, value_of
+from tierplan.runtime.execution.values import BufferValue, content_of, states_of, value_of
 from tierplan.runtime.memory.arena import PAGE_BYTES, Block, Pool, map_host
 from tierplan.runtime.memory.store import DamageError, Extent, Store
 from tierplan.runtime.ranks.collectives import own_part, shards_of

@@ -180,15 +180,10 @@ def checkpoint_weights(model: nn.Module, folder: str | os.PathLike[str], *, seed
             if not {id(p) for p in layer.coded}.isdisjoint(id(p) for _, p in unit.all_parameters):
                 layer.take(read(f"{name}.weight", layer.shape, layer.dtype))
         for name, p in unit.all_parameters:
-            if id(p) in of_coded:
-                tensors.append(p.detach())
-                continue
-            if id(p) in adapters:
-                if torch.isnan(p).any():
-                    raise WeightsError(f"adapter {name!r} has no rule of its own to begin with; train it from Python")
-                tensors.append(p.detach())
-                continue
-            tensors.append(read(name, p.shape, p.dtype))
+            if id(p) in adapters and torch.isnan(p).any():
+                raise WeightsError(f"adapter {name!r} has no rule of its own to begin with; train it from Python")
+            is_made = id(p) in of_coded or id(p) in adapters
+            tensors.append(p.detach() if is_made else read(name, p.shape, p.dtype))
         return tensors
 
     return weights
@@ -242,7 +237,7 @@ def export(trainer: Trainer, folder: str | os.PathLike[str]) -> None:
     Needs memory for one unit. Tied parameters are written once, under the name of their owner.
     """
     target = Path(folder)
-    if not trainer.is_first_rank:  # the first one writes what all have
+    if trainer.ranks is not None and trainer.ranks.rank > 0:  # the first one writes what all have
         for unit in trainer.units:
             if unit.parameters:
                 trainer.placement.content(Params(unit.name))
@@ -255,12 +250,10 @@ def export(trainer: Trainer, folder: str | os.PathLike[str]) -> None:
     total_bytes = 0
     for number, unit in enumerate(owners, 1):
         name = f"model-{number:05d}-of-{len(owners):05d}.safetensors"
-        parts = [(part, kind) for part, kind in zip(unit.parts, (Params, Frozen), strict=True) if part.parameters]
-        memory = trainer.placement.content(parts[0][1](unit.name))
-        if len(parts) > 1:
-            memory = torch.cat([memory, trainer.placement.content(Frozen(unit.name))])
-        write_flat(target / name, [p for part, _ in parts for p in part.parameters], memory)
-        total_bytes += memory.numel()
+        contents = [kind(unit.name) for part, kind in zip(unit.parts, (Params, Frozen), strict=True) if part.parameters]
+        parts = [trainer.placement.content(content) for content in contents]
+        write_flat(target / name, unit.all_parameters, parts)
+        total_bytes += sum(map(len, parts))
         weight_map.update(dict.fromkeys((key for key, _ in unit.all_parameters), name))
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     write_atomically(target / INDEX_NAME, json.dumps(index, indent=2))
@@ -280,16 +273,15 @@ def _export_adapters(trainer: Trainer, target: Path) -> None:
     tensors: dict[str, torch.Tensor] = {}
     for unit in trainer.units:
         if unit.parameters:
-            flat_n = trainer.placement.content(Params(unit.name)).view(unit.dtype)
-            names = (name for name, _ in unit.parameters)
-            tensors.update(zip(names, (view.clone() for view in unit.views(flat_n)), strict=True))
+            views = unit.views(trainer.placement.content(Params(unit.name)))
+            tensors.update((name, view.clone()) for (name, _), view in zip(unit.parameters, views, strict=True))
     own = get_peft_model_state_dict(model, state_dict=tensors, save_embedding_layers=False)
     write_atomically(target / "adapter_model.safetensors", save(own, metadata={"format": "pt"}))
     with naming("write", target / "adapter_config.json"):
         replace(model.peft_config["default"], inference_mode=True).save_pretrained(str(target))
 
 
-def write_flat(path: Path, parameters: Sequence[tuple[str, torch.Tensor]], memory: torch.Tensor) -> None:
+def write_flat(path: Path, parameters: Sequence[tuple[str, torch.Tensor]], parts: Sequence[torch.Tensor]) -> None:
     """A safetensors file of flat parameters, which lie in the file as they lie in memory."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     borders = itertools.accumulate((p.numel() * p.element_size() for _, p in parameters), initial=0)
@@ -298,4 +290,4 @@ def write_flat(path: Path, parameters: Sequence[tuple[str, torch.Tensor]], memor
         header[name] = {"dtype": dtype, "shape": list(p.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    write_atomically(path, struct.pack("<Q", len(text)), text, memory.numpy().data)
+    write_atomically(path, struct.pack("<Q", len(text)), text, *(part.numpy().data for part in parts))

@@ -1,17 +1,14 @@
 """The four rules on real hardware:
 
-instances    buffers and ops in one step
-executor     streams as threads, grants in list order, ends
-ops          what the ops do, by kind
-places       where the bytes of buffers are: pools and drives, and what a commit keeps there
-values       what a buffer holds: flat memory, an extent of a drive, autograd's tensors
-gradients    a unit's gradients, on the device and away from it
-unrolling    steps, each joined to the one before
-ledger       what each tier holds
-placement    what outlives a step, on its way into its tiers and out
-state_parts  optimizer states that travel in parts
-executable   which schedules the runtime executes
-device       CUDA, or a byte budget in this machine's memory
-fake_device  a CUDA device that is none: as late as can be, and it finds races
-threads      how many threads a kernel uses
+instances   buffers and ops in one step, and steps, each joined to the one before
+executor    streams as threads, grants in list order, ends
+ops         what the ops do, by kind
+places      where the bytes of buffers are: pools and drives, and what a commit keeps there
+values      what a buffer holds: flat memory, an extent of a drive, autograd's tensors
+gradients   a unit's gradients, on the device and away from it
+ledger      what each tier holds
+placement   what outlives a step, on its way into its tiers and out
+executable  which schedules the runtime executes
+device      CUDA, or a byte budget in this machine's memory
+threads     how many threads a kernel uses
 """

@@ -21,12 +21,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 
 from tierplan.runtime.execution.device import DEVICE_STREAMS, Device
-from tierplan.runtime.execution.instances import Call, ExecutionError, Instance, OpRun
+from tierplan.runtime.execution.instances import Call, ExecutionError, Instance, OpRun, Unrolling
 from tierplan.runtime.execution.ledger import Ledger
 from tierplan.runtime.execution.threads import coreless_ns
-from tierplan.runtime.execution.unrolling import Unrolling
 from tierplan.sim.contents import step_prefix
 from tierplan.sim.schedule import Op, Schedule, ScheduleError
 from tierplan.sim.trace import Span, Trace
@@ -43,64 +43,46 @@ def traced_steps(schedule: Schedule) -> int:
     return max(TRACED_STEPS, TRACED_OPS // max(1, len(schedule.ops)))
 
 
+@dataclass(eq=False)
 class Executor:
-    """Runs a valid schedule; `run` may be called again and goes on where the last call ended.
+    """Runs a valid schedule; `run` may be called again and goes on where the last call ended."""
 
-    Parameters
-    ----------
-    body
-        Called for each op in its stream's thread, when its inputs are complete and its memory is granted.
-    on_grant
-        Called with each instance that is granted bytes, the op that will write it, and how many. Must be quick.
-    release
-        Called with each instance that is freed, before its bytes are granted to anybody else. Must be quick, and start
-        no work on the device.
-    on_free
-        Called with it when its bytes are everybody's.
-    on_thread_start
-        Called at the start of each worker with the stream's name.
-    on_step_end
-        Called with (step, nanoseconds since the first `run`) when the last op of a step has ended: in the thread that
-        called `run`, in order, while the workers go on. An error that it raises ends the run.
-    on_failure
-        Called with the error that ends the run, before the workers have ended. Must be quick.
-    trace_steps
-        Spans and memory events are kept for the first so many steps; None keeps all.
-    device
-        Whose streams run ahead.
-    await_others
-        Called with each op when its stream has come to it: returns when other ranks have done what it waits for.
-    first_step
-        Number of the first step, for a run that goes on where another has ended.
-    """
+    schedule: Schedule
+    body: Callable[[Call], None]
+    """Called for each op in its stream's thread, when its inputs are complete and its memory is granted."""
+    _: KW_ONLY
+    on_grant: Callable[[Op, Instance, int], None] = lambda op, instance, size_bytes: None
+    """Called with each instance that is granted bytes, the op that will write it, and how many. Must be quick."""
+    release: Callable[[Instance], None] = lambda instance: None
+    """Called with each instance that is freed, before its bytes are granted to anybody else. Must be quick, and start
+    no work on the device."""
+    on_free: Callable[[Instance], None] = lambda instance: None
+    """Called with it when its bytes are everybody's."""
+    on_thread_start: Callable[[str], None] = lambda stream: None
+    """Called at the start of each worker with the stream's name."""
+    on_step_end: Callable[[int, int], None] = lambda step, time_ns: None
+    """Called with (step, nanoseconds since the first `run`) when the last op of a step has ended: in the thread that
+    called `run`, in order, while the workers go on. An error that it raises ends the run."""
+    on_failure: Callable[[BaseException], None] = lambda error: None
+    """Called with the error that ends the run, before the workers have ended. Must be quick."""
+    trace_steps: int | None = None
+    """Spans and memory events are kept for the first so many steps; None keeps all."""
+    device: Device = field(default_factory=Device)
+    """Whose streams run ahead."""
+    await_others: Callable[[Call], None] | None = None
+    """Called with each op when its stream has come to it: returns when other ranks have done what it waits for."""
+    first_step: int = 0
+    """Number of the first step, for a run that goes on where another has ended."""
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        body: Callable[[Call], None],
-        *,
-        on_grant: Callable[[Op, Instance, int], None] = lambda op, instance, size_bytes: None,
-        release: Callable[[Instance], None] = lambda instance: None,
-        on_free: Callable[[Instance], None] = lambda instance: None,
-        on_thread_start: Callable[[str], None] = lambda stream: None,
-        on_step_end: Callable[[int, int], None] = lambda step, time_ns: None,
-        trace_steps: int | None = None,
-        on_failure: Callable[[BaseException], None] = lambda error: None,
-        device: Device | None = None,
-        await_others: Callable[[Call], None] | None = None,
-        first_step: int = 0,
-    ) -> None:
-        self.schedule = schedule
-        self._body, self._on_grant, self._release = body, on_grant, release
-        self._on_free, self._device, self._await_others = on_free, device or Device(), await_others
-        self._on_thread_start, self._on_step_end, self._on_failure = on_thread_start, on_step_end, on_failure
-        self._trace_end = None if trace_steps is None else first_step + trace_steps
+    def __post_init__(self) -> None:
+        schedule = self.schedule
+        self._trace_end = None if self.trace_steps is None else self.first_step + self.trace_steps
         self.ledger = Ledger(schedule)
         self._lock = threading.Lock()
         self._wakeup = {stream: threading.Condition(self._lock) for stream in schedule.streams}
         self._news = threading.Condition(self._lock)
         """A step or a worker has ended."""
-        is_ahead = self._device.is_asynchronous
+        is_ahead = self.device.is_asynchronous
         self._issued = {stream: deque[OpRun]() for stream in schedule.streams if is_ahead and stream in DEVICE_STREAMS}
         """By stream that runs ahead, ops that have not ended, in order."""
         self._moves = {stream: threading.Condition(self._lock) for stream in self._issued}
@@ -115,7 +97,7 @@ class Executor:
         """By stream, its waits for a core when they were last asked for."""
         self._grants: dict[str, deque[OpRun]] = {name: deque() for name in self.ledger.capacity_bytes}
         self._ops_left: dict[int, int] = {}
-        self._first_step = self._num_opened = self._num_begun = self._end = first_step
+        self._num_opened = self._num_begun = self._end = self.first_step
         self._stop_wanted = False
         self._num_workers = self._num_running = 0
         self._step_ends_ns: list[int] = []
@@ -141,14 +123,9 @@ class Executor:
         return self._zero_ns or 0
 
     @property
-    def held(self) -> tuple[Instance, ...]:
-        """What the tiers hold now."""
-        return tuple(self.ledger.held)
-
-    @property
     def num_steps_done(self) -> int:
         """Steps completed by all calls of `run`, and before `first_step`."""
-        return self._first_step + len(self._step_ends_ns)
+        return self.first_step + len(self._step_ends_ns)
 
     @property
     def step_ends_ns(self) -> tuple[int, ...]:
@@ -159,7 +136,7 @@ class Executor:
         """Runs so many steps more. Raises what a body raised, or `TierFullError`; all workers have ended then."""
         if self._failure is not None:
             raise ExecutionError("this execution has failed and cannot go on; start a new one from the last commit")
-        if self._end + num_steps > self._first_step + 1 and (lost := self._unrolling.lost):
+        if self._end + num_steps > self.first_step + 1 and (lost := self._unrolling.lost):
             raise ScheduleError(
                 f"initial buffer {lost[0]!r} has no buffer that becomes it, so a second step would lack it; "
                 "declare `becomes` on the buffer that outlives the step"
@@ -210,11 +187,11 @@ class Executor:
                 self._stop()
             while self._num_told < len(self._step_ends_ns):
                 self._num_told += 1
-                self._on_step_end(self._first_step + self._num_told - 1, self._step_ends_ns[self._num_told - 1])
+                self.on_step_end(self.first_step + self._num_told - 1, self._step_ends_ns[self._num_told - 1])
 
     def _stop(self) -> None:
         with self._lock:
-            self._end = min(self._end, max(self._num_begun, self._first_step + 1))
+            self._end = min(self._end, max(self._num_begun, self.first_step + 1))
             for wakeup in self._wakeup.values():
                 wakeup.notify_all()
 
@@ -253,11 +230,11 @@ class Executor:
 
     def _work(self, stream: str) -> None:
         try:
-            self._on_thread_start(stream)
+            self.on_thread_start(stream)
             self._waited_ns[stream] = coreless_ns()
             node = self._begin_next(stream)
             while node is not None:
-                self._body(node)
+                self.body(node)
                 node = self._begin_next(stream, self._at[stream])
         except BaseException as error:
             if (at := self._at.get(stream)) is not None:
@@ -294,10 +271,10 @@ class Executor:
                 done.end_ns = self._now_ns()
                 self._finish(done)
             node = self._come_to_next(stream)
-            if node is not None and self._await_others is None:
+            if node is not None and self.await_others is None:
                 self._await_start(node)
-        if node is not None and self._await_others is not None:  # who may take long, and other streams need the lock
-            self._await_others(node)
+        if node is not None and self.await_others is not None:  # who may take long, and other streams need the lock
+            self.await_others(node)
             with self._lock:
                 self._await_start(node)
         if node is None or self._failure is not None:
@@ -321,13 +298,13 @@ class Executor:
         for earlier in node.behind:
             if earlier.op.stream != stream:
                 assert earlier.ended is not None
-                self._device.wait_for(stream, earlier.ended)
-        node.begun = self._device.record(stream)
+                self.device.wait_for(stream, earlier.ended)
+        node.begun = self.device.record(stream)
 
     def _note_issued(self, node: OpRun) -> None:
         """An op has been put on its stream of the device, behind what it waits for."""
         stream = node.op.stream
-        node.ended = self._device.record(stream)
+        node.ended = self.device.record(stream)
         with self._lock:
             node.is_issued = True
             self._take_over(node)
@@ -386,7 +363,7 @@ class Executor:
             self._num_running -= 1
             for instance in first.freed:
                 self.ledger.keep_private(instance, first.op.stream, -1)
-                self._on_free(instance)
+                self.on_free(instance)
             self._finish(first)
             self._moves[first.op.stream].notify_all()
         self._check_stalled()
@@ -433,7 +410,7 @@ class Executor:
             for instance in node.writes:
                 if instance.buffer.tier == tier and instance.buffer.reuses is None:
                     self.ledger.hold(now_ns, instance)
-                    self._on_grant(node.op, instance, self.ledger.held_bytes[instance.buffer.name])
+                    self.on_grant(node.op, instance, self.ledger.held_bytes[instance.buffer.name])
             node.grants_left -= 1
             if node.grants_left == 0:
                 self._start(node)
@@ -454,7 +431,7 @@ class Executor:
                 instance.outside_bytes, over.outside_bytes = over.outside_bytes, 0
 
     def _free(self, instance: Instance) -> None:
-        self._release(instance)
+        self.release(instance)
         instance.value, instance.is_free = None, True
         self.ledger.drop(self._now_ns(), instance)
 
@@ -478,7 +455,7 @@ class Executor:
                 dead.append(instance)
         for instance in dead:
             self._free(instance)
-            self._on_free(instance)
+            self.on_free(instance)
         for later in node.followers:
             later.ready_ns = max(later.ready_ns, now_ns)
             self._come_closer(later)
@@ -508,7 +485,7 @@ class Executor:
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:
             self._failure = error
-            self._on_failure(error)
+            self.on_failure(error)
         for wakeup in (*self._wakeup.values(), *self._moves.values()):
             wakeup.notify_all()
 

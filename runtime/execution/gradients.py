@@ -8,12 +8,15 @@ there, a unit's gradients are one flat buffer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 from tierplan.runtime.autograd.units import ModelUnit
-from tierplan.runtime.execution.values import BufferValue
+from tierplan.runtime.execution.instances import Call
+from tierplan.runtime.execution.values import BufferValue, content_of, value_of
+from tierplan.sim.contents import Gradients, TiedGradients
 
 
 def gradients_of(value: BufferValue, unit: ModelUnit) -> list[torch.Tensor | None]:
@@ -24,19 +27,19 @@ def gradients_of(value: BufferValue, unit: ModelUnit) -> list[torch.Tensor | Non
     return [view if value.filled is None or k in value.filled else None for k, view in enumerate(views)]
 
 
-def given(value: BufferValue, unit: ModelUnit) -> list[int]:
+def _given(value: BufferValue, unit: ModelUnit) -> list[int]:
     """Positions, in the unit, of the parameters that have a gradient there."""
     return [k for k, gradient in enumerate(gradients_of(value, unit)) if gradient is not None]
 
 
-def lend(value: BufferValue, unit: ModelUnit) -> None:
+def _lend(value: BufferValue, unit: ModelUnit) -> None:
     """Gives autograd the gradients that are there, to add to."""
     for (_, p), gradient in zip(unit.parameters, gradients_of(value, unit), strict=True):
         if gradient is not None:
             p.grad = gradient
 
 
-def take_back(value: BufferValue, unit: ModelUnit, which: Iterable[int]) -> None:
+def _take_back(value: BufferValue, unit: ModelUnit, which: Iterable[int]) -> None:
     """Takes the gradients of these parameters from autograd, which has added to them, or made them."""
     for k in which:
         _, p = unit.parameters[k]
@@ -53,7 +56,7 @@ def _put(value: BufferValue, unit: ModelUnit, k: int, gradient: torch.Tensor) ->
         unit.views_in(value.block)[1][k].copy_(gradient)
 
 
-def take_over(value: BufferValue, unit: ModelUnit, other: BufferValue) -> None:
+def _take_over(value: BufferValue, unit: ModelUnit, other: BufferValue) -> None:
     """Adds the gradients that `other` has, which is given up after this."""
     for k, gradient in enumerate(gradients_of(other, unit)):
         if gradient is None:
@@ -64,7 +67,7 @@ def take_over(value: BufferValue, unit: ModelUnit, other: BufferValue) -> None:
             _put(value, unit, k, gradient if other.gradients is not None else gradient.clone())
 
 
-def complete(value: BufferValue, unit: ModelUnit) -> None:
+def _complete(value: BufferValue, unit: ModelUnit) -> None:
     """Parameters without a gradient get zeros."""
     if value.gradients is not None:
         for k, gradient in enumerate(value.gradients):
@@ -99,5 +102,41 @@ def gather(value: BufferValue, unit: ModelUnit, flat: BufferValue) -> None:
     for gradient, view in zip(value.gradients, views, strict=True):
         if gradient is not None:
             view.copy_(gradient, non_blocking=True)
-    have = given(value, unit)
+    have = _given(value, unit)
     flat.filled = None if len(have) == len(views) else set(have)
+
+
+@contextmanager
+def adding_gradients(call: Call, unit_of: Callable[[Gradients | TiedGradients], ModelUnit]) -> Iterator[None]:
+    """Inside, autograd adds to the gradients that a backward reads, or makes those that it writes.
+
+    Gradients of one micro-batch are complete (those of a tied head included) before they are added to those of the
+    micro-batches before, as in plain training.
+    """
+    taken: list[tuple[ModelUnit, BufferValue, BufferValue | None, bool]] = []
+    for instance in call.writes:
+        content = content_of(instance)
+        if not isinstance(content, Gradients | TiedGradients):
+            continue
+        unit, tied, is_whole = unit_of(content), None, isinstance(content, Gradients)
+        for x in call.reads if is_whole else ():
+            if isinstance(read := content_of(x), TiedGradients) and read.unit == content.unit:
+                tied = value_of(x)
+        if instance.over is None:
+            own = BufferValue(gradients=[None] * len(unit.parameters))
+        else:
+            own = value_of(instance.over)
+            _lend(own, unit)
+        instance.value = own
+        if tied is not None:
+            _lend(tied, unit)
+        taken.append((unit, own, None if tied is own else tied, is_whole))
+    yield
+    for unit, own, tied, is_whole in taken:
+        if tied is not None:
+            _take_back(tied, unit, _given(tied, unit))
+        _take_back(own, unit, range(len(unit.parameters)))
+        if tied is not None:
+            _take_over(own, unit, tied)
+        if is_whole:
+            _complete(own, unit)

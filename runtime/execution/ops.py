@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -14,16 +15,7 @@ from tierplan.runtime.autograd.flow import Flow, flow_of
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun
 from tierplan.runtime.autograd.units import ModelError, ModelUnit, first_trained
 from tierplan.runtime.execution.device import TORCH_DTYPES, Device
-from tierplan.runtime.execution.gradients import (
-    complete,
-    flat_gradients,
-    gather,
-    given,
-    gradients_of,
-    lend,
-    take_back,
-    take_over,
-)
+from tierplan.runtime.execution.gradients import adding_gradients, flat_gradients, gather, gradients_of
 from tierplan.runtime.execution.instances import Call, Instance
 from tierplan.runtime.execution.places import Places
 from tierplan.runtime.execution.threads import threads_here
@@ -33,6 +25,7 @@ from tierplan.runtime.execution.values import (
     InputHandle,
     SavedTensorsHandle,
     SizeError,
+    begin_input,
     content_of,
     expect,
     value_of,
@@ -41,12 +34,12 @@ from tierplan.runtime.memory.arena import Block
 from tierplan.runtime.memory.store import Extent
 from tierplan.runtime.optim.adam import OptimizerSettings, update_states
 from tierplan.runtime.optim.groups import segments
-from tierplan.runtime.optim.norms import global_norm
 from tierplan.runtime.optim.states import View, layout_of
 from tierplan.runtime.ranks.collectives import (
     copy_bytes,
     do_collective,
     do_send,
+    global_norm,
     header_from,
     own_part,
     shard_gradients,
@@ -66,8 +59,8 @@ from tierplan.sim.contents import (
     States,
     TiedGradients,
 )
-from tierplan.sim.ranks import COLLECTIVES, SEND, Turn
-from tierplan.sim.schedule import Schedule
+from tierplan.sim.ranks import COLLECTIVES, SEND, Turn, turns
+from tierplan.sim.schedule import Op, Schedule
 from tierplan.sim.workloads.formats import format_of
 
 
@@ -79,9 +72,6 @@ class Bodies:
     device: Device
     places: Places
     optimizer: OptimizerSettings
-    has_master: bool
-    dtype: torch.dtype
-    max_grad_norm: float | None
     learning_rate: Callable[[int], float]
     """By step, from 0."""
     begin_micro_batch: Callable[[int, int, Turn], MicroBatchRun]
@@ -96,22 +86,18 @@ class Bodies:
     schedule: Schedule
     go_on: Callable[[str], Call]
     """Ends the op of a stream, and begins the next one, which is returned."""
-    updates_of_step_before: frozenset[str] = frozenset()
-    """Units whose update in a step takes the gradients of the step before."""
     on_loss: Callable[[int, int, float], None] = lambda step, m, loss: None
     ranks: Ranks | None = None
     """The processes that execute the other devices of the schedule."""
     stages: Mapping[str, int] = field(default_factory=dict)
     """Of a pipeline: by unit, the rank that has it."""
-    turns: Mapping[str, Turn] = field(default_factory=dict)
-    """Of a pipeline: by key of an op that computes, the turn that it belongs to."""
     sends: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """By key of an op that sends, from which rank to which."""
     grad_norm: torch.Tensor | None = None
     """Of all gradients of the last step, before they were clipped."""
     working: set[str] = field(default_factory=set)
     """Streams inside an op."""
-    moved_bytes: dict[str, int] = field(default_factory=dict)
+    moved_bytes: Counter[str] = field(default_factory=Counter)
     """Bytes that copies have moved, by stream."""
     frozen_sums: dict[str, str] = field(default_factory=dict)
     """By content, checksums of what is not trained: it is no part of commits, which name them alone."""
@@ -119,18 +105,19 @@ class Bodies:
     """The number of steps after which the next commit is expected: what the last of them leaves gets checksums."""
 
     def __post_init__(self) -> None:
+        assert self.schedule.step is not None
+        self._step, self.training = self.schedule.step, self.schedule.step.training
+        self.dtype = TORCH_DTYPES[self.training.dtype_of_trained]
         self._index = {u.name: i for i, u in enumerate(self.units)}
-        self._whole = Turn(range(len(self.units)))
-        """Where this process runs all units."""
+        self._turns, self._whole = turns(self.schedule), Turn(range(len(self.units)))
+        """Of a pipeline, by key of an op that computes, the turn that it belongs to; and where all units run here."""
         self.flow = Flow() if self.stages else flow_of(self.schedule, [*self._index])
         self._first_trained = first_trained(self.units)
         self.segments = {u.name: segments(u, self.optimizer) for u in self.units}
         """By unit, what of it is updated how."""
-        dtype, spec = {dtype: name for name, dtype in TORCH_DTYPES.items()}.get(self.dtype, ""), self.optimizer.name
+        spec, dtype, has_master = self.optimizer.name, self.training.dtype_of_trained, self.training.has_master
         self.layouts = {
-            u.name: layout_of(
-                spec, u.shapes, dtype, is_block=u.name not in ("embed", "head"), has_master=self.has_master
-            )
+            u.name: layout_of(spec, u.shapes, dtype, is_block=u.name not in ("embed", "head"), has_master=has_master)
             for u in self.units
         }
         """By unit, how its states lie."""
@@ -158,15 +145,16 @@ class Bodies:
         }
 
     def __call__(self, call: Call) -> None:
-        if call.op.stream == COMPUTE and call.op.kind != "forward":
+        is_forward = call.op.kind == "forward"
+        if call.op.stream == COMPUTE and not is_forward:
             self._compute_with(None)
         self.working.add(call.op.stream)
         try:
             with self.device.on(call.op.stream):
-                if call.op.stream == COMPUTE and call.op.kind != "forward":
+                if call.op.stream == COMPUTE and not is_forward:
                     self.before_computing(call.step)
                 self._kinds[call.op.kind](call)
-                if call.op.kind == "forward":
+                if is_forward:
                     self.while_computing()
         finally:
             self.working.discard(call.op.stream)
@@ -185,7 +173,7 @@ class Bodies:
         source, target = call.reads[0], call.writes[0]
         old = value_of(source)
         size = min(source.buffer.size_bytes, target.buffer.size_bytes)
-        self.moved_bytes[call.op.stream] = self.moved_bytes.get(call.op.stream, 0) + size
+        self.moved_bytes[call.op.stream] += size
         if isinstance(old.handle, SavedTensorsHandle) and target.buffer.tier == DEVICE:
             self._bring_back(old.handle, source, target)
             return
@@ -227,7 +215,7 @@ class Bodies:
 
     def _encode(self, call: Call) -> None:
         """Activations that leave the device, in codes."""
-        handle, form = value_of(call.reads[0]).handle, self._activation_format(call)
+        handle, form = value_of(call.reads[0]).handle, self.training.activation_format
         assert handle is not None
         if not handle.dtype.is_floating_point:
             raise ModelError(
@@ -245,12 +233,8 @@ class Bodies:
         handle = source.coded
         assert handle is not None
         memory = torch.empty(target.buffer.size_bytes, dtype=torch.uint8, device=self.device.torch_device)
-        decode_acts(source.block.data, memory.view(handle.dtype), self._activation_format(call))
+        decode_acts(source.block.data, memory.view(handle.dtype), self.training.activation_format)
         target.value = BufferValue(handle=handle, arrived=handle.unpack(memory))
-
-    def _activation_format(self, call: Call) -> str:
-        assert self.schedule.step is not None
-        return self.schedule.step.training.activation_format
 
     def _memory(self, instance: Instance) -> torch.Tensor:
         """The bytes of a buffer in memory; whole pages where it lies in a block."""
@@ -265,8 +249,7 @@ class Bodies:
     def _collective(self, call: Call) -> None:
         assert self.ranks is not None
         target = self.places.place(call.writes[0])
-        num_bytes = do_collective(call, self.units[self._index[call.op.unit]], target, self.ranks)
-        self.moved_bytes[call.op.stream] = self.moved_bytes.get(call.op.stream, 0) + num_bytes
+        self.moved_bytes[call.op.stream] += do_collective(call, self.unit_of(call.op), target, self.ranks)
 
     def _send(self, call: Call) -> None:
         assert self.ranks is not None
@@ -275,8 +258,7 @@ class Bodies:
         coming = None if header is None else (self.places.place(call.writes[0]), header)
         content = content_of((call.reads if header is None else call.writes)[0])
         unit = self.unit_of(content) if isinstance(content, TiedGradients) else self.units[0]
-        num_bytes = do_send(call, unit, way, coming, self.ranks)
-        self.moved_bytes[call.op.stream] = self.moved_bytes.get(call.op.stream, 0) + num_bytes
+        self.moved_bytes[call.op.stream] += do_send(call, unit, way, coming, self.ranks)
 
     def await_others(self, call: Call) -> None:
         """Returns when what the op receives, if it does, is on its way."""
@@ -308,7 +290,7 @@ class Bodies:
             if isinstance(value := instance.value, BufferValue) and value.handle is not None:
                 value.handle.use(value)
             if isinstance(content, Params | Frozen):
-                block, unit = value_of(instance).block, self.units[self._index[content.unit]]
+                block, unit = value_of(instance).block, self.unit_of(content)
                 part = unit if isinstance(content, Params) else unit.frozen
                 block.unbind = part.unbind
                 part.bind(*part.views_in(block))
@@ -353,9 +335,7 @@ class Bodies:
         for instance in call.writes:
             match content_of(instance):
                 case Input():
-                    leaves = batch_run.hand_over(index + 1, instance.buffer.size_bytes)
-                    expect(instance, sum(leaf.nbytes for leaf in leaves))
-                    instance.value = value = InputHandle(leaves).begin()
+                    value = begin_input(instance, batch_run.hand_over(index + 1, instance.buffer.size_bytes))
                     value.rng = batch_run.rng if turn.is_visit or index + 1 == turn.units.stop else ()
                 case KeptActs() | RecomputedActs():
                     expect(instance, kept)
@@ -376,7 +356,7 @@ class Bodies:
             self._runs.pop((call.step, call.op.micro_batch)).cancel()
 
     def _turn(self, call: Call) -> Turn:
-        return self.turns.get(call.op.key, self._whole)
+        return self._turns.get(call.op.key, self._whole)
 
     def _recompute(self, call: Call) -> None:
         if self._turn(call).is_visit:
@@ -390,9 +370,7 @@ class Bodies:
             if isinstance(content_of(instance), RecomputedActs):
                 expect(instance, made_bytes)
         for instance in outputs:
-            leaves = batch_run.runs[index + 1].leaves
-            expect(instance, sum(leaf.nbytes for leaf in leaves))
-            instance.value = InputHandle(leaves).begin()
+            begin_input(instance, batch_run.runs[index + 1].leaves)
 
     def _backward(self, call: Call) -> None:
         index, units = self._index[call.op.unit], self._turn(call).units
@@ -401,14 +379,11 @@ class Bodies:
         if index + 1 == units.stop:
             self._arrive(call, batch_run, InputGradient, index + 1)
         self._bind(call)
-        self._prepare_gradients(call)
-        batch_run.run_backward(index)
+        with adding_gradients(call, self.unit_of):
+            batch_run.run_backward(index)
         for instance in call.writes:
             if isinstance(content_of(instance), InputGradient):
-                leaves = batch_run.runs[index].leaves
-                expect(instance, sum(leaf.grad.nbytes for leaf in leaves if leaf.grad is not None))
-                instance.value = InputHandle(leaves, is_gradient=True).begin()
-        self._finish_gradients(call)
+                begin_input(instance, batch_run.runs[index].leaves, is_gradient=True)
         if index == max(self._first_trained, units.start):
             self._runs.pop(key)
             if units.stop < len(self.units):
@@ -416,44 +391,8 @@ class Bodies:
 
     # ---- gradients ----
 
-    def _prepare_gradients(self, call: Call) -> None:
-        """Gives autograd what this backward adds to.
-
-        Gradients of one micro-batch are complete (those of a tied head included) before they are added to those of the
-        micro-batches before, as in plain training.
-        """
-        for instance in call.writes:
-            content, over = content_of(instance), instance.over
-            if not isinstance(content, Gradients | TiedGradients):
-                continue
-            unit = self.unit_of(content)
-            instance.value = BufferValue(gradients=[None] * len(unit.parameters)) if over is None else value_of(over)
-            if over is not None:
-                lend(value_of(over), unit)
-            if (tied := self._tied(call, content)) is not None:
-                lend(tied, unit)
-
-    def unit_of(self, content: Params | States | Gradients | TiedGradients) -> ModelUnit:
-        return self.units[self._index[content.unit]]
-
-    def _tied(self, call: Call, content: Gradients | TiedGradients) -> BufferValue | None:
-        """The share in the unit's gradients that the op reads."""
-        read = ((content_of(x), x) for x in call.reads if isinstance(content, Gradients))
-        return next((value_of(x) for c, x in read if isinstance(c, TiedGradients) and c.unit == content.unit), None)
-
-    def _finish_gradients(self, call: Call) -> None:
-        for instance in call.writes:
-            content = content_of(instance)
-            if not isinstance(content, Gradients | TiedGradients):
-                continue
-            unit, value, tied = self.unit_of(content), value_of(instance), self._tied(call, content)
-            if tied is not None and tied is not value:
-                take_back(tied, unit, given(tied, unit))
-            take_back(value, unit, range(len(unit.parameters)))
-            if tied is not None and tied is not value:
-                take_over(value, unit, tied)
-            if isinstance(content, Gradients):
-                complete(value, unit)
+    def unit_of(self, named: Op | Params | Frozen | States | Gradients | TiedGradients) -> ModelUnit:
+        return self.units[self._index[named.unit]]
 
     def _accumulate(self, call: Call) -> None:
         total = self.places.place(call.writes[0])
@@ -468,7 +407,7 @@ class Bodies:
 
     def _norm(self, call: Call) -> None:
         """The norm of what this rank has of each parameter's gradient, as `clip_grad_norm_(foreach=False)` takes it."""
-        unit = self.units[self._index[call.op.unit]]
+        unit = self.unit_of(call.op)
         self._has_shards = len(own_part(call.reads[0], unit, self.ranks)) < unit.num_trained
         ranks, value = self.ranks if self._has_shards else None, value_of(call.reads[0])
         parts = gradients_of(value, unit) if ranks is None else shard_gradients(value, unit, ranks)
@@ -482,16 +421,17 @@ class Bodies:
         call.writes[0].value = BufferValue(norms=list(zip(norms, on_host, strict=True)))
 
     def _clip(self, call: Call) -> None:
-        assert self.max_grad_norm is not None
+        max_norm = self.training.max_grad_norm
+        assert max_norm is not None
         pairs = [pair for x in call.reads for pair in value_of(x).norms]
         ranks = self.ranks if self._has_shards or self.stages else None
         self.grad_norm = global_norm(pairs, len(self.parameters), ranks, call.step, self.dtype)
-        call.writes[0].value = BufferValue(clip=torch.clamp(self.max_grad_norm / (self.grad_norm + 1e-6), max=1.0))
+        call.writes[0].value = BufferValue(clip=torch.clamp(max_norm / (self.grad_norm + 1e-6), max=1.0))
 
     # ---- update ----
 
     def _update(self, call: Call) -> None:
-        unit = self.units[self._index[call.op.unit]]
+        unit = self.unit_of(call.op)
         layout = self.layouts[unit.name]
         grads, params, states, part = value_of(call.reads[0]), None, None, layout.whole
         clip = next((value_of(x).clip for x in call.reads[1:] if content_of(x) == Clip()), None)
@@ -502,7 +442,7 @@ class Bodies:
                 states, part = value, layout.part(content)
             else:
                 params = value
-                if instance.over is None and not self.has_master:
+                if instance.over is None and not layout.has_master:
                     raise ModelError(
                         f"op {call.op.key!r} writes new parameters, but there is no master copy to make them from"
                     )
@@ -519,7 +459,7 @@ class Bodies:
         flat = of_part(params.block.data.view(self.dtype))
         views = [] if states is None else states.block.once((unit.name, part), views_of)
         if grads.is_absent:
-            for view in views if self.has_master else ():
+            for view in views if layout.has_master else ():
                 flat[view.begin - part.start :][: view.length].copy_(view.tensors["master"])
             return
         is_fp32 = isinstance(content_of(call.reads[0]), CastGradients)
@@ -529,18 +469,22 @@ class Bodies:
         else:
             flat_gradient = grads.block.data.view(torch.float32 if is_fp32 else self.dtype)
             gradient = of_part(flat_gradient).to(self.dtype)  # exact either way
-        num_updates = call.step - (unit.name in self.updates_of_step_before)
+        step = call.step - (unit.name in self._step.updates_of_step_before)
         with threads_here(self.num_threads) if layout.optimizer.grain is None else nullcontext():
-            update_states(
-                flat,
-                gradient,
-                views,
-                layout,
-                self.optimizer,
-                part=part,
-                step=num_updates + 1,
-                lr=self.learning_rate(num_updates),
-                clip=clip,
-                segments=self.segments[unit.name],
-                label=unit.name,
-            )
+            self.update(unit.name, flat, gradient, views, part, step, clip)
+
+    def update(
+        self,
+        name: str,
+        params: torch.Tensor,
+        gradient: torch.Tensor | Sequence[torch.Tensor],
+        views: Sequence[View],
+        part: range,
+        step: int,
+        clip: torch.Tensor | None = None,
+    ) -> None:
+        """The update of a part of a unit with the gradients of a step, from 0."""
+        update_states(
+            params, gradient, views, self.layouts[name], self.optimizer, part=part, step=step + 1,
+            lr=self.learning_rate(step), clip=clip, segments=self.segments[name], label=name,
+        )  # fmt: skip

@@ -20,12 +20,10 @@ from tierplan.runtime.checkpoint.durability import Durability
 from tierplan.runtime.execution.executor import Executor
 from tierplan.runtime.execution.instances import Instance
 from tierplan.runtime.execution.ops import Bodies
-from tierplan.runtime.execution.state_parts import states_of
-from tierplan.runtime.execution.values import BufferValue, content_of, value_of
+from tierplan.runtime.execution.values import BufferValue, content_of, states_of, value_of
 from tierplan.runtime.memory.arena import PAGE_BYTES, map_host
 from tierplan.runtime.memory.files import Folders, paths_of
 from tierplan.runtime.memory.store import Extent, Store, measure_weights
-from tierplan.runtime.optim.adam import update_states
 from tierplan.runtime.ranks.collectives import joined, own_part, shards_of
 from tierplan.sim.contents import Content, Frozen, Gradients, Params, States
 from tierplan.sim.schedule import Schedule
@@ -155,21 +153,13 @@ class Placement:
 
     def restore_model(self) -> None:
         """Every parameter is in ordinary memory again."""
-        for instance in self.executor.carried.values():
-            content = content_of(instance)
-            if isinstance(content, Frozen):
-                part = self._unit(content.unit).frozen
-                memory = self._as_it_is(content)
-                part.unbind()
-                for (_, p), view in zip(part.parameters, part.views(memory), strict=True):
-                    p.data = view.clone()
         for unit in self.bodies.units:
-            if unit.num_trained:
-                flat_n = torch.empty(unit.num_trained, dtype=self.bodies.dtype)
-                flat_n.view(torch.uint8).copy_(self.content(Params(unit.name)))
-                unit.unbind()
-                for (_, p), view in zip(unit.parameters, unit.views(flat_n), strict=True):
-                    p.data = view.clone()
+            for part, kind in zip(unit.parts, (Params, Frozen), strict=True):
+                if part.size_bytes:
+                    flat = self.content(kind(unit.name))
+                    part.unbind()
+                    for (_, p), view in zip(part.parameters, part.views(flat), strict=True):
+                        p.data = view.clone()
 
     def content(self, content: Params | Frozen | States) -> torch.Tensor:
         """A copy of a unit's parameters, trained or frozen, or of all its states, in host memory; uint8.
@@ -178,7 +168,7 @@ class Placement:
         """
         if content.unit not in self.late_updates or isinstance(content, Frozen):
             return self._states(content.unit) if isinstance(content, States) else self._as_it_is(content)
-        params, states = self._after_late_update(content.unit)
+        params, states = self._after_late_update(content)
         if isinstance(content, Params):
             return params
         assert states is not None
@@ -190,7 +180,7 @@ class Placement:
     def _as_it_is(self, content: Content) -> torch.Tensor:
         by_content, ranks = self._by_content(), self.bodies.ranks
         if ranks is not None and isinstance(content, Params) and content.unit in self.bodies.stages:
-            unit, source = self._unit(content.unit), self.bodies.stages[content.unit]
+            unit, source = self.bodies.unit_of(content), self.bodies.stages[content.unit]
             memory = torch.empty(unit.num_trained * unit.dtype.itemsize, dtype=torch.uint8)
             if source == ranks.rank:
                 memory = self.bodies.places.read(by_content[content])
@@ -200,7 +190,7 @@ class Placement:
         memory = self.bodies.places.read(instance)
         if not isinstance(content, Params) or ranks is None:
             return memory
-        unit = self._unit(content.unit)
+        unit = self.bodies.unit_of(content)
         is_whole = len(own_part(instance, unit, ranks)) == unit.num_trained
         return memory if is_whole else joined(memory.view(unit.dtype), unit, ranks).view(torch.uint8)
 
@@ -209,31 +199,18 @@ class Placement:
         parts = [self._as_it_is(part) for part in states_of(name, self._by_content())]
         return parts[0] if len(parts) == 1 else self.bodies.layouts[name].join(parts)
 
-    def _after_late_update(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _after_late_update(self, content: Params | States) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Copies of a unit's parameters and states with the update that the next step would begin with."""
-        bodies, by_content, unit = self.bodies, self._by_content(), self._unit(name)
+        bodies, by_content, name = self.bodies, self._by_content(), content.unit
+        unit = bodies.unit_of(content)
         grads, params = by_content[Gradients(name, 0)], bodies.places.read(by_content[Params(name)]).view(bodies.dtype)
         states = self._states(name) if states_of(name, by_content) else None
         part = own_part(grads, unit, bodies.ranks)
         own = params if len(params) == len(part) else params[part.start : part.stop]
         if not value_of(grads).is_absent:
-            done, layout = self.executor.num_steps_done, bodies.layouts[name]
-            update_states(
-                own,
-                bodies.places.read(grads).view(bodies.dtype),
-                [] if states is None else list(layout.views(states, part)),
-                layout,
-                bodies.optimizer,
-                part=part,
-                step=done,
-                lr=bodies.learning_rate(done - 1),
-                clip=None,
-                segments=bodies.segments[name],
-                label=name,
-            )
+            gradient = bodies.places.read(grads).view(bodies.dtype)
+            views = [] if states is None else list(bodies.layouts[name].views(states, part))
+            bodies.update(name, own, gradient, views, part, self.executor.num_steps_done - 1)
         if bodies.ranks is not None and len(own) < unit.num_trained:
             params = joined(own, unit, bodies.ranks)
         return params.view(torch.uint8), states
-
-    def _unit(self, name: str) -> ModelUnit:
-        return next(u for u in self.bodies.units if u.name == name)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ from tierplan.runtime.autograd.units import placeholder
 from tierplan.runtime.execution.instances import Instance
 from tierplan.runtime.memory.arena import Block
 from tierplan.runtime.memory.store import Extent
-from tierplan.sim.contents import Content, parse_content
+from tierplan.sim.contents import Content, States, parse_content
 
 
 class SizeError(ValueError):
@@ -35,10 +35,10 @@ class AutogradHandle(ABC):
     They may come back while the first copy is still in use; so an op that reads a buffer says that it wants them there.
     """
 
-    dtype: torch.dtype
-    """Of its values; uint8 where they are of several."""
-
-    def __init__(self) -> None:
+    def __init__(self, dtypes: Iterable[torch.dtype]) -> None:
+        types = {*dtypes}
+        self.dtype = types.pop() if len(types) == 1 else torch.uint8
+        """Of its values; uint8 where they are of several."""
         self._lock = threading.Lock()
         self._at: BufferValue | None = None
 
@@ -86,12 +86,10 @@ class SavedTensorsHandle(AutogradHandle):
     """Saved tensors that go their own way."""
 
     def __init__(self, saved: Sequence[SavedStorage]) -> None:
-        super().__init__()
+        super().__init__(each.dtype for each in saved)
         self._saved = [weakref.ref(each) for each in saved]
         """Autograd's graph holds them, and lets each go as soon as backward has used it."""
         self.sizes_bytes = [each.size_bytes for each in saved]
-        types = {each.dtype for each in saved}
-        self.dtype = types.pop() if len(types) == 1 else torch.uint8
 
     def parts(self) -> list[torch.Tensor]:
         parts = []
@@ -115,12 +113,12 @@ class InputHandle(AutogradHandle):
     """A unit's input: the leaves that the unit before it made; or the gradient of it, which is that of the leaves."""
 
     def __init__(self, leaves: Sequence[torch.Tensor], *, is_gradient: bool = False) -> None:
-        super().__init__()
+        super().__init__(leaf.dtype for leaf in leaves)
         self.leaves = [leaf for leaf in leaves if leaf.grad is not None] if is_gradient else leaves
         self._is_gradient = is_gradient
-        types = {leaf.dtype for leaf in leaves}
-        self.dtype = types.pop() if len(types) == 1 else torch.uint8
-        self._strides = [None if t.is_contiguous() else t.stride() for t in self._tensors()]
+        tensors = self._tensors()
+        self.size_bytes = sum(t.nbytes for t in tensors)
+        self._strides = [None if t.is_contiguous() else t.stride() for t in tensors]
 
     def _tensors(self) -> list[torch.Tensor]:
         if not self._is_gradient:
@@ -179,6 +177,12 @@ def content_of(instance: Instance) -> Content:
     return parse_content(instance.buffer.content)
 
 
+def states_of(unit: str, contents: Iterable[Content | str]) -> list[States]:
+    """A unit's states among these contents, in order: one for the whole, or one per part in which they travel."""
+    parsed = (parse_content(str(content)) for content in contents)
+    return sorted((c for c in parsed if isinstance(c, States) and c.unit == unit), key=lambda c: c.part)
+
+
 def value_of(instance: Instance) -> BufferValue:
     assert isinstance(instance.value, BufferValue), f"buffer {instance.buffer.name!r} has no value"
     return instance.value
@@ -197,3 +201,11 @@ def expect(instance: Instance, found_bytes: int) -> None:
         raise SizeError(
             f"buffer {b.name!r} is declared with {b.size_bytes:,} bytes, but holds {found_bytes:,}. {REMEDY}"
         )
+
+
+def begin_input(instance: Instance, leaves: Sequence[torch.Tensor], *, is_gradient: bool = False) -> BufferValue:
+    """The value of a buffer that is a unit's input as autograd has made it, or the gradient of one."""
+    handle = InputHandle(leaves, is_gradient=is_gradient)
+    expect(instance, handle.size_bytes)
+    instance.value = value = handle.begin()
+    return value

@@ -9,7 +9,7 @@ Shapes: `b` sequences, `t` tokens, `d` hidden size, `f` four times that, `h` hea
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,8 @@ from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVM
 from tierplan.runtime.execution.device import TORCH_DTYPES, Device
 from tierplan.runtime.memory.arena import map_host
 from tierplan.runtime.memory.store import Extent, Store, measure_weights
-from tierplan.runtime.optim.adam import OptimizerSettings, state_regions, update_flat
+from tierplan.runtime.optim.adam import OptimizerSettings, update_states
+from tierplan.runtime.optim.states import View, layout_of
 from tierplan.sim.workloads.models import workload_of
 from tierplan.sim.workloads.workload import Training
 
@@ -94,8 +95,7 @@ def loads(
             all_loads += _files(store, sizes)
         yield all_loads, () if store is None else store.notes
     finally:
-        host_pool.give(host)
-        host_pool.trim()  # unpins it
+        host_pool.close()  # unpins it
         if store is not None:
             store.close(remove=True)
 
@@ -222,23 +222,24 @@ def block_work(sizes: Sizes, dtype: str, device: Device) -> dict[str, float]:
 def _update(stream: str, num_parameters: int, sizes: Sizes, dtype: str, device: Device) -> Load:
     """The optimizer step of one unit, of many units in turn, by the code that training uses."""
     has_master, torch_dtype = dtype != "fp32", TORCH_DTYPES[dtype]
-    state_bytes, value_bytes = num_parameters * (12 if has_master else 8), num_parameters * torch_dtype.itemsize
+    layout = layout_of("adamw", [(num_parameters,)], dtype, is_block=True, has_master=has_master)
+    state_bytes, value_bytes = layout.size_bytes(layout.whole), num_parameters * torch_dtype.itemsize
     settings, allocate = OptimizerSettings(), device.pool(0).allocate
 
-    def unit() -> tuple[torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor]]:
+    def unit() -> tuple[torch.Tensor, torch.Tensor, list[View]]:
         params, grads = (allocate(value_bytes).view(torch_dtype)[:num_parameters] for _ in range(2))
         states = allocate(state_bytes)[:state_bytes]
         states.zero_()  # touches the pages
         params.fill_(1.0)
         grads.fill_(1e-3)
-        return params, grads, state_regions(states, optimizer="adamw", has_master=has_master)
+        return params, grads, list(layout.views(states, layout.whole))
 
     num_units = min(256, max(2, sizes.area_bytes // (2 * value_bytes + state_bytes)))
     units = itertools.cycle([unit() for _ in range(num_units)])
 
     def work() -> None:
-        params, grads, regions = next(units)
-        update_flat(params, grads, regions, settings, step=1, lr=1e-3)
+        params, grads, views = next(units)
+        update_states(params, grads, views, layout, settings, part=layout.whole, step=1, lr=1e-3)
 
     return Load(stream, "parameters", float(num_parameters), _done(device, stream, work))
 

@@ -197,19 +197,18 @@ def with_times(
     for unit in workload.units:
         alike.setdefault(_unit_likeness(unit), []).append(unit.name)
     units = []
-    for u, unit in enumerate(workload.units):
-        names = alike[_unit_likeness(unit)]
+    for u, before in enumerate(workload.units):
+        names = alike[_unit_likeness(before)]
         times_of = {"forward": _seconds(kept, forward_key, names, num_kept)}
         if u >= workload.first_trained:
             times_of["backward"] = _seconds(kept, backward_key, names, num_kept)
         spread = max(_relative_spread(each) for each in times_of.values())
         seconds: dict[str, Any] = {phase: {"s": median(each)} for phase, each in times_of.items()}
-        unit = replace(unit, spread=spread, **seconds)
+        unit = replace(before, spread=spread, **seconds)
         if unit.kind == "block" and unit.saved_bytes:
             drift = median(_seconds(again, forward_key, names, num_again)) / median(times_of["forward"])
             total_s = median(_seconds(again, recompute_key, names, num_again)) / drift
             times = {t.index: [x for name in names for x in replays.get(name, {}).get(t.index, ())] for t in unit.saved}
-            before = next(u for u in workload.units if u.name == unit.name)
             unit = replace(unit, recompute={"s": total_s}, saved=_times_of_slots(before, times, total_s))
         units.append(unit)
     return replace(workload, units=tuple(units))

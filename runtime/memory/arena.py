@@ -151,11 +151,6 @@ class Pool:
             if self.mapped_bytes + self.others_bytes > self.capacity_bytes:
                 self._shed(0)
 
-    def trim(self) -> None:
-        """Gives all spare memory back to the system."""
-        with self._lock:
-            self._shed(self.capacity_bytes)
-
     def close(self) -> None:
         """Lets go of all memory, lent or not. Nothing may move any more."""
         with self._lock:

@@ -1,10 +1,8 @@
 """The optimizer:
 
-kernels         the step of each optimizer, by its name
-codes           moments in 8 and 4 bits
-states          how a unit's states lie in memory, whole and in parts
-adam            the step of one flat buffer, with the bits of PyTorch's own optimizers
-norms           the global norm of all gradients
-groups          which parameters are treated how
-learning_rates  learning rates by step
+kernels  the step of each optimizer, by its name
+codes    moments in 8 and 4 bits
+states   how a unit's states lie in memory, whole and in parts
+adam     the step of one flat buffer, with the bits of PyTorch's own optimizers
+groups   which parameters are treated how
 """

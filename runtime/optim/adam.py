@@ -23,11 +23,12 @@ from typing import Any
 
 import torch
 from torch import get_num_threads
+from torch.nn import functional
 
 from tierplan.runtime.optim.codes import round_by_chance
 from tierplan.runtime.optim.kernels import OptimizerStep, kernel_of
-from tierplan.runtime.optim.states import MASTER_BYTES, StateLayout, View, layout_of
-from tierplan.sim.workloads.optimizers import VECTOR_ELEMENTS, optimizer_of
+from tierplan.runtime.optim.states import StateLayout, View
+from tierplan.sim.workloads.optimizers import VECTOR_ELEMENTS
 
 CHUNK_ELEMENTS = 1 << 20
 MIXED_ELEMENTS = 1 << 19
@@ -72,14 +73,6 @@ class OptimizerSettings:
     weight_decay: float = 0.01
     groups: tuple[ParameterGroup, ...] = ()
     """See `tierplan.runtime.optim.groups`."""
-
-
-def state_regions(states: torch.Tensor, *, optimizer: str, has_master: bool) -> Mapping[str, torch.Tensor]:
-    """Views of a unit's flat states (uint8) by region: `master`, `first`, `second`."""
-    each_bytes = optimizer_of(optimizer).flat_bytes + MASTER_BYTES * has_master
-    num_parameters = states.numel() // max(1, each_bytes)
-    layout = layout_of(optimizer, [(num_parameters,)], "fp32", is_block=False, has_master=has_master)
-    return next(iter(layout.views(states, layout.whole))).tensors
 
 
 def update_states(
@@ -243,16 +236,11 @@ def _step(
     """
     if in_vector is not None:
         offset, length = in_vector
-        here = slice(offset, offset + grad.numel())
-        padded = {
-            name: torch.zeros(length, dtype=own.dtype, device=own.device)
-            for name, own in (*tensors.items(), ("grad", grad))
-        }
-        for name, own in (*tensors.items(), ("grad", grad)):
-            padded[name][here].copy_(own)
-        _step(padded, padded.pop("grad"), settings, step, lr, weight_decay)
+        around = (offset, length - offset - grad.numel())
+        padded = {name: functional.pad(own, around) for name, own in tensors.items()}
+        _step(padded, functional.pad(grad, around), settings, step, lr, weight_decay)
         for name, own in tensors.items():
-            own.copy_(padded[name][here])
+            own.copy_(padded[name][offset : offset + grad.numel()])
         return
     moments = dict(tensors)
     kernel_of(settings.name)(

@@ -14,12 +14,12 @@ from math import prod
 
 import torch
 
+from tierplan.runtime.execution.device import TORCH_DTYPES
 from tierplan.runtime.optim.codes import code_values, decoded, encode
 from tierplan.sim.contents import States
 from tierplan.sim.workloads.formats import FORMATS
 from tierplan.sim.workloads.optimizers import Optimizer, Owned, Shape, optimizer_of, pieces, state_parts, states_bytes
 
-DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MASTER_BYTES = 4
 
 
@@ -101,10 +101,8 @@ class StateLayout:
         return range(self.owned.num_parameters)
 
     def views(self, states: torch.Tensor, part: range) -> Iterator[View]:
-        """Of a part's states (uint8), in flat order."""
-        if self.optimizer.is_flat:
-            yield self._regions(states, part)
-            return
+        """Of a part's states (uint8), in flat order; where they lie region by region, as if of one parameter."""
+        owned = Owned(((self.owned.num_parameters,),), False) if self.optimizer.is_flat else self.owned
         at = 0
 
         def take(size_bytes: int, dtype: torch.dtype) -> torch.Tensor:
@@ -112,7 +110,7 @@ class StateLayout:
             at += size_bytes
             return states[at - size_bytes : at].view(dtype)
 
-        for piece in pieces(self.optimizer, self.owned, part, self._updated):
+        for piece in pieces(self.optimizer, owned, part, self._updated):
             tensors, formats = {}, {}
             if self.has_master:
                 tensors["master"] = take(MASTER_BYTES * len(piece.values), torch.float32)
@@ -124,21 +122,11 @@ class StateLayout:
                     tensors[moment.name] = take(num_codes, torch.uint8)
                     tensors[f"{moment.name} scales"] = take(moment.size_bytes - num_codes, torch.float32)
                 else:
-                    tensors[moment.name] = take(moment.size_bytes, DTYPES[moment.format])
-            shape = self.owned.shapes[piece.index]
-            is_all = len(piece.values) == prod(shape)
-            shape = shape if is_all else ()
+                    tensors[moment.name] = take(moment.size_bytes, TORCH_DTYPES[moment.format])
+            shape = owned.shapes[piece.index]
+            if len(piece.values) < prod(shape):
+                shape = ()
             yield View(piece.index, piece.begin, len(piece.values), shape, tensors, formats, piece.values.start)
-
-    def _regions(self, states: torch.Tensor, part: range) -> View:
-        moments = self.optimizer.moments((len(part),), False, self._updated)
-        tensors: dict[str, torch.Tensor] = {}
-        if self.has_master:
-            tensors["master"] = states[: MASTER_BYTES * len(part)].view(torch.float32)
-        rest = states[MASTER_BYTES * len(part) * self.has_master :]
-        for moment, region in zip(moments, rest.split(moments[0].size_bytes) if moments else (), strict=True):
-            tensors[moment.name] = region.view(DTYPES[moment.format])
-        return View(0, part.start, len(part), (), tensors, {})
 
     def cut(self, whole: torch.Tensor, part: range) -> torch.Tensor:
         """A copy of one part of a unit's states; uint8."""

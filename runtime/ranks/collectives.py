@@ -1,4 +1,4 @@
-"""What gathers and reductions do: the bodies of the ops that all ranks do together.
+"""What gathers, reductions and sends do: the bodies of the ops that ranks do together; and the norm of all gradients.
 
 Sums are taken in the order of ranks, onto the sum of the micro-batches before, if there is one: each rank adds up its
 own shard. So the numbers depend on nothing but the schedule. What is on its way goes through a few MiB at a time.
@@ -15,8 +15,10 @@ from collections.abc import Sequence
 import torch
 
 from tierplan.runtime.autograd.units import ModelUnit
+from tierplan.runtime.execution.gradients import flat_gradients
 from tierplan.runtime.execution.instances import Call, Instance
 from tierplan.runtime.execution.values import BufferValue, content_of, value_of
+from tierplan.runtime.optim.adam import NonFiniteGradientError
 from tierplan.runtime.ranks.group import Ranks
 from tierplan.sim.contents import CastGradients, shard
 
@@ -62,6 +64,29 @@ def shard_gradients(value: BufferValue, unit: ModelUnit, ranks: Ranks) -> list[t
     flat_n, part = value.block.data.view(unit.dtype), shards_of(unit, ranks.size)[ranks.rank]
     parts = parameter_parts(unit, part)
     return [flat_n[own.start - part.start : own.stop - part.start] if own else None for own in parts]
+
+
+def global_norm(
+    own: Sequence[tuple[int, torch.Tensor]], num_parameters: int, ranks: Ranks | None, step: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Of norms (`dtype`) by position in the model; with `ranks`, of those of all, by parameter and then by rank.
+
+    A rank that updates nothing has no norm of its own.
+    """
+    norms = dict(own)
+    if ranks is None:
+        parts = torch.stack([norms[k] for k in sorted(norms)])
+    else:
+        rows = ranks.share([norms[k].item() if k in norms else -1.0 for k in range(num_parameters)], "norms")
+        each = [row[k] for k in range(num_parameters) for row in rows if row[k] != -1.0]
+        parts = torch.tensor(each, dtype=dtype)
+    total = torch.linalg.vector_norm(parts, 2.0)
+    if not torch.isfinite(total):
+        raise NonFiniteGradientError(
+            f"the global norm of the gradients is {total.item()} in step {step}; no update was made and the "
+            "last committed step is intact. Lower the learning rate, or look at the data of this step"
+        )
+    return total
 
 
 def do_collective(call: Call, unit: ModelUnit, target: BufferValue, ranks: Ranks) -> int:
@@ -131,7 +156,7 @@ def do_send(
         filled, rng = pickle.loads(header.numpy().tobytes())
         target.rng = [torch.from_numpy(t) for t in rng]
         target.filled = None if filled is None or len(filled) == len(unit.shapes) else filled
-        parts = [target.block.data] if filled is None else unit.views(target.block.data.view(unit.dtype))
+        parts = [target.block.data] if filled is None else unit.views(target.block.data)
     for part in parts:
         ranks.send(part if coming is not None else part.contiguous(), way)
     return sum(part.nbytes for part in parts)
@@ -155,11 +180,5 @@ def _take(value: BufferValue, unit: ModelUnit, part: range, to_n: torch.Tensor) 
     """Copies a part of a unit's gradients."""
     if value.gradients is None:
         to_n[: len(part)].copy_(value.block.data.view(unit.dtype)[part.start : part.stop])
-        return
-    begin = 0
-    for gradient, own in zip(value.gradients, parameter_parts(unit, part), strict=True):
-        assert gradient is not None
-        if own:
-            at = own.start - part.start
-            to_n[at : at + len(own)].copy_(gradient.reshape(-1)[own.start - begin : own.stop - begin])
-        begin += gradient.numel()
+    elif part:
+        torch.cat(flat_gradients(value.gradients, part), out=to_n[: len(part)])

@@ -15,7 +15,7 @@ import pickle
 import select
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -81,31 +81,26 @@ class Ranks:
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """Row k of what is sent goes to rank k, whose row is received there; uint8, of equal length."""
-        group = self._groups["collectives"]
-        self._finish(lambda: dist.all_to_all_single(received, sent, group=group, async_op=True))
+        self._exchange("collectives", dist.all_to_all_single, received, sent)
 
     def all_gather(self, received: torch.Tensor, sent: torch.Tensor, channel: str = "collectives") -> None:
         """What rank k has sent is row k of what all receive."""
-        group = self._groups[channel]
-        self._finish(lambda: dist.all_gather(list(received), sent, group=group, async_op=True))
+        self._exchange(channel, dist.all_gather, list(received), sent)
 
     def connect(self, ways: Iterable[tuple[int, int]]) -> None:
         """Opens ways on which one rank sends to another; all call this, with the same ones."""
         for way in sorted(set(ways)):
             if str(way) not in self._groups:
-                self._groups[str(way)] = dist.new_group(
-                    sorted(way), timeout=timedelta(seconds=TIMEOUT_S), backend="gloo"
-                )
+                timeout = timedelta(seconds=TIMEOUT_S)
+                self._groups[str(way)] = dist.new_group(sorted(way), timeout=timeout, backend="gloo")
 
     def send(self, t: torch.Tensor, way: tuple[int, int]) -> None:
         """What the first of the two has there is what the second has afterwards; contiguous."""
-        group = self._groups[str(way)]
-        self._finish(lambda: dist.broadcast(t.view(-1).view(torch.uint8), way[0], group=group, async_op=True))
+        self._exchange(str(way), dist.broadcast, t.view(-1).view(torch.uint8), way[0])
 
     def broadcast(self, t: torch.Tensor, source: int) -> None:
         """What one rank has there is what all have afterwards; contiguous."""
-        flat = t.view(-1).view(torch.uint8)
-        self._finish(lambda: dist.broadcast(flat, source, group=self._groups["steps"], async_op=True))
+        self._exchange("steps", dist.broadcast, t.view(-1).view(torch.uint8), source)
 
     def share(self, values: Sequence[float], channel: str) -> list[list[float]]:
         """By rank, its values; every rank gives as many."""
@@ -118,10 +113,8 @@ class Ranks:
         """By rank, what each has, of any size."""
         sent = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
         sizes = [int(size) for (size,) in self.share([len(sent)], "steps")]
-        padded, received = (
-            torch.zeros(max(sizes), dtype=torch.uint8),
-            torch.empty(self.size, max(sizes), dtype=torch.uint8),
-        )
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        received = padded.new_empty(self.size, max(sizes))
         padded[: len(sent)] = sent
         self.all_gather(received, padded, "steps")
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(received, sizes, strict=True)]
@@ -165,13 +158,13 @@ class Ranks:
         if self.failure is None:
             dist.destroy_process_group()
 
-    def _finish(self, begin: Any) -> None:
-        """Waits for an exchange, or for the news that it will not come to its end."""
+    def _exchange(self, channel: str, begin: Callable[..., Any], *what: object) -> None:
+        """Begins an exchange and waits for it, or for the news that it will not come to its end."""
         if self.failure is not None:
             raise self.failure
         pause_s = 2e-5
         try:
-            work = begin()
+            work = begin(*what, group=self._groups[channel], async_op=True)
             while not work.is_completed():
                 if self.failure is not None:
                     raise self.failure

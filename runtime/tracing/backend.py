@@ -40,10 +40,8 @@ def backend_rules(training: Training) -> Iterator[None]:
     with ExitStack() as stack:
         import transformers.masking_utils as masking
 
-        if hasattr(masking, "find_packed_sequence_indices"):
-            stack.enter_context(patch.object(masking, "find_packed_sequence_indices", lambda *a, **k: None))
-        if hasattr(masking, "is_tracing"):
-            stack.enter_context(patch.object(masking, "is_tracing", lambda *a, **k: False))
+        stack.enter_context(patch.object(masking, "find_packed_sequence_indices", lambda *a, **k: None))
+        stack.enter_context(patch.object(masking, "is_tracing", lambda *a, **k: False))
         if training.backend == "cuda":
             stack.enter_context(patch.object(F, "scaled_dot_product_attention", cuda_attention))
             stack.enter_context(patch.object(F, "dropout", cuda_dropout))

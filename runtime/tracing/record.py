@@ -98,9 +98,6 @@ class UnitRecorder(TorchDispatchMode):
         self._made = 0
         self._pins: list[torch.UntypedStorage] = []
 
-    def __hash__(self) -> int:
-        return id(self)
-
     # ---- storages ----
 
     def number(self, t: torch.Tensor) -> int:

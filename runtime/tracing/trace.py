@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
@@ -64,21 +65,14 @@ def trace_config(
             shape = (training.per_device_train_batch_size, training.sequence_length)
             ids, labels = (torch.empty(shape, dtype=torch.int64) for _ in range(2))
             tracer = _Tracer(model, training, blocks)
-            units = tracer.run(lambda: model(input_ids=ids, labels=labels).loss)
+            tracer.run(lambda: model(input_ids=ids, labels=labels).loss)
         except ModelError as error:
             raise WorkloadError(f"{name}: {error}") from error
         except DataDependentOutputException as error:
             raise WorkloadError(
                 f"{name}: {type(model).__name__} looks at values of its inputs ({error}); tracing has none to show"
             ) from error
-    workload = Workload(
-        name=name,
-        model_type=str(raw["model_type"]),
-        training=training,
-        units=tuple(units),
-        shared_bytes=tracer.shared_bytes,
-        config=dict(raw),
-    )
+    workload = tracer.workload(name, str(raw["model_type"]), config=dict(raw))
     return with_sizes_of_one(workload, at or (lambda training: trace_config(name, raw, training)))
 
 
@@ -112,7 +106,7 @@ def trace_module(
         with mode, backend_rules(training), loss_in_chunks(twin, training.loss_chunks):
             fakes = {k: torch.empty_like(v) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
             tracer = _Tracer(twin, training, [block for _, block in find_blocks(twin)], refuses_glue=True)
-            units = tracer.run(lambda: loss_of(twin, fakes, loss))
+            tracer.run(lambda: loss_of(twin, fakes, loss))
     except (ModelError, DataDependentOutputException) as error:
         raise WorkloadError(f"{name}: {error}") from error
     except RuntimeError as error:
@@ -122,9 +116,7 @@ def trace_module(
             f"{name} uses what it gave to a block again behind it, such as a residual that is added outside of the "
             "blocks; let blocks do that"
         ) from error
-    return Workload(
-        name=name, model_type="module", training=training, units=tuple(units), shared_bytes=tracer.shared_bytes
-    )
+    return tracer.workload(name, "module")
 
 
 def _with_trained_dtype(name: str, module: nn.Module, training: Training) -> Training:
@@ -178,18 +170,22 @@ class _Tracer:
         self.prefix = ""
         self.owner: dict[str, str] = {}
         self.recorder: UnitRecorder | None = None
-        self.hooks: saved_tensors_hooks | None = None
+        self.recording, self.saving = ExitStack(), ExitStack()
+        """Under the recorder, and in front of backward its hooks for what is saved."""
         self.given: list[torch.Tensor] = []
         self.ran = 0
 
-    @property
-    def shared_bytes(self) -> int:
-        return sum(self.shared.values())
+    def workload(self, name: str, model_type: str, **more: Any) -> Workload:
+        """What `run` has seen."""
+        units, shared_bytes = tuple(self.units), sum(self.shared.values())
+        return Workload(
+            name=name, model_type=model_type, training=self.training, units=units, shared_bytes=shared_bytes, **more
+        )
 
     # ---- the walk ----
 
-    def run(self, forward: Callable[[], torch.Tensor]) -> list[Unit]:
-        """The units of a model whose loss `forward` computes."""
+    def run(self, forward: Callable[[], torch.Tensor]) -> None:
+        """Finds the units of a model whose loss `forward` computes."""
         handles = [
             nn.modules.module.register_module_forward_pre_hook(
                 lambda module, args: self.scopes.append(self.names.get(id(module), ""))
@@ -212,10 +208,8 @@ class _Tracer:
         finally:
             for handle in handles:
                 handle.remove()
-            if self.recorder is not None:
-                self._stop()
+            self._stop()
         self._own_the_rest()
-        return self.units
 
     def _leave(self, module: nn.Module, args: object, out: object) -> None:
         self.scopes.pop()
@@ -288,16 +282,13 @@ class _Tracer:
         self.recorder = UnitRecorder(self.parameters, result_on(self.training), self._scope)
         self.given = input_tensors
         self.recorder.input_numbers.update(map(self.recorder.number, input_tensors))
-        self.hooks = saved_tensors_hooks(self.recorder.pack, self.recorder.unpack)
-        self.recorder.__enter__()
-        self.hooks.__enter__()
+        self.recording.enter_context(self.recorder)
+        self.saving.enter_context(saved_tensors_hooks(self.recorder.pack, self.recorder.unpack))
 
     def _stop(self) -> None:
-        assert self.recorder is not None
-        if self.hooks is not None:
-            self.hooks.__exit__(None, None, None)
-        self.recorder.__exit__(None, None, None)
-        self.recorder = self.hooks = None
+        self.saving.close()
+        self.recording.close()
+        self.recorder = None
 
     def _finish(
         self,
@@ -316,9 +307,7 @@ class _Tracer:
         """
         recorder = self.recorder
         assert recorder is not None
-        assert self.hooks is not None
-        self.hooks.__exit__(None, None, None)
-        self.hooks = None  # the recorder goes on, for backward
+        self.saving.close()  # the recorder goes on, for backward
         given = (*results, *handed)[:1]
         out_bytes = 0 if kind == "head" else sum(t.untyped_storage().nbytes() for t in given)
         shared_bytes = self._share(recorder, given, results[1:], passed_on)

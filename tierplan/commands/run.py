@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.verify:
-        from tierplan.runtime.checkpoint.verification import verify_commit
+        from tierplan.runtime.checkpoint.commits import verify_commit
 
         whole = verify_commit(args.out, args.nvme or ())
         print(json.dumps({"whole": True, "what": whole}) if args.json else whole)

@@ -17,7 +17,7 @@ from tests.runtime.checkpoint.test_commits import STEPS, new_trainer, plain_weig
 from tests.runtime.models import make_batches
 from tierplan.cli import main
 from tierplan.runtime.checkpoint.commits import Commit, CommitError, CommitLog, Stored
-from tierplan.runtime.execution.placement import TrainingError
+from tierplan.runtime.execution.instances import ExecutionError
 from tierplan.runtime.memory.arena import PAGE_BYTES, map_host, padded
 from tierplan.runtime.memory.files import StoreError
 from tierplan.runtime.memory.store import DamageError
@@ -278,8 +278,8 @@ def test_a_step_that_failed_is_not_committed(tmp_path: Path) -> None:
     with new_trainer(tmp_path, schedule_for("nvme"), on_step=at_step_2) as trainer:
         with pytest.raises(OSError, match="from a callback"):
             trainer.run(make_batches(STEPS), STEPS)
-        with pytest.raises(TrainingError, match="a step has failed"):
-            trainer.commit()
+        with pytest.raises(ExecutionError, match="has failed and cannot go on"):
+            trainer.run(make_batches(STEPS), 1)
     assert last_commit(tmp_path).num_steps == 2
 
 

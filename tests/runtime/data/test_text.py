@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tierplan.runtime.data.text import DataError, TokenBatches, fingerprint, read_tokens
-from tierplan.runtime.optim.learning_rates import learning_rate
+from tierplan.runtime.job import learning_rate
 
 
 def test_every_window_comes_once_per_epoch() -> None:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.runtime.execution.fake_device import FakeCuda
 from tests.sim.naive import initial_bytes, writers_of
 from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
 from tierplan.hwmodels.machine import Cost
@@ -22,7 +23,6 @@ from tierplan.hwmodels.names import COMPUTE, H2D, HOST_ADAM
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.execution.executor import TRACED_OPS, TRACED_STEPS, Executor, traced_steps
-from tierplan.runtime.execution.fake_device import FakeCuda
 from tierplan.runtime.execution.instances import Call, ExecutionError, Instance
 from tierplan.runtime.execution.ledger import TierFullError
 from tierplan.sim.analysis.completion import OutOfMemory
@@ -231,7 +231,7 @@ def test_two_runs_are_one_longer_run(schedule: Schedule, first: int, second: int
     cut.run(first)
     cut.run(second)
     assert grants(whole.trace().memory) == grants(cut.trace().memory)
-    assert sorted(x.buffer.name for x in whole.held) == sorted(x.buffer.name for x in cut.held)
+    assert sorted(x.buffer.name for x in whole.ledger.held) == sorted(x.buffer.name for x in cut.ledger.held)
 
 
 @pytest.mark.parametrize(("params", "states", "acts"), list(product(("device", "nvme"), ("host", "nvme"), ("nvme",))))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.runtime.execution.fake_device import FakeCuda, RaceError
 from tests.runtime.models import make_batches, make_model, observed_workload
 from tests.runtime.test_trainer import CPU, machine
 from tests.toys import uniform_plan
@@ -21,11 +22,9 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.autograd.saved import AbsentError
 from tierplan.runtime.execution.executor import Executor
-from tierplan.runtime.execution.fake_device import FakeCuda, RaceError
-from tierplan.runtime.execution.instances import Instance
+from tierplan.runtime.execution.instances import Instance, Unrolling
 from tierplan.runtime.execution.ops import Bodies, SizeError
 from tierplan.runtime.execution.placement import TrainingError
-from tierplan.runtime.execution.unrolling import Unrolling
 from tierplan.runtime.memory.arena import Pool
 from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.reference import train_plainly
@@ -38,10 +37,10 @@ LATENESS_S = (0.001, 0.2)
 ON_HOST = UnitPlan(params="host", grads="host", states="host", acts="host", input="host")
 RACES: dict[str, tuple[Any, str, str, str]] = {
     "streams do not wait for each other": (
-        Executor, "_wait_on_device", "self._device.wait_for(stream, earlier.ended)", "pass",
+        Executor, "_wait_on_device", "self.device.wait_for(stream, earlier.ended)", "pass",
     ),
     "the event is recorded before the work": (
-        Executor, "_note_issued", "node.ended = self._device.record(stream)", "node.ended = node.begun",
+        Executor, "_note_issued", "node.ended = self.device.record(stream)", "node.ended = node.begun",
     ),
     "the host goes on when an op is issued": (
         Executor, "_note_issued", "if later.op.stream in self._issued", "if True",

@@ -15,7 +15,7 @@ from tests.runtime.test_trainer import CPU, check, machine
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.runtime.execution.state_parts import states_of
+from tierplan.runtime.execution.values import states_of
 from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.optim.states import layout_of
 from tierplan.runtime.reference import train_plainly

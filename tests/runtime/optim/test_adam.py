@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
 
 from tierplan.runtime.execution.threads import threads_here
-from tierplan.runtime.optim.adam import NonFiniteGradientError, OptimizerSettings, Segment, state_regions, update_flat
+from tierplan.runtime.optim.adam import NonFiniteGradientError, OptimizerSettings, Segment, update_flat
+from tierplan.runtime.optim.states import MASTER_BYTES, layout_of
+from tierplan.sim.workloads.optimizers import optimizer_of
 
 N = 10_007
 
@@ -18,6 +20,14 @@ N = 10_007
 def gradients(dtype: torch.dtype, steps: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
     return [torch.randn(N, generator=generator).to(dtype) for _ in range(steps)]
+
+
+def state_regions(states: torch.Tensor, *, optimizer: str, has_master: bool) -> Mapping[str, torch.Tensor]:
+    """Views of a unit's flat states (uint8) by region: `master`, `first`, `second`."""
+    each_bytes = optimizer_of(optimizer).flat_bytes + MASTER_BYTES * has_master
+    num_parameters = states.numel() // max(1, each_bytes)
+    layout = layout_of(optimizer, [(num_parameters,)], "fp32", is_block=False, has_master=has_master)
+    return next(iter(layout.views(states, layout.whole))).tensors
 
 
 @pytest.mark.parametrize("chunk", [1 << 20, 1000, 777])
