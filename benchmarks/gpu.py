@@ -150,9 +150,9 @@ def beside_plain(device: str, out: Path, width: int, blocks: int, *, steps: int 
     import torch
 
     from benchmarks.runtime.speed import config, machine
-    from tests.runtime.execution.fake_device import FakeCuda
     from tierplan.planner.lowering import lower
     from tierplan.planner.plan import UnitPlan, UnitwisePlan
+    from tierplan.runtime.execution.device import open_device
     from tierplan.runtime.reference import train_plainly
     from tierplan.runtime.tracing.models import build_model, example_batch
     from tierplan.runtime.tracing.trace import trace_config
@@ -194,8 +194,7 @@ def beside_plain(device: str, out: Path, width: int, blocks: int, *, steps: int 
             units = tuple(choice if unit.kind == "block" else kept for unit in workload.units)
             plan = UnitwisePlan(policy="beside", units=units, semantics="in-backward")
             schedule = lower(plan, workload, machine(1 << 36, 1 << 37))
-            on = FakeCuda() if device == "fake" else device
-            with Trainer(schedule, build_model(raw, training), device=on) as trainer:
+            with Trainer(schedule, build_model(raw, training), device=open_device(device)) as trainer:
                 trainer.run(batches, steps)
                 result = trainer.result()
             steps_s[name].append(median_s(result.step_ends_s))

@@ -2,7 +2,7 @@
 
 Everything else uses `Device`. On CUDA each stream of the schedule has a CUDA stream of its own: what a worker does
 under `on` is put on it, and an `Event` behind it says when that is done: to other streams, which `wait_for` it, and to
-the host. Transfers use pinned memory. The tests have a third kind, a double that is as late as CUDA allows.
+the host. Transfers use pinned memory. `fake_device` is a third kind, a test double that is as late as CUDA allows.
 """
 
 from __future__ import annotations
@@ -218,7 +218,11 @@ class _CudaEvent:
 
 
 def open_device(name: str) -> Device:
-    """`cuda` (or `cuda:0`), or `cpu`."""
+    """`cuda` (or `cuda:0`), `cpu`, or `fake`: a test double of a GPU."""
+    if name == "fake":
+        from tierplan.runtime.execution.fake_device import FakeCuda
+
+        return FakeCuda()
     return CudaDevice(name) if name.startswith("cuda") else Device()
 
 

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.runtime.execution.fake_device import FakeCuda
 from tests.sim.naive import initial_bytes, writers_of
 from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
 from tierplan.hwmodels.machine import Cost
@@ -23,6 +22,7 @@ from tierplan.hwmodels.names import COMPUTE, H2D, HOST_ADAM
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.execution.executor import TRACED_OPS, TRACED_STEPS, Executor, traced_steps
+from tierplan.runtime.execution.fake_device import FakeCuda
 from tierplan.runtime.execution.instances import Call, ExecutionError, Instance
 from tierplan.runtime.execution.ledger import TierFullError
 from tierplan.sim.analysis.completion import OutOfMemory

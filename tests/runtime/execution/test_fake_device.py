@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.runtime.execution.fake_device import FakeCuda, RaceError
 from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM
+from tierplan.runtime.execution.fake_device import FakeCuda, RaceError
 
 STREAMS = (COMPUTE, D2H)
 

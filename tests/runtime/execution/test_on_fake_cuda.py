@@ -14,7 +14,6 @@ from tests.runtime.checkpoint.test_commits import (  # noqa: F401
     test_a_run_resumes_on_another_plan,
     test_resumed_training_is_uninterrupted_training,
 )
-from tests.runtime.execution.fake_device import FakeCuda
 from tests.runtime.execution.test_policies_run import test_a_policy_trains_bit_for_bit  # noqa: F401
 from tests.runtime.optim.test_groups import test_frozen_parameters  # noqa: F401
 from tests.runtime.test_coded_activations import (  # noqa: F401
@@ -36,6 +35,7 @@ from tests.runtime.test_trainer import (  # noqa: F401
 )
 from tierplan.runtime import trainer
 from tierplan.runtime.execution.device import Device
+from tierplan.runtime.execution.fake_device import FakeCuda
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.sampled]
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.runtime.execution.fake_device import FakeCuda, RaceError
 from tests.runtime.models import make_batches, make_model, observed_workload
 from tests.runtime.test_trainer import CPU, machine
 from tests.toys import uniform_plan
@@ -22,6 +21,7 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.autograd.saved import AbsentError
 from tierplan.runtime.execution.executor import Executor
+from tierplan.runtime.execution.fake_device import FakeCuda, RaceError
 from tierplan.runtime.execution.instances import Instance, Unrolling
 from tierplan.runtime.execution.ops import Bodies, SizeError
 from tierplan.runtime.execution.placement import TrainingError
