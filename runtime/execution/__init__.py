@@ -10,6 +10,6 @@ ledger      what each tier holds
 placement   what outlives a step, on its way into its tiers and out
 executable  which schedules the runtime executes
 device      CUDA, or a byte budget in this machine's memory
-fake_device a CUDA device that is none: as late as can be, and it finds races
+fake_device  a CUDA device that is none: as late as can be, and it finds races
 threads     how many threads a kernel uses
 """
