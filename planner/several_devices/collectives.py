@@ -6,7 +6,7 @@ whole; an all-reduce is both, one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Container, Iterable
 
 from tierplan.hwmodels.names import HOPS, collective, device, p2p, ring
 from tierplan.sim.builder import Builder
@@ -34,6 +34,15 @@ def add_send(
     reads = [buffer, *([over] if over else [])]
     builder.op(key, stream, SEND, work=work, reads=reads, writes=(arrived,), m=m, after=after)
     return arrived
+
+
+def add_all_reduce(builder: Builder, key: str, own: str, every: Collection[str], *, unit: str = "") -> str:
+    """Adds a device's part in summing what every device has, of which this is its own; its buffer with the sum."""
+    target, size_bytes = builder.owner(own), builder.buffers[own].size_bytes
+    assert target is not None
+    total, work = builder.like(own, device(target)), collective_work("all_reduce", size_bytes, len(every))
+    builder.op(key, collective(target), "all_reduce", work=work, reads=every, writes=(total,), unit=unit)
+    return total
 
 
 def collective_work(kind: str, size_bytes: float, num_devices: int, *, calls: int = 1) -> Amounts:
