@@ -291,12 +291,13 @@ class PackLowering(Builder):
             if what == "y" and task.is_last:
                 self.brought["dx", task.first, m] = source
             return self._fetch(label, source, after=after, m=m)
-        return self._from_peer(copy_key("send", label), source, task.device, after, m)
+        return self._send(copy_key("send", label), source, task.device, after=after, m=m)
 
-    def _from_peer(self, key: str, source: str, target: int, after: list[str], m: int) -> str:
-        peer = self.owner(source)
-        assert peer is not None
-        return self.copy(key, p2p(peer, target), source, device(target), after=after, m=m)
+    def _send(self, key: str, buffer: str, target: int, **more: Any) -> str:
+        """Adds the send of a buffer to another device; the buffer there."""
+        source = self.owner(buffer)
+        assert source is not None
+        return self.copy(key, p2p(source, target), buffer, device(target), **more)
 
     def _leaves(self, what: str, unit: int, m: int, buffer: str, task: Task) -> None:
         """Over host memory to a later task on the same device; another device takes it itself where it can."""

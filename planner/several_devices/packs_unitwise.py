@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.names import HOST, d2h, device
+from tierplan.hwmodels.names import HOPS, HOST, collective, d2h, device, p2p, ring
 from tierplan.planner.plan import PackPlan, Sharing
-from tierplan.planner.several_devices.collectives import add_send
 from tierplan.planner.several_devices.packs import PackLowering, Task
 from tierplan.planner.several_devices.partition import partition
 from tierplan.sim.contents import (
@@ -37,6 +37,7 @@ from tierplan.sim.contents import (
     op_key,
     recompute_key,
 )
+from tierplan.sim.ranks import SEND
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.step import StepSpec, unit_spec
 from tierplan.sim.workloads.workload import Amounts, Unit, Workload
@@ -220,15 +221,27 @@ class Pipeline(_UnitwiseLowering):
         embed = self.units[0]  # by which the model's own forward leads to the turn's first unit
         return embed.forward_work_bytes + embed.saved_bytes + embed.output_bytes if u == self.first > 0 else 0
 
-    def _from_peer(self, key: str, source: str, target: int, after: list[str], m: int) -> str:
-        return add_send(self, self.links, key, source, target, m=m, after=after)
+    def _send(
+        self, key: str, buffer: str, target: int, *, tier: str | None = None, over: str | None = None, **more: Any
+    ) -> str:
+        """The same, or into the memory of the device's process (`tier`), over what that has of the same. By the link
+        between the two, or through the host at the rate of a ring of two."""
+        size_bytes, source = float(self.buffers[buffer].size_bytes), self.owner(buffer)
+        assert source is not None
+        arrived = self.over(over) if over else self.like(buffer, tier or device(target), target if tier else None)
+        stream, work = p2p(source, target), {"bytes": size_bytes}
+        if stream not in self.links:
+            stream, work = collective(source), {ring(2): size_bytes, HOPS: 1.0}
+        reads = [buffer, *([over] if over else [])]
+        self.op(key, stream, SEND, work=work, reads=reads, writes=(arrived,), **more)
+        return arrived
 
     def _leaves(self, what: str, unit: int, m: int, buffer: str, task: Task) -> None:
         self.handed[what, unit, m] = buffer
 
     def _to_host(self, key: str, buffer: str, u: int, *, m: int = 0, after: Sequence[str] = ()) -> str:
         if (own := self.own[u]) != self.at:
-            return add_send(self, self.links, key, buffer, own, tier=HOST, m=m, after=after)
+            return self._send(key, buffer, own, tier=HOST, m=m, after=after)
         return self.copy(key, d2h(self.at), buffer, HOST, owner=own, m=m, after=after)
 
     def _update(self, task: Task) -> None:
@@ -238,7 +251,7 @@ class Pipeline(_UnitwiseLowering):
             for d, homes in enumerate(self.homes):
                 if d != task.device and unit.name in homes:
                     key, new = copy_key("send", self._new_params(unit, d)), self.params_home[unit.name]
-                    homes[unit.name] = add_send(self, self.links, key, new, d, over=homes[unit.name])
+                    homes[unit.name] = self._send(key, new, d, over=homes[unit.name])
 
     def _new_params(self, unit: Unit, d: int) -> str:
         return op_key(Params(unit.name), f"for{d}")

@@ -88,7 +88,7 @@ class _Resident(Pipeline):
         for u in self.stages[self.at][::step]:
             border = run(u, m, border)
         if border:
-            self.arrived[phase, self.at + step, m] = self._send(border, self.at + step, m)
+            self.arrived[phase, self.at + step, m] = self._hand_over(border, self.at + step, m)
 
     def _reads(self, unit: Unit, m: int) -> list[str | None]:
         params = [self.homes[self.at].get(name) for name in (unit.name, unit.shares) if name]
@@ -120,14 +120,14 @@ class _Resident(Pipeline):
         owner = next((v for v, other in enumerate(self.units) if other.name == unit.shares), u)
         if unit.adds_to_shared and self.own[owner] != self.at:
             tied = self.units[owner].name, m
-            self.tied[tied] = self._send(self.tied[tied], self.own[owner], m)
+            self.tied[tied] = self._hand_over(self.tied[tied], self.own[owner], m)
             del self.may_begin[self.at]  # compute need not wait for what is needed much later
         return dx
 
-    def _send(self, buffer: str, target: int, m: int) -> str:
+    def _hand_over(self, buffer: str, target: int, m: int) -> str:
         key = copy_key("send", self.buffers[buffer].content)
         self.may_begin[self.at] = [key]
-        return self._from_peer(key, buffer, target, [], m)
+        return self._send(key, buffer, target, m=m)
 
     # ---- updates ----
 
