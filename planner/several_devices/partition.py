@@ -213,9 +213,7 @@ class _Partition:
             b = self.old[name]
             key = op_key(copy_key("gather", b.content), op.unit, turn, micro_batch_name(op.micro_batch), device(r))
             after = self.computes[r][-1:] if self.sharing.waits else self.computes[r][-2:-1]
-            whole = self.gathered[known] = buffer_name(key, device(r))
-            self._buffer(whole, b, r, b.size_bytes)
-            self._collective(key, "gather", b, r, [self._name(name, k) for k in range(self.n)], whole, after)
+            self.gathered[known] = self._exchanged(key, "gather", name, r, b.size_bytes, after)
         return self.gathered[known]
 
     def _scatter(self, name: str, r: int) -> str:
@@ -224,9 +222,8 @@ class _Partition:
             b, whole = self.old[name], self.sharing.divided == "nothing"
             kind = "all_reduce" if whole else self.sharing.by
             key = device_name(copy_key("reduce", b.content), r)
-            out = self.scattered[name, r] = buffer_name(key, device(r))
-            self._buffer(out, b, r, b.size_bytes if whole else self._shard_bytes(b, r))
-            self._collective(key, kind, b, r, [self._name(name, k) for k in range(self.n)], out, [])
+            size_bytes = b.size_bytes if whole else self._shard_bytes(b, r)
+            self.scattered[name, r] = self._exchanged(key, kind, name, r, size_bytes, [])
         return self.scattered[name, r]
 
     def _is_gathered_again(self, name: str) -> bool:
@@ -280,8 +277,12 @@ class _Partition:
             self.ops.append(Op(key=key, stream=collective(r), kind="all_reduce", unit=op.unit, work=work, after=ended))
             self.awaited[r].append(key)
 
-    def _buffer(self, name: str, b: Buffer, r: int, size_bytes: int) -> None:
-        self.buffers[name] = Buffer(name=name, tier=device(r), size_bytes=size_bytes, content=b.content, kind=b.kind)
+    def _exchanged(self, key: str, kind: str, name: str, r: int, size_bytes: int, after: list[str]) -> str:
+        """A new buffer on device r, of what all devices have."""
+        b, out = self.old[name], buffer_name(key, device(r))
+        self.buffers[out] = Buffer(name=out, tier=device(r), size_bytes=size_bytes, content=b.content, kind=b.kind)
+        self._collective(key, kind, b, r, [self._name(name, k) for k in range(self.n)], out, after)
+        return out
 
     def _collective(self, key: str, kind: str, b: Buffer, r: int, reads: list[str], out: str, after: list[str]) -> None:
         content = parse_content(b.content)
