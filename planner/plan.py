@@ -7,6 +7,7 @@ PagedPlan       devices page weights in and out for every use (virtual memory)
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import ClassVar, Literal
@@ -176,10 +177,9 @@ class UnitwisePlan(Shown):
 
     def __repr__(self) -> str:
         """One line: as many units as are alike, and where their parameters and states are."""
-        places: dict[str, int] = {}
-        for unit in self.units:
-            place = f"{unit.params}/{unit.states}" + (f"/frozen {unit.frozen}" if unit.frozen else "")
-            places[place] = places.get(place, 0) + 1
+        places = Counter(
+            f"{unit.params}/{unit.states}" + (f"/frozen {unit.frozen}" if unit.frozen else "") for unit in self.units
+        )
         alike = ", ".join(f"{number} x {place}" for place, number in places.items())
         parts = f", {self.sub_batches} sub-batches" if self.sub_batches > 1 else ""
         return f"<UnitwisePlan {self.policy}: {self.order} order{parts}, {self.semantics}; parameters/states {alike}>"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,7 @@ from tierplan.planner.lowering.placing import BUFFER_FIELDS, CELL_FIELDS, OP_FIE
 from tierplan.planner.lowering.sketch import Facts, Sketch, Template, Terms, moved_together
 from tierplan.planner.plan import UnitPlan
 from tierplan.sim.columns import Int64, Works
-from tierplan.sim.step import Action, UnitSpec, unit_spec
+from tierplan.sim.step import unit_spec
 from tierplan.sim.workloads.workload import Workload, first_alike
 
 USED = ("params", "owner's params", "frozen", "owner's frozen")
@@ -104,7 +105,7 @@ class Chain:
         self._known = [known[u] for u in self._first]
         self._rows, self._first_pattern, self._numbers = Growing(), Growing(), dict[tuple[object, ...], int]()
         self.facts: list[Facts] = []
-        self._specs: dict[tuple[int, Action | tuple[Action, ...]], UnitSpec] = {}
+        self._spec = cache(lambda u, acts: unit_spec(units[u], acts))
         self._cells: dict[str, int] = {}
         self.num_cells = 0
         self.names: list[Mapping[str, int]] = []
@@ -147,11 +148,6 @@ class Chain:
             self.facts.append(Facts(kind, SimpleNamespace(**known), spec, num_parts, moved))
             self._first_pattern.add([self._pattern(kind, len(moved), num_parts)])
         return number
-
-    def _spec(self, u: int, acts: Action | tuple[Action, ...]) -> UnitSpec:
-        if (u, acts) not in self._specs:
-            self._specs[u, acts] = unit_spec(self.workload.units[u], acts)
-        return self._specs[u, acts]
 
     def _pattern(self, kind: int, *counts: int) -> int:
         """The number of the first pattern of these: there is one for each flag."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.planner.policies.options import WHOLE, bounded_semantics, by_kind, num_devices, read_options, whole_number
+from tierplan.planner.policies.options import WHOLE, by_kind, read_options, unitwise_plan, whole_number
 from tierplan.sim.workloads.workload import Workload
 
 NAME = "full-recompute"
@@ -22,12 +22,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     """All on the device; blocks are recomputed in segments of `every`."""
     options = read_options(NAME, given, OPTIONS)
     every = whole_number(NAME, options, "every", low=1)
-    return UnitwisePlan(
-        policy=NAME,
-        units=by_kind(workload, UnitPlan(acts="recompute"), UnitPlan()),
-        segment_units=every,
-        semantics=bounded_semantics(NAME, options, workload, "exact-clip"),
-        devices=num_devices(NAME, options, machine),
-        sharing=WHOLE,
-        options=options,
+    units = by_kind(workload, UnitPlan(acts="recompute"), UnitPlan())
+    return unitwise_plan(
+        NAME, options, workload, machine, "exact-clip", units=units, segment_units=every, sharing=WHOLE
     )

@@ -24,14 +24,7 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import PlanError
-from tierplan.planner.policies.options import (
-    bounded_semantics,
-    choice,
-    need_nvme,
-    num_devices,
-    read_options,
-    whole_number,
-)
+from tierplan.planner.policies.options import choice, need_nvme, num_devices, read_options, unitwise_plan, whole_number
 from tierplan.sim.step import Action
 from tierplan.sim.workloads.workload import Unit, Workload
 
@@ -79,10 +72,10 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
             "keep" if t.index not in large else lower if t.index in leaving else "recompute" for t in unit.saved
         )
         units.append(replace(other, input=lower, acts=acts))  # type: ignore[arg-type]
-    return UnitwisePlan(
-        policy=NAME,
+    options |= {"sub_batches": sub_batches, "swapped": len(swapped)}
+    return unitwise_plan(
+        NAME, options, workload, machine, "in-backward",
         units=tuple(units),
-        semantics=bounded_semantics(NAME, options, workload, "in-backward"),
         order="vertical",
         sub_batches=sub_batches,
         sums_tied=sub_batches > 1 and any(unit.shares and unit.adds_to_shared for unit in workload.units),
@@ -91,10 +84,8 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         prefetch_states_units=int(write_back == "awaited"),
         strict_windows=True,
         updates_in_flight=2,
-        write_back="delayed" if write_back == "delayed" else "awaited",
-        devices=devices,
-        options={**options, "sub_batches": sub_batches, "swapped": len(swapped)},
-    )
+        write_back=write_back,
+    )  # fmt: skip
 
 
 def _kinds(workload: Workload) -> dict[str, int]:

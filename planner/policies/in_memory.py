@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Sharing, UnitPlan, UnitwisePlan
-from tierplan.planner.policies.options import WHOLE, bounded_semantics, choice, num_devices, read_options
+from tierplan.planner.policies.options import WHOLE, choice, read_options, unitwise_plan
 from tierplan.sim.workloads.workload import Workload
 
 NAME = "in-memory"
@@ -20,11 +20,5 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     """All on the device, all activations kept."""
     options = read_options(NAME, given, OPTIONS)
     is_whole = choice(NAME, options, "sharing", ("ddp", "fsdp")) == "ddp"
-    return UnitwisePlan(
-        policy=NAME,
-        units=(UnitPlan(),) * len(workload.units),
-        semantics=bounded_semantics(NAME, options, workload, "exact-clip"),
-        devices=num_devices(NAME, options, machine),
-        sharing=WHOLE if is_whole else Sharing(reduces="each", keeps="ends"),
-        options=options,
-    )
+    units, sharing = (UnitPlan(),) * len(workload.units), WHOLE if is_whole else Sharing(reduces="each", keeps="ends")
+    return unitwise_plan(NAME, options, workload, machine, "exact-clip", units=units, sharing=sharing)

@@ -95,29 +95,25 @@ def bounded_semantics(policy: str, options: Mapping[str, object], workload: Work
     return cast(Semantics, choice(policy, options, "semantics", get_args(Semantics)))
 
 
+def unitwise_plan(
+    policy: str, options: dict[str, object], workload: Workload, machine: Machine, own: Semantics, **fields: Any
+) -> UnitwisePlan:
+    """The policy's plan with these fields, by its `own` semantics unless option `semantics` says otherwise, on all
+    devices unless option `devices` does. Updates are held only where they come after backward."""
+    semantics = bounded_semantics(policy, options, workload, own)
+    fields["hold_updates"] = fields.get("hold_updates", False) and semantics == "exact-clip"
+    devices = num_devices(policy, options, machine)
+    return UnitwisePlan(policy=policy, semantics=semantics, devices=devices, options=options, **fields)
+
+
 def data_parallel(
-    policy: str,
-    options: dict[str, object],
-    workload: Workload,
-    machine: Machine,
-    unit: UnitPlan,
-    sharing: Sharing,
-    **more: Any,
+    policy: str, options: dict[str, object], workload: Workload, machine: Machine, unit: UnitPlan, **fields: Any
 ) -> UnitwisePlan:
     """One choice for all units on all devices, updated after backward unless option `semantics` says otherwise."""
-    semantics = bounded_semantics(policy, options, workload, "exact-clip")
     if "prefetch" in options:
-        more["prefetch_params_units"] = int(number(policy, options, "prefetch", low=0))
-    return UnitwisePlan(
-        policy=policy,
-        units=with_checkpointing(policy, options, workload, unit),
-        semantics=semantics,
-        hold_updates=semantics == "exact-clip",
-        devices=num_devices(policy, options, machine),
-        sharing=sharing,
-        options=options,
-        **more,
-    )
+        fields["prefetch_params_units"] = int(number(policy, options, "prefetch", low=0))
+    units = with_checkpointing(policy, options, workload, unit)
+    return unitwise_plan(policy, options, workload, machine, "exact-clip", units=units, hold_updates=True, **fields)
 
 
 def has_nvme(machine: Machine) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.planner.policies.options import bounded_semantics, by_kind, num_devices, read_options, whole_number
+from tierplan.planner.policies.options import by_kind, read_options, unitwise_plan, whole_number
 from tierplan.sim.workloads.workload import Workload
 
 NAME = "sliding-window"
@@ -24,13 +24,10 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     options = read_options(NAME, given, OPTIONS)
     window = whole_number(NAME, options, "window", low=1)
     other = UnitPlan(params="host", grads="host", states="host")
-    return UnitwisePlan(
-        policy=NAME,
+    return unitwise_plan(
+        NAME, options, workload, machine, "in-backward",
         units=by_kind(workload, replace(other, input="host", acts="recompute"), other),
-        semantics=bounded_semantics(NAME, options, workload, "in-backward"),
         prefetch_params_units=window - 1,
         prefetch_acts_units=window - 1,
         strict_windows=True,
-        devices=num_devices(NAME, options, machine),
-        options=options,
-    )
+    )  # fmt: skip

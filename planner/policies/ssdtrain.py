@@ -25,11 +25,11 @@ from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, NVME_READ, NVME_W
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.policies.options import (
     WHOLE,
-    bounded_semantics,
     choice,
     need_nvme,
     num_devices,
     read_options,
+    unitwise_plan,
     whole_number,
 )
 from tierplan.sim.step import Action
@@ -55,16 +55,13 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         if unit.kind == "block":
             acts: list[Action] = ["keep" if (u, tensor.index) in kept else "nvme" for tensor in unit.saved]
             units[u] = UnitPlan(input="keep" if (u, INPUT) in kept else "nvme", acts=tuple(acts))
-    return UnitwisePlan(
-        policy=NAME,
+    return unitwise_plan(
+        NAME, options, workload, machine, "in-backward",
         units=tuple(units),
-        semantics=bounded_semantics(NAME, options, workload, "in-backward"),
         prefetch_acts_units=ahead,
         strict_windows=True,
-        devices=devices,
         sharing=WHOLE,
-        options=options,
-    )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,15 +14,7 @@ from dataclasses import replace
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import Place
-from tierplan.planner.policies.options import (
-    bounded_semantics,
-    by_kind,
-    has_nvme,
-    num_devices,
-    number,
-    read_options,
-    whole_number,
-)
+from tierplan.planner.policies.options import by_kind, has_nvme, number, read_options, unitwise_plan, whole_number
 from tierplan.sim.workloads.workload import Workload
 
 NAME = "vertical"
@@ -40,13 +32,10 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     blocks = [u for u, unit in enumerate(workload.units) if unit.kind == "block"]
     for u in blocks[round(len(blocks) * (1 - late)) :]:  # the next forward needs these last
         units[u] = replace(units[u], late_update=True)
-    return UnitwisePlan(
-        policy=NAME,
+    return unitwise_plan(
+        NAME, options, workload, machine, "in-backward",
         units=tuple(units),
-        semantics=bounded_semantics(NAME, options, workload, "in-backward"),
         order="vertical",
         prefetch_params_units=ahead,
         prefetch_acts_units=ahead,
-        devices=num_devices(NAME, options, machine),
-        options=options,
-    )
+    )  # fmt: skip

@@ -28,13 +28,13 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Sharing, UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import PLACES, Place, PlanError
 from tierplan.planner.policies.options import (
-    bounded_semantics,
     by_kind,
     choice,
     has_nvme,
     need_nvme,
     num_devices,
     read_options,
+    unitwise_plan,
     whole_number,
 )
 from tierplan.sim.workloads.workload import Workload
@@ -88,24 +88,20 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     block = other
     if checkpoints != "none":
         block = replace(other, input="keep" if checkpoints == "device" else checkpoints, acts="recompute")  # type: ignore[arg-type]
-    semantics = bounded_semantics(NAME, options, workload, "exact-clip")
-    return UnitwisePlan(
-        policy=NAME,
+    return unitwise_plan(
+        NAME, options, workload, machine, "exact-clip",
         units=by_kind(workload, block, other),
-        semantics=semantics,
         prefetch_params_units=ahead,
         prefetch_acts_units=ahead,
         prefetch_states_units=1 if pipelined else 0,
         strict_windows=True,
         updates_in_flight=4 if pipelined else 1,
-        hold_updates=semantics == "exact-clip",
+        hold_updates=True,
         update_order="backward",
         cast_grads=optimizer != "device",
         operator_tiles=whole_number(NAME, options, "operator_tiles", low=1),
-        devices=devices,
         sharing=Sharing(reduces="each" if optimizer == "device" else "last"),
-        options=options,
-    )
+    )  # fmt: skip
 
 
 def startup_bytes(workload: Workload, *, params: Place, optimizer: Place, devices: int, pinned: bool) -> int:

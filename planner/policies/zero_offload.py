@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Sharing, UnitPlan, UnitwisePlan
-from tierplan.planner.policies.options import bounded_semantics, choice, num_devices, number, read_options
+from tierplan.planner.policies.options import choice, number, read_options, unitwise_plan
 from tierplan.sim.workloads.workload import Workload
 
 NAME = "zero-offload"
@@ -36,15 +36,11 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
             on_device -= unit.num_trained
         streamed = {"grads": "device", "update": "device"} if comes and place == "host" else {"grads": place}
         units.insert(0, UnitPlan(params="device", states=place, acts=acts, **streamed))  # type: ignore[arg-type]
-    semantics = bounded_semantics(NAME, options, workload, "in-backward" if comes else "exact-clip")
-    return UnitwisePlan(
-        policy=NAME,
+    return unitwise_plan(
+        NAME, options, workload, machine, "in-backward" if comes else "exact-clip",
         units=tuple(units),
-        semantics=semantics,
         prefetch_states_units=0 if comes else 1,
-        hold_updates=semantics == "exact-clip",
+        hold_updates=True,
         update_order="backward",
-        devices=num_devices(NAME, options, machine),
         sharing=Sharing(divided="gradients", reduces="each", by="all_reduce", waits=True),
-        options=options,
-    )
+    )  # fmt: skip

@@ -9,6 +9,7 @@ every plan is simulated before it counts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -83,8 +84,7 @@ class PackEstimate:
         turns += [self._pack("bwd", a, b, at_once) for a, b in reversed(packs.backward)]
         total = self.training.gradient_accumulation_steps
         devices = packs.devices if packs.form == "pipeline" else 1
-        recurrence = _Recurrence(turns, devices, -(-total // at_once), packs.cleanup_s, self.update_s)
-        return recurrence.step_s()
+        return _step_s(turns, devices, -(-total // at_once), packs.cleanup_s, self.update_s)
 
     def work_s(self, phase: str, first: int, end: int) -> float:
         """Compute of one micro-batch: `fwd` or `bwd`, the latter without its recomputation."""
@@ -128,53 +128,45 @@ class PackEstimate:
         return cost.latency_s + cost.work_s * slower
 
 
-class _Recurrence:
-    """The moments of a few steps, pack by pack and micro-batch by micro-batch."""
+def _step_s(
+    packs: Sequence[_Pack], devices: int, num_batches: int, cleanup_s: float, update_s: Sequence[float]
+) -> float:
+    """The time from the end of a step to that of the next, after the first few."""
+    left = [(0.0, 0.0, 0.0)] * devices  # end of its last micro-batch, of the one before, and of its last turn
+    updated_s, host_s, ends_s = [0.0] * len(update_s), 0.0, []
+    for _ in range(STEPS):
+        handed = [0.0] * num_batches
+        for k, pack in enumerate(packs):
+            last_s, second_last_s, gone_s = left[k % devices]
+            begin_s = max(gone_s, max([last_s, *updated_s[pack.first : pack.end]]) + pack.params_s)
+            handed = _ends(pack, begin_s, second_last_s, gone_s, handed)
+            left_s = handed[-1]
+            if pack.is_backward:
+                left_s += pack.gradients_s
+                host_s = max(host_s, left_s)
+                for u in range(pack.first, pack.end):
+                    host_s += update_s[u]
+                    updated_s[u] = host_s
+            left[k % devices] = (handed[-1], handed[-2] if num_batches > 1 else gone_s, left_s + cleanup_s)
+        ends_s.append(max([host_s, *(gone_s for _, _, gone_s in left)]))
+    return ends_s[-1] - ends_s[-2]
 
-    def __init__(
-        self, packs: list[_Pack], devices: int, num_batches: int, cleanup_s: float, update_s: list[float]
-    ) -> None:
-        self.packs, self.num_batches, self.cleanup_s, self.update_s = packs, num_batches, cleanup_s, update_s
-        self.devices = devices
-        # per device: end of its last micro-batch, of the one before, and of its last turn
-        self.left = [(0.0, 0.0, 0.0)] * devices
-        self.updated_s = [0.0] * len(update_s)
-        self.host_s = 0.0
 
-    def step_s(self) -> float:
-        ends = []
-        for _ in range(STEPS):
-            handed = [0.0] * self.num_batches
-            for k, pack in enumerate(self.packs):
-                handed = self._turn(pack, k % self.devices, handed)
-            ends.append(max([self.host_s, *(gone_s for _, _, gone_s in self.left)]))
-        return ends[-1] - ends[-2]
-
-    def _turn(self, pack: _Pack, device: int, handed: list[float]) -> list[float]:
-        """The end of each micro-batch of a pack, given when the pack before handed it on."""
-        last_s, second_last_s, gone_s = self.left[device]
-        now = max(gone_s, max([last_s, *self.updated_s[pack.first : pack.end]]) + pack.params_s)
-        first_s, second_s, send_s, stash_s = pack.first_s, pack.second_s, pack.send_s, pack.stash_s
-        has_gradient = pack.is_backward and not pack.is_last
-        again_s = second_last_s
-        ends: list[float] = []
-        for i, made_s in enumerate(handed):
-            ahead_s = second_last_s if i == 0 else gone_s if i == 1 else ends[i - 2]
-            if has_gradient:
-                gradient_s = max(made_s, again_s) + send_s
-                again_s = max(now, ahead_s + stash_s) + first_s
-                now = max(again_s, gradient_s) + second_s
-            elif pack.first:
-                now = max(now, max(made_s, ahead_s) + send_s) + first_s + second_s
-            else:
-                now += first_s + second_s
-            ends.append(now)
-        left_s = now
-        if pack.is_backward:
-            left_s += pack.gradients_s
-            self.host_s = max(self.host_s, left_s)
-            for u in range(pack.first, pack.end):
-                self.host_s += self.update_s[u]
-                self.updated_s[u] = self.host_s
-        self.left[device] = (now, ends[-2] if len(ends) > 1 else gone_s, left_s + self.cleanup_s)
-        return ends
+def _ends(pack: _Pack, now: float, second_last_s: float, gone_s: float, handed: Sequence[float]) -> list[float]:
+    """The end of each micro-batch of a pack, given when the pack before handed it on."""
+    first_s, second_s, send_s, stash_s = pack.first_s, pack.second_s, pack.send_s, pack.stash_s
+    has_gradient = pack.is_backward and not pack.is_last
+    again_s = second_last_s
+    ends: list[float] = []
+    for i, made_s in enumerate(handed):
+        ahead_s = second_last_s if i == 0 else gone_s if i == 1 else ends[i - 2]
+        if has_gradient:
+            gradient_s = max(made_s, again_s) + send_s
+            again_s = max(now, ahead_s + stash_s) + first_s
+            now = max(again_s, gradient_s) + second_s
+        elif pack.first:
+            now = max(now, max(made_s, ahead_s) + send_s) + first_s + second_s
+        else:
+            now += first_s + second_s
+        ends.append(now)
+    return ends

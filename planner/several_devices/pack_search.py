@@ -14,7 +14,7 @@ import random
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 
 from tierplan.planner.plan import PackPlan, Packs, shared_micro_batches
 from tierplan.planner.plan_rules import PackForm, Runs
@@ -132,10 +132,7 @@ class _Search:
         ends_s: dict[Packs, float] = {}
         turn = stale = 0
         while not self._is_over(SHARE_OF_ESTIMATES) and stale < PATIENCE:
-            if turn < len(starts):
-                packs = starts[turn]
-            else:
-                packs = self._kicked(min(ends_s, key=lambda p: ends_s[p]))
+            packs = starts[turn] if turn < len(starts) else self._kicked(min(ends_s, key=lambda p: ends_s[p]))
             turn += 1
             packs = self._descend(packs)
             shorter = not ends_s or self._estimated_s(packs) < min(ends_s.values()) * BETTER
@@ -199,17 +196,16 @@ class _Search:
 
     def _descend(self, packs: Packs) -> Packs:
         """Moves of borders while the estimate falls."""
-        now_s, moved = self._estimated_s(packs), True
-        while moved:
-            moved = False
+        while True:
+            limit = self._estimated_s(packs) * BETTER
             for changed in neighbours(packs):
                 if self._is_over(SHARE_OF_ESTIMATES):
                     return packs
-                changed_s = self._estimated_s(changed)
-                if changed_s < now_s * BETTER:
-                    packs, now_s, moved = changed, changed_s, True
+                if self._estimated_s(changed) < limit:
+                    packs = changed
                     break
-        return packs
+            else:
+                return packs
 
     # ---- by simulation ----
 
@@ -221,17 +217,16 @@ class _Search:
 
     def by_simulation(self) -> None:
         """Moves of borders from the best, the most promising first, while the simulated step gets shorter."""
-        moved = True
-        while moved:
-            moved = False
+        while True:
             packs = self.best.plan.packs
             limit = self._estimated_s(packs) * PROMISING
             for changed in sorted(neighbours(packs), key=self._estimated_s):
                 if self._is_over(1.0) or self._estimated_s(changed) > limit:
-                    break
+                    return
                 if self._try(changed):
-                    moved = True
                     break
+            else:
+                return
 
     def _try(self, packs: Packs) -> bool:
         tried = self.simulate_plan(replace(self.start.plan, policy="planner", packs=packs))
@@ -278,4 +273,4 @@ def _changed(borders: list[int]) -> Iterator[list[int]]:
 
 
 def _runs(borders: list[int]) -> Runs:
-    return tuple(zip([0, *borders[:-1]], borders, strict=True)) if borders else ()
+    return tuple(pairwise([0, *borders]))

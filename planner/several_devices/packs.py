@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, product
+from typing import Any
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import (
     HOST,
     HOST_ADAM,
-    collective,
     compute,
     d2h,
     device,
@@ -29,11 +29,12 @@ from tierplan.hwmodels.names import (
     parse_stream,
 )
 from tierplan.planner.plan import PackPlan, facts_of, shared_micro_batches
-from tierplan.planner.several_devices.collectives import collective_work
+from tierplan.planner.several_devices.collectives import add_all_reduce
 from tierplan.sim.builder import Builder, tiers_of
 from tierplan.sim.contents import (
     NORM_BYTES,
     Clip,
+    Content,
     Frozen,
     Gradients,
     Input,
@@ -60,7 +61,7 @@ from tierplan.sim.workloads.workload import Amounts, Unit, Workload, total_work
 
 def pack_schedule(plan: PackPlan, workload: Workload, machine: Machine) -> Schedule:
     """The schedule of one step of a plan that has been checked, with one op for each pack and micro-batch."""
-    return PackLowering(plan, workload, machine).schedule()
+    return PackLowering(plan, workload, machine).lowered()
 
 
 @dataclass
@@ -99,13 +100,13 @@ class Task:
         return pack_name(self.units[0].name, self.units[-1].name)
 
 
-class PackLowering:
+class PackLowering(Builder):
     """Builds the schedule turn by turn, with one op per pack; `packs_unitwise` overrides what differs unit by unit."""
 
     def __init__(self, plan: PackPlan, workload: Workload, machine: Machine) -> None:
+        super().__init__()
         self.plan, self.packs, self.workload, self.machine = plan, plan.packs, workload, machine
         self.units, self.training = workload.units, workload.training
-        self.builder = Builder()
         self.params_home: dict[str, str] = {}
         self.frozen_home: dict[str, str] = {}
         self.states_home: dict[str, str] = {}
@@ -146,11 +147,11 @@ class PackLowering:
             )
         return rounds
 
-    def schedule(self) -> Schedule:
+    def lowered(self) -> Schedule:
         self._declare_homes()
         self._take_turns()
         name = f"{self.plan.policy} {self.workload.name}"
-        return self.builder.schedule(name, tiers_of(self.machine), step=self.step(), meta=self.meta())
+        return self.schedule(name, tiers_of(self.machine), step=self.step(), meta=self.meta())
 
     def _take_turns(self) -> None:
         before: dict[int, Task] = {}  # the last one on each device
@@ -186,11 +187,11 @@ class PackLowering:
     def _declare_homes(self) -> None:
         for unit in self.units:
             if unit.frozen_bytes:
-                self.frozen_home[unit.name] = self.builder.home(Frozen(unit.name), HOST, unit.frozen_bytes, "params")
+                self.frozen_home[unit.name] = self.home(Frozen(unit.name), HOST, unit.frozen_bytes, "params")
             if size := unit.num_trained * self.training.param_bytes:
-                self.params_home[unit.name] = self.builder.home(Params(unit.name), HOST, size, "params")
+                self.params_home[unit.name] = self.home(Params(unit.name), HOST, size, "params")
             if size := self.training.states_bytes(unit):
-                self.states_home[unit.name] = self.builder.home(States(unit.name), HOST, size, "states")
+                self.states_home[unit.name] = self.home(States(unit.name), HOST, size, "states")
 
     # ---- names and units ----
 
@@ -237,12 +238,11 @@ class PackLowering:
 
     def _fetch_params(self, task: Task) -> None:
         ended = (task.left.computes[:1] if self.packs.streams else task.left.computes[-1:]) if task.left else []
-        gpu, after = device(task.device), [*ended, *self.flushed]
         homes_of = {Params: self.params_home, Frozen: self.frozen_home}
         for unit, (content, homes) in product(self.shared_params(task), homes_of.items()):
             if unit in homes:
-                key = op_key(copy_key("fetch", content(unit)), task.phase, self.name(task))
-                task.params.append(self.builder.copy(key, h2d(task.device), homes[unit], gpu, after=after))
+                label = op_key(content(unit), task.phase, self.name(task))
+                task.params.append(self._fetch(label, homes[unit], after=[*ended, *self.flushed]))
 
     def _label(self, what: str, unit: int, m: int) -> str:
         return op_key(what, self.units[unit].name, micro_batch_name(m))
@@ -275,39 +275,41 @@ class PackLowering:
 
     def _stash_arrives(self, task: Task, m: int, after: list[str]) -> str | None:
         """Brings the input from which a backward task recomputes; None where there is nothing to bring."""
-        gpu, label = device(task.device), self._label("stash", task.first, m)
         stashed = self.brought["dx", task.first, m] = self.stash.pop((task.first, m))
-        return self.builder.copy(copy_key("fetch", label), h2d(task.device), stashed, gpu, after=after, m=m)
+        return self._fetch(self._label("stash", task.first, m), stashed, after=after, m=m)
+
+    def _fetch(self, label: Content | str, source: str, **more: Any) -> str:
+        """Brings a buffer from host memory to the turn's device."""
+        return self.copy(copy_key("fetch", label), h2d(self.at), source, device(self.at), **more)
 
     def _arrives(self, what: str, unit: int, m: int, task: Task, after: list[str]) -> str | None:
         """Brings a micro-batch's activation or gradient to the task's device; None where there is nothing to bring."""
         if unit == 0:
             return None
-        gpu, source = device(task.device), self.handed.pop((what, unit, m))
-        tier = self.builder.buffers[source].tier
-        label = self._label(what, unit, m)
-        if tier == HOST:
+        source, label = self.handed.pop((what, unit, m)), self._label(what, unit, m)
+        if self.buffers[source].tier == HOST:
             if what == "y" and task.is_last:
                 self.brought["dx", task.first, m] = source
-            return self.builder.copy(copy_key("fetch", label), h2d(task.device), source, gpu, after=after, m=m)
-        return self._from_peer(copy_key("send", label), source, task.device, after, m)
+            return self._fetch(label, source, after=after, m=m)
+        return self._send(copy_key("send", label), source, task.device, after=after, m=m)
 
-    def _from_peer(self, key: str, source: str, target: int, after: list[str], m: int) -> str:
-        peer = self.builder.owner(source)
-        assert peer is not None
-        return self.builder.copy(key, p2p(peer, target), source, device(target), after=after, m=m)
+    def _send(self, key: str, buffer: str, target: int, **more: Any) -> str:
+        """Adds the send of a buffer to another device; the buffer there."""
+        source = self.owner(buffer)
+        assert source is not None
+        return self.copy(key, p2p(source, target), buffer, device(target), **more)
 
     def _leaves(self, what: str, unit: int, m: int, buffer: str, task: Task) -> None:
         """Over host memory to a later task on the same device; another device takes it itself where it can."""
         if not self._goes_round or not any(parse_stream(link).task == "p2p" for link in self.links):
             label, room = copy_key("offload", self._label(what, unit, m)), self.brought.get((what, unit, m))
             if room is None or not self.packs.streams:
-                buffer = self.builder.copy(label, d2h(task.device), buffer, HOST, m=m)
+                buffer = self.copy(label, d2h(task.device), buffer, HOST, m=m)
             else:  # takes the place of the input that has been brought from there
-                gone = self.builder.over(room, parse_content(self.builder.buffers[buffer].content))
-                work = {"bytes": self.builder.buffers[buffer].size_bytes}
+                gone = self.over(room, parse_content(self.buffers[buffer].content))
+                work = {"bytes": self.buffers[buffer].size_bytes}
                 reads, stream = (buffer, room), d2h(task.device)
-                self.builder.op(label, stream, "copy", work=work, reads=reads, writes=(gone,), m=m)
+                self.op(label, stream, "copy", work=work, reads=reads, writes=(gone,), m=m)
                 buffer = gone
         self.handed[what, unit, m] = buffer
 
@@ -328,15 +330,15 @@ class PackLowering:
         """The forward of these units: the last op's key, and the input of the unit behind them."""
         gpu, units = device(self.at), self.units[start:end]
         key = forward_key(pack_name(units[0].name, units[-1].name), m)
-        y = self.builder.buffer(Input(self.units[end].name, m), gpu, units[-1].output_bytes, "acts")
+        y = self.buffer(Input(self.units[end].name, m), gpu, units[-1].output_bytes, "acts")
         size = max(u.saved_bytes + u.forward_work_bytes for u in units)
-        work = self.builder.buffer(Transient(key), gpu, size, "work")
+        work = self.buffer(Transient(key), gpu, size, "work")
         self._op(key, "forward", total_work(u.forward for u in units), [*task.params, x], [y, work], units[0], m)
         return key, y
 
     def _no_input(self, unit: int, m: int) -> str:
         """The first unit reads token ids, which are in host memory anyway and cost nothing."""
-        return self.builder.home(Input(self.units[unit].name, m), HOST, 0, "acts")
+        return self.home(Input(self.units[unit].name, m), HOST, 0, "acts")
 
     def _stash(self, task: Task, unit: int, i: int, m: int, x: str) -> None:
         """Keeps the input of a backward pack in host memory; that of the turn itself when compute has come to it."""
@@ -345,10 +347,10 @@ class PackLowering:
         stashed = self._to_host(copy_key("offload", label), x, unit, m=m, after=after)
         rate = self.packs.host_copy_bytes_per_s if self.num_memories == 1 else 0.0
         if rate and self.takes_backward.get(unit, task.device) != task.device:
-            size = self.builder.buffers[stashed].size_bytes
-            again = self.builder.like(stashed, HOST)
+            size = self.buffers[stashed].size_bytes
+            again = self.like(stashed, HOST)
             seconds = 2 * size * self.packs.devices / rate
-            self.builder.op(
+            self.op(
                 copy_key("pass", label), HOST_ADAM, "copy", work={"s": seconds}, reads=(stashed,), writes=(again,), m=m
             )
             stashed = again
@@ -356,26 +358,26 @@ class PackLowering:
 
     def _to_host(self, key: str, buffer: str, u: int, *, m: int = 0, after: Sequence[str] = ()) -> str:
         """Takes what the turn has made to host memory, for the backward of a unit."""
-        return self.builder.copy(key, d2h(self.at), buffer, HOST, m=m, after=after)
+        return self.copy(key, d2h(self.at), buffer, HOST, m=m, after=after)
 
     def _backward(self, task: Task, m: int, x: str | None, dy: str | None) -> None:
         gpu, units, pack = device(task.device), task.units, task.pack
         size = sum(u.saved_bytes for u in units) + sum(u.input_bytes for u in units[1:])
-        acts = self.builder.buffer(PackActs(pack, m), gpu, size, "acts")
+        acts = self.buffer(PackActs(pack, m), gpu, size, "acts")
         flops = total_work(u.forward for u in units)
         task.again.append(self._op(recompute_key(pack, m), "recompute", flops, [*task.params, x], [acts], units[0], m))
         reads = [*task.params, x, acts, dy, task.grads]
         size = sum(u.num_trained for u in units) * self.training.grad_bytes
         backward = backward_key(pack, m)
         size_bytes = max(u.backward_work_bytes for u in units)
-        writes = [self.builder.buffer(Transient(backward), gpu, size_bytes, "work")]
+        writes = [self.buffer(Transient(backward), gpu, size_bytes, "work")]
         if task.grads is None:
-            task.grads = self.builder.buffer(self._pack_gradients(task), gpu, size, "grads")
+            task.grads = self.buffer(self._pack_gradients(task), gpu, size, "grads")
         else:
-            task.grads = self.builder.over(task.grads)
+            task.grads = self.over(task.grads)
         writes.append(task.grads)
         if task.first > 0:
-            dx = self.builder.buffer(InputGradient(units[0].name, m), gpu, units[0].input_bytes, "acts")
+            dx = self.buffer(InputGradient(units[0].name, m), gpu, units[0].input_bytes, "acts")
             writes.append(dx)
         flops = total_work(u.backward for u in units)
         task.computes.append(self._op(backward, "backward", flops, reads, writes, units[0], m))
@@ -391,9 +393,7 @@ class PackLowering:
         """Adds an op that computes; its key."""
         read, after = filter(None, reads), self.may_begin.pop(self.at, ())
         stream = compute(self.at)
-        return self.builder.op(
-            key, stream, kind, work=work, reads=read, writes=writes, after=after, unit=unit.name, m=m
-        )
+        return self.op(key, stream, kind, work=work, reads=read, writes=writes, after=after, unit=unit.name, m=m)
 
     # ---- the end of a turn ----
 
@@ -401,15 +401,11 @@ class PackLowering:
         """All-reduces the gradients of a round (data) and takes them to host memory."""
         grads = reduced = [task.grads for task in tasks if task.grads is not None]
         if len(tasks) > 1:
-            reduced = []
-            for task, own in zip(tasks, grads, strict=True):
-                reduced.append(self.builder.like(own, device(task.device)))
-                work = collective_work("all_reduce", self.builder.buffers[own].size_bytes, len(tasks))
-                key, stream = op_key("all_reduce", self.name(task)), collective(task.device)
-                self.builder.op(key, stream, "all_reduce", work=work, reads=grads, writes=reduced[-1:])
+            keys = [op_key("all_reduce", self.name(task)) for task in tasks]
+            reduced = [add_all_reduce(self, key, own, grads) for key, own in zip(keys, grads, strict=True)]
         first = tasks[0].first
         self.arrived_grads[first] = [
-            self.builder.copy(self._offload_key(task), d2h(task.device), buffer, HOST, over=self.sums.get(first))
+            self.copy(self._offload_key(task), d2h(task.device), buffer, HOST, over=self.sums.get(first))
             for task, buffer in zip(tasks, reduced, strict=True)
         ]
         if self.packs.rounds > 1 or self.packs.late_updates:
@@ -419,15 +415,14 @@ class PackLowering:
         """Brings the sum of earlier rounds' gradients to the device, which adds to it."""
         if not task.batches[0] or task.first not in self.sums:
             return None
-        key = op_key(copy_key("fetch", "grads"), self.name(task))
-        return self.builder.copy(key, h2d(task.device), self.sums[task.first], device(task.device))
+        return self._fetch(op_key("grads", self.name(task)), self.sums[task.first])
 
     def _clean_up(self, task: Task) -> None:
         """Ends the turn: the pack's parameters are freed, and in backward its gradients have left."""
         waits = task.phase == "bwd" and not self.packs.streams
         after = [task.computes[-1], *(self._gradients_gone(task) if waits else [])]
         work = {"s": self.packs.cleanup_s}
-        self.builder.op(task.gone, compute(task.device), "leave", work=work, reads=task.params, after=after)
+        self.op(task.gone, compute(task.device), "leave", work=work, reads=task.params, after=after)
 
     def _gradients_gone(self, task: Task) -> list[str]:
         """Keys of the ops that have taken the gradients of a turn to host memory."""
@@ -438,20 +433,18 @@ class PackLowering:
         for unit in task.units:
             if unit.num_trained:
                 reads, after = self._arrived(task, unit)
-                self.norms.append(self.builder.buffer(Norm(unit.name), HOST, NORM_BYTES, "work"))
+                self.norms.append(self.buffer(Norm(unit.name), HOST, NORM_BYTES, "work"))
                 work = {"elementwise_bytes": unit.num_trained * self.training.grad_bytes}
                 key, writes = self._key_on(task.device, op_key("norm", unit.name)), self.norms[-1:]
                 stream = self._updates_on(task.device)
-                self.builder.op(
-                    key, stream, "norm", work=work, reads=reads[:1], writes=writes, after=after, unit=unit.name
-                )
+                self.op(key, stream, "norm", work=work, reads=reads[:1], writes=writes, after=after, unit=unit.name)
 
     def _coefficients(self) -> None:
         """The coefficient of exact clipping, from the norms of all units."""
         for d in range(self.num_memories):
-            self.coefficients.append(self.builder.buffer(Clip(), HOST, NORM_BYTES, "work"))
+            self.coefficients.append(self.buffer(Clip(), HOST, NORM_BYTES, "work"))
             key, writes = self._key_on(d, op_key("clip")), self.coefficients[-1:]
-            self.builder.op(key, HOST_ADAM, "clip", work={}, reads=self.norms, writes=writes)
+            self.op(key, HOST_ADAM, "clip", work={}, reads=self.norms, writes=writes)
 
     def _update(self, task: Task) -> None:
         """Updates the pack's units one by one in host memory, while the next turns run, or after all where it clips."""
@@ -463,13 +456,13 @@ class PackLowering:
             for homes in (self.params_home, self.states_home):
                 if unit.name in homes:
                     reads.append(homes[unit.name])
-                    homes[unit.name] = self.builder.over(homes[unit.name])
+                    homes[unit.name] = self.over(homes[unit.name])
                     writes.append(homes[unit.name])
             if self.coefficients:
                 reads.append(self.coefficients[task.device % self.num_memories])
             stream, key = self._updates_on(task.device), self._key_on(task.device, States(unit.name).update_key)
             work = (self.training.host_work if stream == HOST_ADAM else self.training.update_work)(unit)
-            self.builder.op(key, stream, "update", work=work, reads=reads, writes=writes, after=after, unit=unit.name)
+            self.op(key, stream, "update", work=work, reads=reads, writes=writes, after=after, unit=unit.name)
 
     def _updates_on(self, device: int) -> str:
         """The stream of updates, and of what they wait for."""
@@ -484,15 +477,15 @@ class PackLowering:
         for task in tasks:
             pack = task.units
             size = sum(unit.num_trained for unit in pack) * self.training.grad_bytes
-            old = self.sums[task.first] = self.builder.home(self._pack_gradients(task), HOST, size, "grads")
+            old = self.sums[task.first] = self.home(self._pack_gradients(task), HOST, size, "grads")
             for unit in pack:
                 if home := self.states_home.get(unit.name):
-                    new = self.states_home[unit.name] = self.builder.over(home)
-                    params = self.builder.like(self.params_home[unit.name], HOST)
-                    self.builder.replaces(params, self.params_home[unit.name])
+                    new = self.states_home[unit.name] = self.over(home)
+                    params = self.like(self.params_home[unit.name], HOST)
+                    self.replaces(params, self.params_home[unit.name])
                     work, key = self.training.host_work(unit), States(unit.name).update_key
                     reads, writes = (old, home), (new, params)
-                    self.builder.op(key, HOST_ADAM, "update", work=work, reads=reads, writes=writes, unit=unit.name)
+                    self.op(key, HOST_ADAM, "update", work=work, reads=reads, writes=writes, unit=unit.name)
 
     def _arrived(self, task: Task, unit: Unit) -> tuple[list[str], list[str]]:
         """Gradients in host memory that a unit's update reads, and the ops that it comes after."""

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.names import HOST, d2h, device, h2d
+from tierplan.hwmodels.names import HOPS, HOST, collective, d2h, device, p2p, ring
 from tierplan.planner.plan import PackPlan, Sharing
-from tierplan.planner.several_devices.collectives import add_send
 from tierplan.planner.several_devices.packs import PackLowering, Task
 from tierplan.planner.several_devices.partition import partition
 from tierplan.sim.columns import columns_of
@@ -38,6 +38,7 @@ from tierplan.sim.contents import (
     op_key,
     recompute_key,
 )
+from tierplan.sim.ranks import SEND
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.step import StepSpec, unit_spec
 from tierplan.sim.workloads.workload import Amounts, Unit, Workload
@@ -49,10 +50,10 @@ def unitwise_pack_schedule(plan: PackPlan, workload: Workload, machine: Machine)
     if packs.form == "data" and packs.devices > 1:
         batches = training.gradient_accumulation_steps // packs.devices
         workload = replace(workload, training=replace(training, gradient_accumulation_steps=batches))
-        one = _UnitwiseLowering(replace(plan, packs=replace(packs, devices=1)), workload, machine).schedule()
+        one = _UnitwiseLowering(replace(plan, packs=replace(packs, devices=1)), workload, machine).lowered()
         return partition(columns_of(one), packs.devices, Sharing(divided="gradients")).schedule()
     lowering = _UnitwiseLowering if packs.devices == 1 else Pipeline
-    return lowering(plan, workload, machine).schedule()
+    return lowering(plan, workload, machine).lowered()
 
 
 class _UnitwiseLowering(PackLowering):
@@ -89,7 +90,7 @@ class _UnitwiseLowering(PackLowering):
 
     def _params_of(self, unit: Unit, params: list[str]) -> list[str]:
         wanted = {str(Params(name)) for name in (unit.name, unit.shares) if name}
-        return [name for name in params if self.builder.buffers[name].content in wanted]
+        return [name for name in params if self.buffers[name].content in wanted]
 
     def _run(
         self,
@@ -108,11 +109,11 @@ class _UnitwiseLowering(PackLowering):
         key = (forward_key if kind == "forward" else recompute_key)(unit.name, m)
         acts = y = None
         if hands_over and u + 1 < len(self.units):
-            y = self.builder.buffer(Input(self.units[u + 1].name, m), gpu, unit.output_bytes, "acts")
+            y = self.buffer(Input(self.units[u + 1].name, m), gpu, unit.output_bytes, "acts")
         if saved and unit.saved_bytes:
-            acts = self.builder.buffer(saved(unit.name, m), gpu, unit.saved_bytes, "acts")
+            acts = self.buffer(saved(unit.name, m), gpu, unit.saved_bytes, "acts")
         work_bytes = max(unit.forward_work_bytes + (0 if saved else unit.saved_bytes), self._beside(u, kind))
-        writes = [*writes, *filter(None, (y, acts)), *self.builder.work(key, work_bytes, gpu)]
+        writes = [*writes, *filter(None, (y, acts)), *self.work(key, work_bytes, gpu)]
         return self._op(key, kind, work or unit.forward, reads, writes, unit, m), y, acts
 
     def _run_forward(self, task: Task, start: int, end: int, m: int, x: str | None) -> tuple[str, str | None]:
@@ -136,7 +137,7 @@ class _UnitwiseLowering(PackLowering):
         if dy:
             self._leaves("dx", task.first, m, dy, task)
         for (owner, batch), tied in self.tied.items():
-            if batch == m and self.builder.buffers[tied].tier != HOST:
+            if batch == m and self.buffers[tied].tier != HOST:
                 label, u = copy_key("offload", TiedGradients(owner, m)), self.units.index(self.by_name[owner])
                 self.tied[owner, batch] = self._to_host(label, tied, u, m=m)
 
@@ -146,27 +147,26 @@ class _UnitwiseLowering(PackLowering):
         key = backward_key(unit.name, m)
         writes, dx, work_bytes = [], None, unit.backward_work_bytes
         if u > 0:
-            dx = self.builder.buffer(InputGradient(unit.name, m), gpu, unit.input_bytes, "acts")
+            dx = self.buffer(InputGradient(unit.name, m), gpu, unit.input_bytes, "acts")
             writes.append(dx)
         if unit.shares and unit.adds_to_shared:
             size = self.by_name[unit.shares].num_trained * grad_bytes
-            self.tied[unit.shares, m] = self.builder.buffer(TiedGradients(unit.shares, m), gpu, size, "grads")
+            self.tied[unit.shares, m] = self.buffer(TiedGradients(unit.shares, m), gpu, size, "grads")
             writes.append(self.tied[unit.shares, m])
         if unit.num_trained:
             tied = self.tied.pop((unit.name, m), None)
-            if tied and self.builder.buffers[tied].tier == HOST:
-                key_of_copy = copy_key("fetch", TiedGradients(unit.name, m))
-                tied = self.builder.copy(key_of_copy, h2d(self.at), tied, gpu, m=m)
+            if tied and self.buffers[tied].tier == HOST:
+                tied = self._fetch(TiedGradients(unit.name, m), tied, m=m)
             old = self.grads.get(unit.name)
             reads = [*reads, tied, old]
             if earlier := old or tied:  # gradients are added to: these are there throughout, the new beside them
-                grads = self.builder.over(earlier, Gradients(unit.name, m))
+                grads = self.over(earlier, Gradients(unit.name, m))
                 work_bytes = max(work_bytes, unit.accumulating_work_bytes)
             else:
-                grads = self.builder.buffer(Gradients(unit.name, m), gpu, unit.num_trained * grad_bytes, "grads")
+                grads = self.buffer(Gradients(unit.name, m), gpu, unit.num_trained * grad_bytes, "grads")
             self.grads[unit.name] = grads
             writes.append(grads)
-        writes += self.builder.work(key, work_bytes, gpu)
+        writes += self.work(key, work_bytes, gpu)
         return self._op(key, "backward", unit.backward, reads, writes, unit, m), dx
 
     # ---- the end of a turn ----
@@ -210,9 +210,9 @@ class Pipeline(_UnitwiseLowering):
         for unit, own in zip(self.units, self.own, strict=True):
             if size := unit.num_trained * self.training.param_bytes:
                 for d in dict.fromkeys((own, *wanted_by[unit.name])):
-                    self.homes[d][unit.name] = self.builder.home(Params(unit.name), HOST, size, "params", owner=d)
+                    self.homes[d][unit.name] = self.home(Params(unit.name), HOST, size, "params", owner=d)
             if size := self.training.states_bytes(unit):
-                self.states_home[unit.name] = self.builder.home(States(unit.name), HOST, size, "states", owner=own)
+                self.states_home[unit.name] = self.home(States(unit.name), HOST, size, "states", owner=own)
 
     def _turn(self, task: Task) -> None:
         self.params_home = self.homes[task.device]
@@ -222,16 +222,28 @@ class Pipeline(_UnitwiseLowering):
         embed = self.units[0]  # by which the model's own forward leads to the turn's first unit
         return embed.forward_work_bytes + embed.saved_bytes + embed.output_bytes if u == self.first > 0 else 0
 
-    def _from_peer(self, key: str, source: str, target: int, after: list[str], m: int) -> str:
-        return add_send(self.builder, self.links, key, source, target, m=m, after=after)
+    def _send(
+        self, key: str, buffer: str, target: int, *, tier: str | None = None, over: str | None = None, **more: Any
+    ) -> str:
+        """The same, or into the memory of the device's process (`tier`), over what that has of the same. By the link
+        between the two, or through the host at the rate of a ring of two."""
+        size_bytes, source = float(self.buffers[buffer].size_bytes), self.owner(buffer)
+        assert source is not None
+        arrived = self.over(over) if over else self.like(buffer, tier or device(target), target if tier else None)
+        stream, work = p2p(source, target), {"bytes": size_bytes}
+        if stream not in self.links:
+            stream, work = collective(source), {ring(2): size_bytes, HOPS: 1.0}
+        reads = [buffer, *([over] if over else [])]
+        self.op(key, stream, SEND, work=work, reads=reads, writes=(arrived,), **more)
+        return arrived
 
     def _leaves(self, what: str, unit: int, m: int, buffer: str, task: Task) -> None:
         self.handed[what, unit, m] = buffer
 
     def _to_host(self, key: str, buffer: str, u: int, *, m: int = 0, after: Sequence[str] = ()) -> str:
         if (own := self.own[u]) != self.at:
-            return add_send(self.builder, self.links, key, buffer, own, tier=HOST, m=m, after=after)
-        return self.builder.copy(key, d2h(self.at), buffer, HOST, owner=own, m=m, after=after)
+            return self._send(key, buffer, own, tier=HOST, m=m, after=after)
+        return self.copy(key, d2h(self.at), buffer, HOST, owner=own, m=m, after=after)
 
     def _update(self, task: Task) -> None:
         self.params_home = self.homes[task.device]
@@ -240,7 +252,7 @@ class Pipeline(_UnitwiseLowering):
             for d, homes in enumerate(self.homes):
                 if d != task.device and unit.name in homes:
                     key, new = copy_key("send", self._new_params(unit, d)), self.params_home[unit.name]
-                    homes[unit.name] = add_send(self.builder, self.links, key, new, d, over=homes[unit.name])
+                    homes[unit.name] = self._send(key, new, d, over=homes[unit.name])
 
     def _new_params(self, unit: Unit, d: int) -> str:
         return op_key(Params(unit.name), f"for{d}")

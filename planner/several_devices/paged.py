@@ -9,9 +9,9 @@ page fault comes when the op before has ended.
 from __future__ import annotations
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.names import HOST, collective, compute, d2h, device, h2d
+from tierplan.hwmodels.names import HOST, compute, d2h, device, h2d
 from tierplan.planner.plan import PagedPlan, facts_of, shared_micro_batches
-from tierplan.planner.several_devices.collectives import collective_work
+from tierplan.planner.several_devices.collectives import add_all_reduce
 from tierplan.sim.builder import Builder, tiers_of
 from tierplan.sim.contents import (
     Gradients,
@@ -35,59 +35,55 @@ Names = tuple[str, ...]
 
 def paged_schedule(plan: PagedPlan, workload: Workload, machine: Machine) -> Schedule:
     """The schedule of one step of a plan that has been checked."""
-    return _Paged(plan, workload).schedule(machine)
+    return _Paged(plan, workload).lowered(machine)
 
 
-class _Paged:
+class _Paged(Builder):
     """Builds the schedule in list order, device by device."""
 
     def __init__(self, plan: PagedPlan, workload: Workload) -> None:
+        super().__init__()
         self.plan, self.workload = plan, workload
         self.n = plan.devices
-        self.builder = Builder()
-        self.home: dict[tuple[str, str, int], str] = {}  # (kind, unit, device) -> buffer in host memory
+        self.homes: dict[tuple[str, str, int], str] = {}  # (kind, unit, device) -> buffer in host memory
         self.last: list[str] = [""] * self.n
 
-    def schedule(self, machine: Machine) -> Schedule:
+    def lowered(self, machine: Machine) -> Schedule:
         t = self.workload.training
         for unit in self.workload.units:
             for r in range(self.n):
                 if size := t.params_bytes(unit):
-                    home = self.builder.home(Params(unit.name, device=r), HOST, size, "params")
-                    self.home["params", unit.name, r] = home
+                    self.homes["params", unit.name, r] = self.home(Params(unit.name, device=r), HOST, size, "params")
                 if size := t.states_bytes(unit):
-                    home = self.builder.home(States(unit.name, device=r), HOST, size, "states")
-                    self.home["states", unit.name, r] = home
+                    self.homes["states", unit.name, r] = self.home(States(unit.name, device=r), HOST, size, "states")
         for r, batches in enumerate(shared_micro_batches(self.workload, self.n)):
             for m in batches:
                 self._micro_batch(r, m)
         for unit in self.workload.units:
             self._update(unit)
         meta = facts_of(self.plan, self.workload, machine, devices=self.n)
-        return self.builder.schedule(f"{self.plan.policy} {self.workload.name}", tiers_of(machine), meta=meta)
+        return self.schedule(f"{self.plan.policy} {self.workload.name}", tiers_of(machine), meta=meta)
 
     def _page_in(self, kind: str, unit: Unit, r: int, *use: str) -> list[str]:
         """The unit's bytes of this kind on the device; none where it has none."""
-        home = self.home.get((kind, unit.name, r))
+        home = self.homes.get((kind, unit.name, r))
         if home is None:
             return []
         key = device_name(op_key(copy_key("fetch", kind), unit.name, *use), r)
-        return [self.builder.copy(key, h2d(r), home, device(r), after=(self.last[r],), unit=unit.name)]
+        return [self.copy(key, h2d(r), home, device(r), after=(self.last[r],), unit=unit.name)]
 
     def _page_out(self, kind: str, unit: Unit, r: int, pages: list[str], *use: str) -> None:
         """Takes bytes on the device home, over what is there if anything is."""
         for here in pages:
             key = device_name(op_key(copy_key("offload", kind), unit.name, *use), r)
-            over = self.home.get((kind, unit.name, r))
-            self.home[kind, unit.name, r] = self.builder.copy(
+            over = self.homes.get((kind, unit.name, r))
+            self.homes[kind, unit.name, r] = self.copy(
                 key, d2h(r), here, HOST, over=over, after=(self.last[r],), unit=unit.name
             )
 
     def _op(self, key: str, r: int, kind: str, work: Amounts, reads: Names, writes: Names, unit: Unit, m: int) -> None:
         """An op that computes on a device, the last one there."""
-        self.last[r] = self.builder.op(
-            key, compute(r), kind, work=work, reads=reads, writes=writes, unit=unit.name, m=m
-        )
+        self.last[r] = self.op(key, compute(r), kind, work=work, reads=reads, writes=writes, unit=unit.name, m=m)
 
     def _micro_batch(self, r: int, m: int) -> None:
         units, gpu = self.workload.units, device(r)
@@ -95,9 +91,9 @@ class _Paged:
         use = ("fwd", micro_batch_name(m))
         for u, unit in enumerate(units):
             pages = self._page_in("params", unit, r, *use)
-            out = [self.builder.buffer(Input(v.name, m), gpu, unit.output_bytes, "acts") for v in units[u + 1 : u + 2]]
+            out = [self.buffer(Input(v.name, m), gpu, unit.output_bytes, "acts") for v in units[u + 1 : u + 2]]
             key = forward_key(unit.name, m)
-            work = self.builder.buffer(Transient(key), gpu, unit.saved_bytes + unit.forward_work_bytes, "work")
+            work = self.buffer(Transient(key), gpu, unit.saved_bytes + unit.forward_work_bytes, "work")
             self._op(key, r, "forward", unit.forward, (*pages, *x[-1:]), (*out, work), unit, m)
             self._page_out("params", unit, r, pages, *use)
             x += out
@@ -109,13 +105,13 @@ class _Paged:
         """One unit's recomputation and backward; the buffer with the gradient of its input."""
         gpu, key, use = device(r), backward_key(unit.name, m), ("bwd", micro_batch_name(m))
         pages, old = self._page_in("params", unit, r, *use), self._page_in("grads", unit, r, *use)
-        dx = [self.builder.buffer(InputGradient(unit.name, m), gpu, unit.input_bytes, "acts")] if x else []
+        dx = [self.buffer(InputGradient(unit.name, m), gpu, unit.input_bytes, "acts")] if x else []
         size = unit.num_parameters * self.workload.training.grad_bytes
         grads = []
         if size:
             content = Gradients(unit.name, device=r)
-            grads = [self.builder.buffer(content, gpu, size, "grads", reuses=old[0] if old else None)]
-        work = self.builder.buffer(Transient(key), gpu, unit.saved_bytes + unit.backward_work_bytes, "work")
+            grads = [self.buffer(content, gpu, size, "grads", reuses=old[0] if old else None)]
+        work = self.buffer(Transient(key), gpu, unit.saved_bytes + unit.backward_work_bytes, "work")
         both = total_work((unit.forward, unit.backward))
         self._op(key, r, "backward", both, (*pages, *x, *dy, *old), (*dx, *grads, work), unit, m)
         self._page_out("params", unit, r, pages, *use)
@@ -126,20 +122,17 @@ class _Paged:
         """All-reduces a unit's gradients and updates it, on every device that trained."""
         if not unit.num_parameters:
             return
-        ranks = [r for r in range(self.n) if ("grads", unit.name, r) in self.home]
+        ranks = [r for r in range(self.n) if ("grads", unit.name, r) in self.homes]
         own = {r: self._page_in("grads", unit, r, "update")[0] for r in ranks}
         update_work = self.workload.training.update_work(unit)
         for r in ranks:
-            reads = [own[r]]
+            grads, key = own[r], device_name(op_key("all_reduce", unit.name), r)
             if len(ranks) > 1:
-                reads = [self.builder.like(own[r], device(r))]
-                work = collective_work("all_reduce", self.builder.buffers[own[r]].size_bytes, len(ranks))
-                key, stream = device_name(op_key("all_reduce", unit.name), r), collective(r)
-                self.builder.op(key, stream, "all_reduce", work=work, reads=own.values(), writes=reads, unit=unit.name)
+                grads = add_all_reduce(self, key, grads, own.values(), unit=unit.name)
             pages = {kind: self._page_in(kind, unit, r, "update") for kind in ("params", "states")}
             old = [*pages["params"], *pages["states"]]
-            new = {kind: [self.builder.over(page) for page in old_pages] for kind, old_pages in pages.items()}
+            new = {kind: [self.over(page) for page in old_pages] for kind, old_pages in pages.items()}
             key, writes = States(unit.name, device=r).update_key, (*new["params"], *new["states"])
-            self._op(key, r, "update", update_work, (*reads, *old), writes, unit, 0)
+            self._op(key, r, "update", update_work, (grads, *old), writes, unit, 0)
             for kind, new_pages in new.items():
                 self._page_out(kind, unit, r, new_pages, "update")

@@ -376,8 +376,7 @@ class _Partition:
         if known not in self.gathered:
             key = op_key(copy_key("gather", b.label.content), unit, turn, micro_batch_name(micro_batch), device(r))
             after = self.computes[r][-1:] if self.sharing.waits else self.computes[r][-2:-1]
-            whole = self.gathered[known] = self._arriving(key, b, r, b.size_bytes)
-            self._collective(key, "gather", b, r, [b.on(k) for k in range(self.n)], whole, after)
+            self.gathered[known] = self._exchanged(key, "gather", b, r, b.size_bytes, after)
         return self.gathered[known]
 
     def _scatter(self, b: _Whole, r: int) -> int:
@@ -385,10 +384,9 @@ class _Partition:
         if (b.number, r) not in self.scattered:
             whole = self.sharing.divided == "nothing"
             key = device_name(copy_key("reduce", b.label.content), r)
-            out = self._arriving(key, b, r, b.size_bytes if whole else self._shard_bytes(b, r))
-            self.scattered[b.number, r] = out
+            size_bytes = b.size_bytes if whole else self._shard_bytes(b, r)
             kind = "all_reduce" if whole else self.sharing.by
-            self._collective(key, kind, b, r, [b.on(k) for k in range(self.n)], out, [])
+            self.scattered[b.number, r] = self._exchanged(key, kind, b, r, size_bytes, [])
         return self.scattered[b.number, r]
 
     def _own_part(self, task: _Task, b: _Whole, r: int) -> int:
@@ -432,10 +430,12 @@ class _Partition:
             work = self._work_of_all("all_reduce", size_bytes, r, calls=calls)
             self.awaited[r].append(self._op(label, work, [], [], list(self.parts[task.number])))
 
-    def _arriving(self, key: str, b: _Whole, r: int, size_bytes: int) -> int:
-        """What a collective brings to device r."""
+    def _exchanged(self, key: str, kind: str, b: _Whole, r: int, size_bytes: int, after: Sequence[int]) -> int:
+        """A new buffer on device r, of what all devices have."""
         label = BufferLabel(buffer_name(key, device(r)), b.label.content, b.label.kind)
-        return self._buffer(label, device(r), size_bytes)
+        out = self._buffer(label, device(r), size_bytes)
+        self._collective(key, kind, b, r, [b.on(k) for k in range(self.n)], out, after)
+        return out
 
     def _collective(
         self, key: str, kind: str, b: _Whole, r: int, reads: list[int], out: int, after: Sequence[int]

@@ -25,7 +25,7 @@ from tierplan.sim.workloads.workload import Unit, Workload
 
 def resident_schedule(plan: PackPlan, workload: Workload, machine: Machine) -> Schedule:
     """The schedule of one step of a plan that has been checked, with ops of each unit and micro-batch."""
-    return _Resident(plan, workload, machine).schedule()
+    return _Resident(plan, workload, machine).lowered()
 
 
 class _Resident(Pipeline):
@@ -44,9 +44,9 @@ class _Resident(Pipeline):
         for d, unit in product(range(self.n), self.units):
             is_lent = any(own[other.name] == d for other in self.units if other.shares == unit.name)
             if (size := self.training.params_bytes(unit)) and (is_lent or own[unit.name] == d):
-                self.homes[d][unit.name] = self.builder.home(Params(unit.name), device(d), size, "params")
+                self.homes[d][unit.name] = self.home(Params(unit.name), device(d), size, "params")
             if (size := self.training.states_bytes(unit)) and own[unit.name] == d:
-                self.states_home[unit.name] = self.builder.home(States(unit.name), device(d), size, "states")
+                self.states_home[unit.name] = self.home(States(unit.name), device(d), size, "states")
 
     def step(self) -> StepSpec:
         units = tuple(unit_spec(u, "recompute" if u.kind == "block" else "keep") for u in self.units)
@@ -88,7 +88,7 @@ class _Resident(Pipeline):
         for u in self.stages[self.at][::step]:
             border = run(u, m, border)
         if border:
-            self.arrived[phase, self.at + step, m] = self._send(border, self.at + step, m)
+            self.arrived[phase, self.at + step, m] = self._hand_over(border, self.at + step, m)
 
     def _reads(self, unit: Unit, m: int) -> list[str | None]:
         params = [self.homes[self.at].get(name) for name in (unit.name, unit.shares) if name]
@@ -102,7 +102,7 @@ class _Resident(Pipeline):
         unit, shared_bytes, writes = self.units[u], self.workload.shared_bytes, []
         reads = [*self._reads(unit, m), x]
         if u == self.first and shared_bytes:
-            self.shared[self.at, m] = self.builder.buffer(Shared(m), device(self.at), shared_bytes, "acts")
+            self.shared[self.at, m] = self.buffer(Shared(m), device(self.at), shared_bytes, "acts")
             writes.append(self.shared[self.at, m])
         saved = None if unit.kind == "block" else KeptActs
         _, y, acts = self._run("forward", u, m, reads, writes=writes, saved=saved)
@@ -120,14 +120,14 @@ class _Resident(Pipeline):
         owner = next((v for v, other in enumerate(self.units) if other.name == unit.shares), u)
         if unit.adds_to_shared and self.own[owner] != self.at:
             tied = self.units[owner].name, m
-            self.tied[tied] = self._send(self.tied[tied], self.own[owner], m)
+            self.tied[tied] = self._hand_over(self.tied[tied], self.own[owner], m)
             del self.may_begin[self.at]  # compute need not wait for what is needed much later
         return dx
 
-    def _send(self, buffer: str, target: int, m: int) -> str:
-        key = copy_key("send", self.builder.buffers[buffer].content)
+    def _hand_over(self, buffer: str, target: int, m: int) -> str:
+        key = copy_key("send", self.buffers[buffer].content)
         self.may_begin[self.at] = [key]
-        return self._from_peer(key, buffer, target, [], m)
+        return self._send(key, buffer, target, m=m)
 
     # ---- updates ----
 

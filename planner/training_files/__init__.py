@@ -20,9 +20,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from tierplan.planner.training_files.accelerate import of_accelerate_config
-from tierplan.planner.training_files.configured import Configured, unaccounted_note
+from tierplan.planner.training_files.configured import Configured
 from tierplan.planner.training_files.deepspeed import DEEPSPEED_ONLY, of_deepspeed
-from tierplan.planner.training_files.keys import OF_ACCELERATE, OF_TRAINER
+from tierplan.planner.training_files.keys import OF_ACCELERATE, OF_TRAINER, unaccounted_note
 from tierplan.planner.training_files.reading import flat, read, read_beside
 from tierplan.planner.training_files.trainer import TRAINER_ONLY, of_trainer_arguments
 from tierplan.sim.workloads.workload import Training, WorkloadError

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from tierplan.planner.training_files.keys import Known, unaccounted
 from tierplan.planner.training_files.reading import flat, section_of
 from tierplan.sim.workloads.workload import Training, WorkloadError
 
@@ -58,12 +57,6 @@ def mixed_precision(base: Training, mixed: str) -> tuple[Training, tuple[str, ..
 def check_one_of(bf16: bool, fp16: bool) -> None:
     if bf16 and fp16:
         raise WorkloadError("bf16 and fp16 are both enabled; a model is trained in one of them, so disable the other")
-
-
-def unaccounted_note(says: Mapping[str, object], known: Known) -> tuple[str, ...]:
-    """The note that names what is not taken into account, if there is any."""
-    names = unaccounted(says, known)
-    return (f"not taken into account: {', '.join(names)}",) if names else ()
 
 
 def unused_note(raw: Mapping[str, object], key: str, why: str) -> tuple[str, ...]:

@@ -7,15 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from tierplan.planner.training_files.configured import (
-    MIXED,
-    OF_STEP,
-    UNSAID,
-    Configured,
-    check_one_of,
-    unaccounted_note,
-)
-from tierplan.planner.training_files.keys import AUTO, OF_DEEPSPEED
+from tierplan.planner.training_files.configured import MIXED, OF_STEP, UNSAID, Configured, check_one_of
+from tierplan.planner.training_files.keys import AUTO, OF_DEEPSPEED, unaccounted_note
 from tierplan.planner.training_files.reading import count, flag, flat, norm, read_beside, section_of
 from tierplan.sim.workloads.workload import Training, WorkloadError
 

@@ -1,6 +1,6 @@
 """Which settings of DeepSpeed, accelerate and the Hugging Face Trainer are taken into account, or cost a step nothing.
 
-    unaccounted(flat(raw), OF_DEEPSPEED)     those that are in no table, or have another value than the one there
+    unaccounted_note(flat(raw), OF_DEEPSPEED)   those that are in no table, or have another value than the one there
 
 So a key that nobody knows, of another release or misspelt, is named in the answer and never ignored.
 """
@@ -15,9 +15,10 @@ Known = Mapping[str, tuple[object, ...] | None]
 where the key is read or costs a step nothing. A key that ends with `*` is of all that begin so."""
 
 
-def unaccounted(says: Mapping[str, object], known: Known) -> list[str]:
-    """The dotted keys of what a file says and nobody takes into account, in order of their names."""
-    return sorted(key for key, value in says.items() if not _is_known(key, value, says, known))
+def unaccounted_note(says: Mapping[str, object], known: Known) -> tuple[str, ...]:
+    """The note that names what a file says and nobody takes into account, by dotted keys, if there is any."""
+    names = sorted(key for key, value in says.items() if not _is_known(key, value, says, known))
+    return (f"not taken into account: {', '.join(names)}",) if names else ()
 
 
 def _is_known(setting: str, value: object, says: Mapping[str, object], known: Known) -> bool:

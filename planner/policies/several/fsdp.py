@@ -39,7 +39,7 @@ def _policy(name: str, place: Place, workload: Workload, machine: Machine, given
         stay = "reshard" in options and choice(name, options, "reshard", ("on", "off")) == "off"
         sharing = replace(sharing, keeps="all" if stay else "ends")
     unit = UnitPlan(params=place, grads="device" if reduces == "last" else place, states=place)
-    return data_parallel(name, options, workload, machine, unit, sharing)
+    return data_parallel(name, options, workload, machine, unit, sharing=sharing)
 
 
 VARIANTS: Mapping[str, Policy] = {

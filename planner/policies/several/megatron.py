@@ -25,7 +25,8 @@ OPTIONS: Mapping[str, object] = {"checkpointing": "on", "semantics": None}
 def _tensor_parallel(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     name = "megatron-tp"
     options = read_options(name, given, OPTIONS)
-    return data_parallel(name, options, workload, machine, UnitPlan(), Sharing(divided="tensors", waits=True))
+    sharing = Sharing(divided="tensors", waits=True)
+    return data_parallel(name, options, workload, machine, UnitPlan(), sharing=sharing)
 
 
 def _pipeline_parallel(workload: Workload, machine: Machine, given: Mapping[str, object]) -> PackPlan:

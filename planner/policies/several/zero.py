@@ -47,7 +47,7 @@ def _policy(stage: int, workload: Workload, machine: Machine, given: Mapping[str
         waits=choice(name, options, "overlap", ("on", "off")) == "off",
     )
     unit = UnitPlan(params=params, grads=optimizer, states=optimizer)
-    return data_parallel(name, options, workload, machine, unit, sharing, update_order="backward")
+    return data_parallel(name, options, workload, machine, unit, sharing=sharing, update_order="backward")
 
 
 VARIANTS: Mapping[str, Policy] = {f"zero-{stage}": partial(_policy, stage) for stage in DIVIDED}
