@@ -345,12 +345,16 @@ class Search:
             plan = decided(name)
             if isinstance(plan, str) or not is_same(plan):
                 continue
+            is_other_work = self.batches == "shared" and plan.num_batches > 1
+            if is_other_work and name in NEED_SEVERAL_DEVICES:
+                continue
             if isinstance(plan, UnitwisePlan):
-                tries = [*untied(plan)]  # the search is of plain training's bits
+                num_devices = 1 if is_other_work else plan.devices
+                tries = [replace(one, devices=num_devices) for one in untied(plan)]  # of plain training's bits
                 plan = next((one for one in tries if self.simulate_plan(one).fits), tries[0])
-                if plan.devices > 1 and name not in NEED_SEVERAL_DEVICES:
+                if self.num_devices > 1 and name not in NEED_SEVERAL_DEVICES:
                     seeds.consider(self.simulate_plan(replace(plan, devices=1)))  # which the search is of
-            if self.batches == "shared" and plan.num_batches > 1:
+            if is_other_work:
                 continue
             candidate = self.simulate_plan(plan)
             seeds.consider(candidate)
