@@ -30,7 +30,7 @@ from tierplan.validation.published.reproduce import PEAKS, Report, Row
 
 def test_every_point_has_a_name_of_its_own_and_a_source() -> None:
     points = load_points()
-    assert len(points) == len({point.id for point in points}) == 212
+    assert len(points) == len({point.id for point in points}) == 228
     assert all(point.facts["source"] for point in points)
 
 
