@@ -114,6 +114,15 @@ def test_every_published_quantity_is_a_row_answered_or_not(monkeypatch: pytest.M
     assert "mean length" in of_one_factor["peft-lora--llama-3.2-3B-rank32-lorafa"]
 
 
+@pytest.mark.parametrize(("name", "most"), [("h100-13b-2048", 0.15), ("h100-30b-2048", 0.15), ("a100-13b-2048", 0.10)])
+def test_h100_is_as_quick_in_training_as_it_keeps_up(name: str, most: float) -> None:
+    """With its table's rates, those of moments, the first two took 24 and 18 % less than was measured."""
+    (row,) = reproduce_points("points", only=f"llmfoundry-{name}").rows
+    assert row.role == "check"
+    assert row.error is not None
+    assert abs(row.error) < most
+
+
 def test_a_peak_stands_beside_its_time() -> None:
     name = "qwen-1.8b-full-parameter-1x1-s256"
     rows = [row for row in reproduce_points("finetuning", only=name).rows if row.label == name]
