@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
+from types import MappingProxyType
 
 from tierplan.hwmodels.build import build_machine
 from tierplan.hwmodels.community import parse_shared
-from tierplan.hwmodels.curves import host_adam, with_derived
+from tierplan.hwmodels.curves import host_adam, kept_up, with_derived
 from tierplan.hwmodels.description import KEYS, PARTS, Description, Quantity, override, parse_description, read_utf8
 from tierplan.hwmodels.machine import Machine, MachineError
 
@@ -59,8 +60,7 @@ def _part_values(description: Description) -> dict[str, Quantity]:
     for section in PARTS:
         part = description.values.get(f"{section}.part")
         if part is not None:
-            relative = description.values.get("gpu.relative")
-            values |= part_values(section, str(part.value), "" if relative is None else str(relative.value))
+            values |= part_values(section, str(part.value), description.values)
     traffic, sockets = (description.number(f"host.{key}") or 1.0 for key in ("adam_traffic", "sockets"))
     if adam := host_adam(description.values, traffic, sockets):
         values["host.adam"] = adam
@@ -68,15 +68,19 @@ def _part_values(description: Description) -> dict[str, Quantity]:
     return {name: value for name, value in values.items() if name not in void}
 
 
-def part_values(section: str, name: str, relative: str = "") -> dict[str, Quantity]:
-    """What holds of a GPU or a drive: what its file says, and a GPU's measured curves, or those of a relative."""
+def part_values(section: str, name: str, given: Mapping[str, Quantity] = MappingProxyType({})) -> dict[str, Quantity]:
+    """What holds of a GPU or a drive: what its file says, and a GPU's measured curves, or those of a relative.
+
+    `given` goes before the GPU's file in which relative that is, and how much of a table's rates lasts. A relative's
+    curves are first made to last: watts per peak compare the clocks of two chips that are both short of power.
+    """
     part = load_part(section, name).values
     if section != "gpu":
         return dict(part)
-    if not relative and "gpu.relative" in part:
-        relative = str(part["gpu.relative"].value)
-    other = {**load_part("gpu", relative).values, **load_curves(relative).values} if relative else {}
-    return with_derived({**shared_values(name), **load_curves(name).values, **part}, other, relative)
+    part = {**part, **{key: given[key] for key in ("gpu.relative", "gpu.sustained_frac") if key in given}}
+    relative = str(part["gpu.relative"].value) if "gpu.relative" in part else ""
+    other = kept_up({**load_part("gpu", relative).values, **load_curves(relative).values}) if relative else {}
+    return kept_up(with_derived({**shared_values(name), **load_curves(name).values, **part}, other, relative))
 
 
 def shared_values(gpu: str) -> dict[str, Quantity]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from tierplan.hwmodels.description import Description, Quantity
+from tierplan.hwmodels.description import STRENGTH, Description, Quantity
 from tierplan.hwmodels.importers.gpu_tables import SHAPES
 from tierplan.hwmodels.machine import Rate
 
@@ -39,6 +39,30 @@ def with_derived(values: Values, relative: Values, name: str) -> dict[str, Quant
     if "gpu.elementwise" not in found and "gpu.elementwise" in relative:
         scale = _number(values, "gpu.memory_bandwidth") / _number(relative, "gpu.memory_bandwidth")
         found["gpu.elementwise"] = _scaled(relative["gpu.elementwise"], scale, scale, f"{name}'s by bandwidth")
+    return found
+
+
+SUSTAINED = {f"gpu.{work}_{dtype}" for work in ("matmul", "attention") for dtype in ("bf16", "fp16")}
+"""What `gpu.sustained_frac` limits. Products in fp32 run on other units, of which nobody published the like."""
+
+
+def kept_up(values: Values) -> dict[str, Quantity]:
+    """The values, with 16-bit matmuls and attention at most at `gpu.sustained_frac` of the fastest that a table has.
+
+    A table times kernels for moments; in training, which goes on for minutes, the power limit takes some of the clock.
+    Ops too small to fill the chip draw less and keep it: so this is a limit, not a scale for all sizes.
+    """
+    found = dict(values)
+    if (share := values.get("gpu.sustained_frac")) is None:
+        return found
+    for name in SUSTAINED & values.keys():
+        quantity = values[name]
+        if not isinstance(quantity.value, tuple):  # one rate, from no table
+            continue
+        most = max(rate for _, rate in quantity.points) * _number(values, "gpu.sustained_frac")
+        limited = tuple((amount, min(rate, most)) for amount, rate in quantity.points)
+        basis = max(quantity.basis, share.basis, key=STRENGTH.index)
+        found[name] = Quantity(limited, basis, f"at most gpu.sustained_frac of the fastest: {quantity.source}")
     return found
 
 

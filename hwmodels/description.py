@@ -314,11 +314,12 @@ MOST_PLAUSIBLE: Mapping[str, float] = {
     "flops/s": 1e18, "bytes/s": 1e15, "parameters/s": 1e14, "bytes": 1e18, "s": 10.0, "gpu.capacity": 2e12,
     "nvme.recovery": 1e5, **dict.fromkeys(DRIVES_SAY_MB, 1e12),
     "gpu.count": 1024, "nvme.drives": 128, "host.cores": 1024, "host.sockets": 16,
-    "gpu.matmul_frac": 1.0, "gpu.memory_frac": 1.0, "gpu.collective_share": 1.0,
+    "gpu.matmul_frac": 1.0, "gpu.memory_frac": 1.0, "gpu.collective_share": 1.0, "gpu.sustained_frac": 1.0,
 }  # fmt: skip
 ABOVE_ZERO = (
     "flops/s", "bytes/s", "parameters/s", "gpu.matmul_frac", "gpu.attention_frac", "gpu.memory_frac",
-    "gpu.adam_traffic", "host.adam_traffic", "link.collective_latency", "host.cores", "host.sockets",
+    "gpu.sustained_frac", "gpu.adam_traffic", "host.adam_traffic", "link.collective_latency", "host.cores",
+    "host.sockets",
 )  # fmt: skip
 """Units and keys of which 0 says nothing: a limit that does not exist is left out."""
 

@@ -10,8 +10,8 @@ import pytest
 
 from tierplan.cli import main
 from tierplan.hwmodels import load_machine
-from tierplan.hwmodels.catalog import catalog_names, load_curves, load_part, part_values
-from tierplan.hwmodels.curves import curve_errors, host_adam, with_derived
+from tierplan.hwmodels.catalog import catalog_names, load_curves, load_part, part_values, shared_values
+from tierplan.hwmodels.curves import curve_errors, host_adam, kept_up, with_derived
 from tierplan.hwmodels.description import Quantity, parse_description
 from tierplan.hwmodels.importers.gpu_tables import SHAPES, PublicTable, curves_text, read_curves, table_list
 from tierplan.hwmodels.importers.reading import ImportedFileError
@@ -100,6 +100,51 @@ def test_a_card_of_72_watts_is_not_quicker_than_one_of_350() -> None:
         return Rate(value).at(1e12)
 
     assert at("l4") < at("rtx-3090") < at("rtx-4090") < at("l40s") < at("h100-sxm-80gb") < at("b200-sxm-180gb")
+
+
+def test_what_is_kept_up_limits_16_bit_products_of_much_work() -> None:
+    curve = Quantity(((1e9, 1e13), (1e11, 6e13), (1e12, 8e13), (1e13, 7e13)), "published", "table")
+    kinds = ("matmul_bf16", "attention_fp16", "matmul_fp32", "elementwise")
+    table = {f"gpu.{kind}": curve for kind in kinds} | {"gpu.attention_bf16": Quantity(9e13, "published", "one rate")}
+    assert kept_up(table) == table
+    whole = kept_up({**table, "gpu.sustained_frac": Quantity(1.0)})
+    assert all(whole[name].value == quantity.value for name, quantity in table.items())
+    half = kept_up({**table, "gpu.sustained_frac": Quantity(0.5, "assumed")})
+    assert half["gpu.matmul_bf16"].value == ((1e9, 1e13), (1e11, 4e13), (1e12, 4e13), (1e13, 4e13))
+    assert half["gpu.attention_fp16"] == half["gpu.matmul_bf16"]
+    assert half["gpu.matmul_bf16"].basis == "assumed", "the weaker of both"
+    assert all(half[name] == table[name] for name in ("gpu.matmul_fp32", "gpu.elementwise", "gpu.attention_bf16"))
+
+
+@pytest.mark.parametrize("part", catalog_names("curves"))
+def test_a_table_is_as_it_was_measured_but_for_the_two_that_are_short_of_power(part: str) -> None:
+    table, found = load_curves(part).values, part_values("gpu", part)
+    changed = {name for name, quantity in table.items() if found[name] != quantity and name not in shared_values(part)}
+    is_short = part in ("h100-sxm-80gb", "h200-sxm-141gb")
+    assert changed == ({"gpu.matmul_bf16", "gpu.attention_bf16"} if is_short else set())
+
+
+def test_a_relative_of_one_short_of_power_is_slowed_once_by_its_own_watts() -> None:
+    """The PCIe card against what the module keeps up, as the law has it between two chips that are short of power."""
+    sheet = {name: load_part("gpu", name).values for name in ("h100-pcie-80gb", "h100-sxm-80gb")}
+    peak, watts = (
+        sheet["h100-pcie-80gb"][key].points[0][1] / sheet["h100-sxm-80gb"][key].points[0][1]
+        for key in ("gpu.peak_bf16", "gpu.power")
+    )
+    card, module = (part_values("gpu", name)["gpu.matmul_bf16"].points[-1][1] for name in sheet)
+    assert card == pytest.approx(module * peak * (watts / peak) ** (1 / 3))
+
+
+def test_what_is_kept_up_may_be_set_and_leaves_what_the_machine_says_itself() -> None:
+    def fastest(*settings: str) -> float:
+        rates = load_machine("server-8xh100", settings).stream("gpu0.compute").rates
+        return max(rate for _, rate in rates["matmul_bf16_flops"].points)
+
+    assert fastest("gpu.sustained_frac=1") == pytest.approx(792e12)
+    assert fastest("gpu.sustained_frac=0.5") == pytest.approx(396e12)
+    assert fastest() == pytest.approx(0.77 * 792e12)
+    assert fastest("gpu.matmul_bf16=750 TFLOP/s", "gpu.sustained_frac=0.5") == 750e12
+    assert fastest("gpu.sustained_frac=0.5", "gpu.part=a100-sxm-80gb") == pytest.approx(253e12)
 
 
 def test_what_a_machine_says_itself_goes_before_its_parts_curves() -> None:

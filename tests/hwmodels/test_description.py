@@ -446,6 +446,8 @@ def test_a_description_with_everything_survives_the_round_trip() -> None:
         ("gpu.memory_frac=80", "80; it is a share of 1, at most 1"),
         ("gpu.matmul_frac=1.5", "it is a share of 1, at most 1"),
         ("gpu.collective_share=2", "it is a share of 1, at most 1"),
+        ("gpu.sustained_frac=1.2", "gpu.sustained_frac in --set is 1.2; it is a share of 1, at most 1"),
+        ("gpu.sustained_frac=[[1e9, 0.8]]", "gpu.sustained_frac in --set is a list; this key takes one number"),
         ("link.h2d=PCIe 5.0 x160", 'write it like "6.5 GB/s"'),
     ],
 )
@@ -459,6 +461,7 @@ def test_an_implausible_amount_says_what_was_probably_meant(setting: str, meant:
     [
         *("gpu.peak_bf16", "link.both", "link.host_both", "host.memory_bandwidth", "nvme.slot", "nvme.array_read"),
         *("gpu.matmul_frac", "gpu.adam_traffic", "host.adam_traffic", "link.collective_latency", "host.cores"),
+        "gpu.sustained_frac",
     ],
 )
 def test_a_limit_of_0_is_not_taken_for_none(key: str) -> None:
