@@ -218,12 +218,17 @@ class _CudaEvent:
 
 
 def open_device(name: str) -> Device:
-    """`cuda` (or `cuda:0`), `cpu`, or `fake`: a test double of a GPU."""
+    """`cuda` (or `cuda:0`), `cpu`, or `fake`: a test double of a GPU. Raises `ValueError` for any other name."""
+    kind, _, index = name.partition(":")
     if name == "fake":
         from tierplan.runtime.execution.fake_device import FakeCuda
 
         return FakeCuda()
-    return CudaDevice(name) if name.startswith("cuda") else Device()
+    if kind == "cuda" and (not index or index.isdecimal()):
+        return CudaDevice(name)
+    if name != "cpu":
+        raise ValueError(f"device is {name!r}; choose cpu, cuda or one of several as in cuda:1")
+    return Device()
 
 
 def _let_segments_expand() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM
+from tierplan.runtime.execution.device import open_device
 from tierplan.runtime.execution.fake_device import FakeCuda, RaceError
 
 STREAMS = (COMPUTE, D2H)
@@ -133,3 +134,9 @@ def test_memory_is_pinned_once() -> None:
         device.pin(block.pages[1:])
     pool.close()
     assert device.pinned_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["cpuu", "gpu0", "cuda:first", ""])
+def test_a_device_that_is_none_is_refused_and_not_the_cpu(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"device is '{name}'; choose cpu, cuda or one of several"):
+        open_device(name)
