@@ -50,7 +50,8 @@ QUICK_S, QUICK_TODAY_S = 1.5, 2.0
 """Time limits of the planner for a quick answer: with something bought, and for the machine as it is."""
 SHORT_SEARCH = (
     "the search was short. The whole one, without --quick, finds a plan for this machine that is at least as quick; "
-    "what a purchase gains is rough, from plans of the same kind as that for the machine as it is"
+    "what a purchase gains and renting costs is rough, from plans of the same kind and in about the same micro-batches "
+    "as that for the machine as it is"
 )
 
 
