@@ -76,12 +76,19 @@ def check_rules(schedule: Schedule, trace: Trace) -> None:
 def test_an_op_starts_when_its_thread_is_awake(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between grant and start lies the system's scheduler: that is no work of the op, so its own thread says when."""
     said_by: dict[int, str] = {}
+    heard: set[str] = set()
     now_ns = Executor._now_ns
 
     def spied(self: Executor) -> int:
         time_ns = now_ns(self)
         said_by[time_ns] = threading.current_thread().name
+        heard.add(said_by[time_ns])
         return time_ns
+
+    def body(call: Call) -> None:
+        while call.op.key == "read" and "tierplan gpu0.compute" not in heard:
+            time.sleep(0.001)  # until the other op's thread is there, on however busy a computer
+        time.sleep(0.01)
 
     monkeypatch.setattr(Executor, "_now_ns", spied)
     read = Op(key="read", stream="nvme.read", kind="x", writes=("x",))
@@ -89,7 +96,7 @@ def test_an_op_starts_when_its_thread_is_awake(monkeypatch: pytest.MonkeyPatch) 
     x = Buffer(name="x", tier="host", size_bytes=1, content="x", kind="x")
     tier = Tier(name="host", capacity_bytes=1)
     schedule = validate(Schedule(name="two", tiers=(tier,), buffers=(x,), ops=(read, use)))
-    executor = Executor(schedule, lambda call: time.sleep(0.01))
+    executor = Executor(schedule, body)
     executor.run(1)
     spans = executor.trace().by_key()
     assert spans["s0/use"].ready_ns > spans["s0/use"].free_ns, "it waited for its input"
