@@ -167,7 +167,8 @@ def _in_their_best(
         return result.num_sequences != sequences, result.per_sequence_s
 
     def result(name: str) -> PolicyResult:
-        return min((compared[name](), *(s.compared[name](is_best=False) for s in searches)), key=rank)
+        own, *others = compared[name](), *(s.compared[name](is_best=False) for s in searches)
+        return min((r for r in (own, *others) if r.step_s is not None), key=rank, default=own)  # which says why
 
     return {name: partial(result, name) for name in compared}
 

@@ -10,6 +10,7 @@ from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.planning import plan
 from tierplan.planner.policies import POLICIES, SHARED, decide
 from tierplan.planner.prediction import predict
+from tierplan.planner.search.batches import plan_sequences
 from tierplan.studies.evaluate import machine_of, workload_at
 from tierplan.studies.study import Point
 
@@ -41,3 +42,25 @@ def test_no_way_to_exchange_shards_is_quicker_than_the_plan() -> None:
         options = {"reduces": reduces, "reshard": reshard, "checkpointing": checkpointing}
         step_s = predict("fsdp", workload, machine, options).step_s
         assert step_s is None or planned.step_s <= step_s, options
+
+
+def test_each_system_of_several_devices_has_a_time_for_the_same_work_or_a_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The systems that give each device micro-batches of its own are compared in divisions that do so, and the others
+    in those that share."""
+    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 3_000)
+    point = Point(
+        model="gpt2", machine="desktop-4090", overrides={"gpu.count": 2, "link.p2p": "9 GB/s", "gpu.capacity": "3 GiB"}
+    )
+    machine = machine_of(point)
+    found = plan_sequences(
+        lambda batch, accumulation: workload_at(point, machine, batch=batch, accumulation=accumulation),
+        machine,
+        sequences=4,
+    )
+    policies = found.result.policies
+    assert all(p.step_s is not None or p.reason for p in policies.values())
+    assert {p.num_sequences for p in policies.values() if p.step_s is not None} == {4}
+    assert {"ddp", "megatron-pp"} & {name for name, p in policies.items() if p.step_s is None}
+    assert {"zero-infinity", "roundpipe"} <= {name for name, p in policies.items() if p.step_s is not None}
