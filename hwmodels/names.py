@@ -7,7 +7,7 @@ what it does: `gpu0.compute`, `gpu0.h2d`, `gpu0.d2h`, `gpu0.p2p.gpu1`, `gpu0.col
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 DEVICE_PREFIX = "gpu"
@@ -135,6 +135,12 @@ def on_first_device(name: str) -> str:
     """The first device's stream that does the same; a stream that is no device's is itself."""
     stream = parse_stream(name)
     return name if stream.device is None else stream.on(0)
+
+
+def on_devices(name: str, devices: Sequence[int]) -> str:
+    """The tier or stream that is to `devices[d]` what this one is to device d, for all d together."""
+    parts = [(part, device_index(part)) for part in name.split(".")]
+    return ".".join(part if d is None or d >= len(devices) else device(devices[d]) for part, d in parts)
 
 
 TASKS = ("compute", "h2d", "d2h", "p2p", "collective", "read", "write")

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tierplan.hwmodels.names import on_devices
 from tierplan.sim.contents import step_prefix
 from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier
 from tierplan.sim.step import StepSpec
@@ -114,10 +115,20 @@ class ScheduleColumns:
     """Per buffer: the initial buffer that it is in the next step; -1 for one that does not outlive the step."""
     labels: Callable[[], Labels]
     """Makes the names. They may be asked for several times, or never."""
+    next_devices: tuple[int, ...] = ()
+    """As `Schedule.next_devices`."""
 
     @property
     def num_ops(self) -> int:
         return len(self.op_work)
+
+    @property
+    def steps_around(self) -> int:
+        """Steps after which every device does again what it does in the first one: 1 where it does so in each."""
+        devices, num = self.next_devices, 1
+        while devices != (*range(len(devices)),):
+            devices, num = tuple(self.next_devices[d] for d in devices), num + 1
+        return num
 
     @property
     def num_buffers(self) -> int:
@@ -183,6 +194,7 @@ class ScheduleColumns:
             instance[fresh] = self.num_buffers + (step - 1) * len(fresh) + np.arange(len(fresh), dtype=np.int32)
             instances.append(instance)
         origin = np.concatenate(written)
+        works, op_works, tiers, next_devices = self._turned(num_steps)
         olds = [self.buffer_reuses[buffers] for buffers in written]
         reuses = [np.where(old >= 0, one[old], np.int32(-1)) for one, old in zip(instances, olds, strict=True)]
         becomes = np.full(len(origin), -1, np.int32)
@@ -201,17 +213,37 @@ class ScheduleColumns:
 
         return replace(
             self,
-            op_work=np.tile(self.op_work, num_steps),
+            works=works,
+            op_work=np.concatenate(op_works),
             reads=_joined(self.reads, [instance[self.reads.items] for instance in instances]),
             writes=_joined(self.writes, [instance[self.writes.items] for instance in instances]),
             after=_joined(self.after, [self.after.items + step * num_ops for step in range(num_steps)]),
-            buffer_tier=self.buffer_tier[origin],
+            buffer_tier=np.concatenate([tier[b] for tier, b in zip(tiers, written, strict=True)]),
             buffer_bytes=self.buffer_bytes[origin],
             buffer_initial=self.buffer_initial[origin],
             buffer_reuses=np.concatenate(reuses),
             buffer_becomes=becomes,
             labels=labels,
+            next_devices=next_devices,
         )
+
+    def _turned(self, num_steps: int) -> tuple[tuple[Work, ...], list[Int32], list[Int32], tuple[int, ...]]:
+        """All works of so many steps; by step, `op_work` and `buffer_tier` there; and the devices of the step behind.
+
+        Keys and contents go on naming the device of the first step.
+        """
+        if not self.next_devices:
+            return self.works, [self.op_work] * num_steps, [self.buffer_tier] * num_steps, ()
+        works, devices, op_works, tiers = Works(), (*range(len(self.next_devices)),), list[Int32](), list[Int32]()
+        tier_number = {t.name: i for i, t in enumerate(self.tiers)}
+        for _ in range(num_steps):
+            turned = [works.number(on_devices(work.stream, devices), work.amounts) for work in self.works]
+            op_works.append(np.array(turned, np.int32)[self.op_work])
+            tiers.append(
+                np.array([tier_number[on_devices(t.name, devices)] for t in self.tiers], np.int32)[self.buffer_tier]
+            )
+            devices = tuple(self.next_devices[d] for d in devices)
+        return tuple(works.listed), op_works, tiers, devices
 
     def schedule(self) -> Schedule:
         """The schedule as objects."""
@@ -255,6 +287,7 @@ class ScheduleColumns:
             tiers=self.tiers,
             buffers=tuple(buffers),
             ops=tuple(ops),
+            next_devices=self.next_devices,
             step=labels.step,
             meta=labels.meta,
         )
@@ -294,6 +327,7 @@ def columns_of(schedule: Schedule) -> ScheduleColumns:
         buffer_reuses=numbers(b.reuses for b in buffers),
         buffer_becomes=numbers(b.becomes for b in buffers),
         labels=labels,
+        next_devices=schedule.next_devices,
     )
 
 
@@ -301,7 +335,8 @@ def unroll(schedule: Schedule, num_steps: int) -> Schedule:
     """`num_steps` steps as one schedule: keys and buffers get the prefix `s0/`, `s1/`, ...
 
     A buffer that outlives step i is the initial buffer that it `becomes` in step i+1. Streams run on from one step into
-    the next, so work may overlap across the boundary exactly as rules 1 to 4 allow; that is the steady state.
+    the next, so work may overlap across the boundary exactly as rules 1 to 4 allow; that is the steady state. Where the
+    schedule has `next_devices`, streams and buffers of step i are on other devices, under the names of the first step.
     """
     with collector_paused():
         return columns_of(schedule).unrolled(num_steps).schedule()

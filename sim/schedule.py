@@ -25,6 +25,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from tierplan.hwmodels.machine import Rounding, held_bytes
+from tierplan.hwmodels.names import on_devices
 from tierplan.hwmodels.records import Amount, Whole
 from tierplan.sim.step import StepSpec
 
@@ -95,6 +96,9 @@ class Schedule:
     tiers: tuple[Tier, ...]
     buffers: tuple[Buffer, ...]
     ops: tuple[Op, ...]
+    next_devices: tuple[Whole, ...] = ()
+    """Per device, the one that does its part in the next step, which goes on where this one ended: `(1, 2, 0)` turns
+    three devices by one. Empty where each device does its own again. Nothing on these devices outlives the step."""
     step: StepSpec | None = None
     """What is trained, for the runtime; None for a schedule that is only simulated."""
     meta: Mapping[str, object] = field(default_factory=dict)
@@ -140,9 +144,27 @@ def validate(schedule: Schedule) -> Schedule:
             raise ScheduleError(f"buffer {b.name!r} is in tier {b.tier!r}, which is not declared; have {sorted(tiers)}")
         if b.size_bytes < 0:
             raise ScheduleError(f"buffer {b.name!r} has {b.size_bytes} bytes; a size must be 0 or more")
+    _check_next_devices(schedule, tiers)
     writer_of, last_read_at = _check_ops(schedule, buffers)
     _check_lifetimes(schedule, buffers, writer_of, last_read_at)
     return schedule
+
+
+def _check_next_devices(schedule: Schedule, tiers: set[str]) -> None:
+    devices = schedule.next_devices
+    if sorted(devices) != [*range(len(devices))]:
+        raise ScheduleError(f"next_devices are {devices}; each device from 0 on must be there once")
+    for t in schedule.tiers:
+        if (following := on_devices(t.name, devices)) not in tiers:
+            raise ScheduleError(
+                f"next_devices put {following!r} in the place of tier {t.name!r}, but it is not declared"
+            )
+    for b in schedule.buffers:
+        if (b.initial or b.becomes is not None) and on_devices(b.tier, devices) != b.tier:
+            raise ScheduleError(
+                f"buffer {b.name!r} outlives the step in {b.tier!r}, whose part another device does in the next step; "
+                "keep it in host memory, or leave out next_devices"
+            )
 
 
 def _unique(what: str, names: Iterable[str]) -> set[str]:

@@ -19,7 +19,7 @@ from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier, val
 from tierplan.sim.trace import write_atomically
 
 FORMAT = "tierplan-schedule"
-VERSION = 2
+VERSION = 3
 
 
 class ScheduleFileError(ScheduleError):
@@ -41,6 +41,7 @@ def save_schedule(schedule: Schedule, path: str | os.PathLike[str]) -> None:
         ) from error
     lines = [
         f'{{"format":{_dump(FORMAT)},"version":{VERSION},"name":{_dump(schedule.name)},',
+        f'"next_devices":{_dump(schedule.next_devices)},',
         f'"step":{_dump(None if schedule.step is None else asdict(schedule.step))},',
         f'"meta":{meta},',
         f'"tiers":[\n{_lines(schedule.tiers)}],',

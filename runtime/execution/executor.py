@@ -141,6 +141,11 @@ class Executor:
                 f"initial buffer {lost[0]!r} has no buffer that becomes it, so a second step would lack it; "
                 "declare `becomes` on the buffer that outlives the step"
             )
+        if self.schedule.next_devices:
+            raise ScheduleError(
+                f"schedule {self.schedule.name!r} has next_devices, which take turns from step to step: this "
+                "is simulated, and not executed; take packs without goes_on"
+            )
         if self._zero_ns is None:
             self._zero_ns = time.perf_counter_ns()
         self._end += num_steps

@@ -319,12 +319,16 @@ def sensitivities(
 
 
 def busy_fracs(columns: ScheduleColumns, machine: Machine, step_s: float) -> dict[str, float]:
-    """Seconds of work over the step time: per stream what its ops take alone, per limit what they take of it."""
+    """Seconds of work over the step time: per stream what its ops take alone, per limit what they take of it.
+
+    The mean over the steps in which work goes once around, where it goes round devices.
+    """
     seconds: dict[str, float] = {}
     limits = machine.limits
-    for work, num in columns.counted_works():
+    around = columns.steps_around
+    for work, num in columns.unrolled(around).counted_works() if around > 1 else columns.counted_works():
         cost = machine.cost(work.stream, work.amounts)
         seconds[work.stream] = seconds.get(work.stream, 0.0) + num * cost.alone_s
         for limit, per_s in cost.demand.items():
             seconds[limit] = seconds.get(limit, 0.0) + num * per_s * cost.work_s / limits[limit]
-    return {name: busy / step_s for name, busy in seconds.items() if busy > 0}
+    return {name: busy / (around * step_s) for name, busy in seconds.items() if busy > 0}

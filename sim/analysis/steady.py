@@ -25,7 +25,7 @@ from tierplan.sim.trace import Trace
 SAME_FRAC = 1e-5
 """Moments count as equal when they differ by less than this part of the step: ends are rounded to nanoseconds."""
 MAX_CYCLE = 3
-"""Longest repetition that is looked for, in steps."""
+"""Longest repetition that is looked for, in steps; or once around, where the steps go round devices."""
 MAX_STEPS = 16
 """Steps that are simulated, at most, in search of one."""
 
@@ -44,7 +44,7 @@ class SteadyState:
     warmup_steps: int
     """Steps before the first one that the later ones repeat."""
     cycle_steps: int
-    """Steps after which the timeline repeats: 1, rarely 2 or 3; 0 when none was found (see `is_periodic`)."""
+    """Steps after which the timeline repeats: 1, rarely more; 0 when none was found (see `is_periodic`)."""
     num_steps: int
     """Steps that were simulated."""
     step_ends_s: tuple[float, ...]
@@ -112,15 +112,16 @@ def steady_state(
         raise ValueError(f"num_steps is {num_steps}; a repetition shows in 3 steps or more")
     while True:
         unrolled = columns.unrolled(num_steps)
-        execution = simulate_columns(unrolled, machine, prices)
-        repetition = _repetition(execution.start_ns, execution.end_ns, num_steps, machine)
+        execution = simulate_columns(unrolled, machine, prices if unrolled.works is columns.works else None)
+        longest = max(MAX_CYCLE, columns.steps_around)
+        repetition = _repetition(execution.start_ns, execution.end_ns, num_steps, longest, machine)
         if repetition["cycle_steps"] or 2 * num_steps > MAX_STEPS:
             peak_bytes = dict(zip((t.name for t in columns.tiers), execution.peak_bytes.tolist(), strict=True))
             return SteadyState(**repetition, columns=unrolled, peak_bytes=peak_bytes, machine=machine)
         num_steps *= 2
 
 
-def _repetition(start_ns: Int64, end_ns: Int64, num_steps: int, machine: Machine) -> dict[str, Any]:
+def _repetition(start_ns: Int64, end_ns: Int64, num_steps: int, longest: int, machine: Machine) -> dict[str, Any]:
     """What a `SteadyState` says of the repetition in `num_steps` steps, whose ops are step after step in these arrays.
 
     No op waits for one that is listed later, so the last step is like any other, except under shared limits: it has
@@ -135,7 +136,7 @@ def _repetition(start_ns: Int64, end_ns: Int64, num_steps: int, machine: Machine
         tolerance_ns = max(1.0, SAME_FRAC * float(ends_ns[k] - ends_ns[k - cycle]) / cycle)
         return bool(np.abs(shape_ns[k] - shape_ns[k - cycle]).max() <= tolerance_ns)
 
-    cycle = next((c for c in range(1, MAX_CYCLE + 1) if last - c >= 0 and repeats(last, c)), 0)
+    cycle = next((c for c in range(1, longest + 1) if last - c >= 0 and repeats(last, c)), 0)
     if cycle:
         first = last - cycle
         while first > 0 and repeats(first + cycle - 1, cycle):

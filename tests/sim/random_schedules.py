@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
@@ -93,6 +94,23 @@ def schedules(
             tiers=tuple(Tier(name=t, capacity_bytes=capacity[t], rounding=rounding[t]) for t in TIERS),
             buffers=tuple(buffers.values()),
             ops=tuple(ops),
+        )
+    )
+
+
+@st.composite
+def turning_schedules(draw: st.DrawFn) -> Schedule:
+    """Random ones of three devices, which do other parts in each step, and a host."""
+    streams = ("gpu0.compute", "gpu1.compute", "gpu2.compute", "gpu0.p2p.gpu2", "host.adam")
+    schedule = draw(schedules(streams=streams, lasting=False))
+    names = dict(zip(TIERS, draw(st.permutations(["gpu0", "gpu1", "gpu2", "host"])), strict=False))
+    capacity_bytes = max(t.capacity_bytes for t in schedule.tiers)
+    return validate(
+        replace(
+            schedule,
+            tiers=tuple(Tier(name=t, capacity_bytes=capacity_bytes) for t in ("gpu0", "gpu1", "gpu2", "host")),
+            buffers=tuple(replace(b, tier=names[b.tier]) for b in schedule.buffers),
+            next_devices=tuple(draw(st.permutations(range(3)))),
         )
     )
 

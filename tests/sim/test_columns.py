@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.sim.random_schedules import schedules
+from tests.sim.random_schedules import schedules, turning_schedules
 from tests.sim.unrolled import unrolled_by_objects
 from tests.toys import toy_machine, toy_workload
 from tierplan.planner.lowering import lower
@@ -51,7 +51,7 @@ def test_reordered_columns_are_those_of_the_reordered_schedule(schedule: Schedul
 
 
 @settings(max_examples=200, deadline=None)
-@given(schedules(), st.integers(0, 5))
+@given(schedules() | turning_schedules(), st.integers(0, 5))
 def test_unrolled_columns_are_those_of_the_unrolled_schedule(schedule: Schedule, num_steps: int) -> None:
     try:
         expected = unrolled_by_objects(schedule, num_steps)

@@ -87,6 +87,25 @@ REFUSED = {
         schedule([W, W2, buffer("w3", content="w", becomes="w")], [op("o", "w", "w2 w3")]),
         "'w2' and 'w3' both become 'w'",
     ),
+    "turned and not all": (
+        replace(schedule([], []), next_devices=(1, 2)),
+        r"next_devices are \(1, 2\); each device from 0 on must",
+    ),
+    "turned to nowhere": (
+        replace(schedule([], [], Tier(name="gpu0", capacity_bytes=9)), next_devices=(1, 0)),
+        "next_devices put 'gpu1' in the place of tier 'gpu0', but it is not declared",
+    ),
+    "turned and stays": (
+        replace(
+            schedule(
+                [buffer("a", tier="gpu0", initial=True, becomes="a")],
+                [],
+                *(Tier(name=f"gpu{d}", capacity_bytes=9) for d in range(2)),
+            ),
+            next_devices=(1, 0),
+        ),
+        "'a' outlives the step in 'gpu0', whose part another device does",
+    ),
     "outlives and is written over": (
         schedule([replace(W, becomes="w"), replace(W2, becomes=None)], [op("o", "w", "w2")]),
         "'w' is to outlive the step, but 'w2' reuses its bytes",

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from tests.sim.random_schedules import schedules
+from tests.sim.random_schedules import schedules, turning_schedules
 from tests.toys import toy_machine, toy_workload, uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
@@ -46,7 +46,7 @@ SMALL = Schedule(
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(schedules())
+@given(schedules() | turning_schedules())
 def test_round_trip_of_any_schedule(tmp_path: Path, schedule: Schedule) -> None:
     path = tmp_path / "schedule.json"
     save_schedule(schedule, path)
@@ -155,7 +155,7 @@ def test_every_missing_field_is_an_error(tmp_path: Path) -> None:
         ("", "is not JSON"),
         ("[]", "is not a schedule .* has format None"),
         ('{"format": "tierplan-trace"}', "has format 'tierplan-trace'"),
-        ('{"format": "tierplan-schedule", "version": 1}', "version 1; this reader takes 'tierplan-schedule' version 2"),
+        ('{"format": "tierplan-schedule", "version": 1}', "version 1; this reader takes 'tierplan-schedule' version 3"),
         ('{"format": "tierplan-schedule", "version": 2, "version": 2}', "'version' is there twice"),
         ('{"format": "tierplan-schedule", "version": NaN}', "NaN is not JSON"),
     ],

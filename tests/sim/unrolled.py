@@ -26,6 +26,13 @@ def unrolled_by_objects(schedule: Schedule, num_steps: int) -> Schedule:
             step, name = step - 1, successor[name]
         return prefix[step] + name
 
+    def place(step: int, name: str) -> str:
+        """The stream or tier of a step, whose devices have been turned so many times."""
+        for _ in range(step):
+            turned = {f"gpu{d}": f"gpu{new}" for d, new in enumerate(schedule.next_devices)}
+            name = ".".join(turned.get(part, part) for part in name.split("."))
+        return name
+
     outlives = {instance(num_steps, name): prefix[0] + name for name in successor}
     buffers: list[Buffer] = []
     ops: list[Op] = []
@@ -36,7 +43,7 @@ def unrolled_by_objects(schedule: Schedule, num_steps: int) -> Schedule:
             buffers.append(
                 Buffer(
                     name=this + b.name,
-                    tier=b.tier,
+                    tier=place(step, b.tier),
                     size_bytes=b.size_bytes,
                     content=b.content,
                     kind=b.kind,
@@ -49,7 +56,7 @@ def unrolled_by_objects(schedule: Schedule, num_steps: int) -> Schedule:
             ops.append(
                 Op(
                     key=this + op.key,
-                    stream=op.stream,
+                    stream=place(step, op.stream),
                     kind=op.kind,
                     unit=op.unit,
                     micro_batch=op.micro_batch,
@@ -64,6 +71,9 @@ def unrolled_by_objects(schedule: Schedule, num_steps: int) -> Schedule:
         tiers=schedule.tiers,
         buffers=tuple(buffers),
         ops=tuple(ops),
+        next_devices=tuple(
+            int(place(num_steps, f"gpu{d}").removeprefix("gpu")) for d in range(len(schedule.next_devices))
+        ),
         step=schedule.step,
         meta={**schedule.meta, "num_steps": num_steps},
     )

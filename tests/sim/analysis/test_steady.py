@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -12,6 +14,7 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.planner.policies import POLICIES, decide
 from tierplan.sim.analysis.completion import OutOfMemory
+from tierplan.sim.analysis.explain import busy_fracs
 from tierplan.sim.analysis.steady import SteadyState
 from tierplan.sim.analysis.steady import steady_state as steady_of
 from tierplan.sim.columns import columns_of, unroll
@@ -191,6 +194,85 @@ def test_streams_that_drift_apart_are_said_not_to_repeat() -> None:
     assert steady.num_steps == 16
     assert steady.period_s == 3.0
     assert steady.window_s[1] <= steady.trace.duration_s
+
+
+def pipeline(devices: int, packs: int, batches: int, first_pack: int = 0) -> list[Op]:
+    """Packs of a second per micro-batch that go round the devices, from the one of the first pack on."""
+    return [
+        Op(
+            key=f"{k}/{m}", stream=f"gpu{(first_pack + k) % devices}.compute", kind="x", work={"s": 1.0},
+            reads=(f"x{k}/{m}",) if k else (), writes=(f"x{k + 1}/{m}",),
+        )
+        for k in range(packs) for m in range(batches)
+    ]  # fmt: skip
+
+
+def going_round(devices: int, packs: int, batches: int, *, goes_on: bool = True) -> Schedule:
+    ops = pipeline(devices, packs, batches)
+    return validate(
+        Schedule(
+            name="pipeline",
+            tiers=tuple(Tier(name=f"gpu{d}", capacity_bytes=100) for d in range(devices)),
+            buffers=tuple(
+                Buffer(name=op.writes[0], tier=op.stream.split(".")[0], size_bytes=1, content="x", kind="acts")
+                for op in ops
+            ),
+            ops=tuple(ops),
+            next_devices=tuple((d + packs) % devices for d in range(devices)) if goes_on else (),
+        )
+    )
+
+
+def devices_of(num: int) -> Machine:
+    streams = [Stream(name=f"gpu{d}.compute", rates={"s": Rate.constant(1.0)}) for d in range(num)]
+    tiers = [TierSpec(name=f"gpu{d}", kind="device", capacity_bytes=100) for d in range(num)]
+    return Machine(name="alike", tiers=tuple(tiers), streams=tuple(streams))
+
+
+@pytest.mark.parametrize(
+    ("devices", "packs", "batches"), [(2, 3, 2), (2, 3, 5), (3, 4, 3), (3, 5, 4), (4, 6, 7), (8, 14, 10), (4, 8, 5)]
+)
+def test_steps_that_go_on_where_the_last_ended_fill_no_pipeline_anew(devices: int, packs: int, batches: int) -> None:
+    """With a micro-batch for each device, all devices are always at work: packs * batches / devices seconds."""
+    target = devices_of(devices)
+    steady = steady_state(going_round(devices, packs, batches), target)
+    assert steady.is_periodic
+    assert steady.period_s == pytest.approx(packs * batches / devices, abs=1e-9)
+    from_the_first = steady_state(going_round(devices, packs, batches, goes_on=False), target)
+    assert from_the_first.period_s >= -(-packs // devices) * batches, "what the first device has to do"
+    assert steady.period_s < from_the_first.period_s or packs % devices == 0
+    fracs = busy_fracs(columns_of(going_round(devices, packs, batches)), target, steady.period_s)
+    assert fracs == pytest.approx(dict.fromkeys((f"gpu{d}.compute" for d in range(devices)), 1.0))
+
+
+def test_steps_that_go_round_unlike_devices_repeat_when_they_are_around() -> None:
+    """A pack takes twice as long on the last device, so steps differ by where they begin: three in a cycle."""
+    target, schedule = devices_of(3), going_round(3, 4, 3)
+    slow = replace(target.streams[2], rates={"s": Rate.constant(0.5)})
+    target = replace(target, streams=(*target.streams[:2], slow))
+    steady = steady_state(schedule, target)
+    assert steady.cycle_steps == 3
+    assert len({round(b - a, 6) for a, b in pairwise(steady.step_ends_s)}) > 1
+    long, longer = (simulate_on(unroll(schedule, num_steps), target).duration_s for num_steps in (30, 60))
+    assert steady.period_s == pytest.approx((longer - long) / 30)
+
+
+def test_steps_that_go_on_are_one_long_pipeline() -> None:
+    """Written out by hand: the packs of three steps in one row, on one device after the other."""
+    steps = [
+        replace(op, key=f"s{k}/{op.key}", reads=tuple(f"s{k}/{b}" for b in op.reads), writes=(f"s{k}/{op.writes[0]}",))
+        for k in range(3) for op in pipeline(3, 4, 3, first_pack=4 * k)
+    ]  # fmt: skip
+    buffers = [
+        Buffer(name=op.writes[0], tier=op.stream.split(".")[0], size_bytes=1, content="x", kind="acts") for op in steps
+    ]
+    one = going_round(3, 4, 3)
+    long = validate(Schedule(name="long", tiers=one.tiers, buffers=tuple(buffers), ops=tuple(steps)))
+    unrolled = unroll(one, 3)
+    assert unrolled.ops == long.ops
+    assert {(b.name, b.tier) for b in unrolled.buffers} == {(b.name, b.tier) for b in long.buffers}
+    assert simulate_on(unrolled, devices_of(3)).spans == simulate_on(long, devices_of(3)).spans
+    assert unroll(unroll(one, 2), 2).ops[-1].stream == unroll(one, 4).ops[-1].stream
 
 
 def test_too_few_steps_are_refused() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.sim.random_schedules import LIMITS, cost_lists, costs_in_turn, schedules
+from tests.sim.random_schedules import LIMITS, cost_lists, costs_in_turn, schedules, turning_schedules
 from tierplan.hwmodels.machine import Cost
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.columns import columns_of, unroll
@@ -60,7 +60,7 @@ def both_engines_agree(max_examples: int) -> Callable[[], None]:
     return settings(max_examples=max_examples, deadline=None)(given(RANDOM, st.integers(1, 4), cost_lists)(agree_on))
 
 
-RANDOM = schedules() | schedules(max_ops=30, streams="abcdefghij", roomy=True)
+RANDOM = schedules() | turning_schedules() | schedules(max_ops=30, streams="abcdefghij", roomy=True)
 
 
 def agree_on(schedule: Schedule, num_steps: int, costs: list[Cost]) -> None:
