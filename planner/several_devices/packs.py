@@ -473,7 +473,11 @@ class PackLowering(Builder):
         return key if self.num_memories == 1 else device_name(key, device)
 
     def _update_late(self, tasks: list[Task]) -> None:
-        """Applies the gradients of the step before, in host memory, and makes new parameters beside those in use."""
+        """Applies the gradients of the step before, in host memory, and makes new parameters beside those in use.
+
+        They are written over those of the step before, and the two change places: an update that asked for memory would
+        hold back what is listed behind it, the step's first activations, until the last gradient has come.
+        """
         for task in tasks:
             pack = task.units
             size = sum(unit.num_trained for unit in pack) * self.training.grad_bytes
@@ -481,10 +485,13 @@ class PackLowering(Builder):
             for unit in pack:
                 if home := self.states_home.get(unit.name):
                     new = self.states_home[unit.name] = self.over(home)
-                    params = self.like(self.params_home[unit.name], HOST)
-                    self.replaces(params, self.params_home[unit.name])
+                    used = self.params_home[unit.name]
+                    spare = self.home(Params(unit.name), HOST, self.buffers[used].size_bytes, "params")
+                    params = self.over(spare)
+                    self.replaces(params, used)
+                    self.replaces(used, spare)
                     work, key = self.training.host_work(unit), States(unit.name).update_key
-                    reads, writes = (old, home), (new, params)
+                    reads, writes = (old, home, spare), (new, params)
                     self.op(key, HOST_ADAM, "update", work=work, reads=reads, writes=writes, unit=unit.name)
 
     def _arrived(self, task: Task, unit: Unit) -> tuple[list[str], list[str]]:
