@@ -214,6 +214,8 @@ class Packs:
     """A pack's parameters come while the pack before computes, and its gradients leave while the next one does."""
     late_updates: bool = False
     """Updates run during the next step, whose passes use the parameters of before (another algorithm)."""
+    goes_on: bool = False
+    """The next step begins on the device behind the one where this one ended; else always on the first."""
     hold_updates: bool = False
     """Gradients wait in host memory for the norm of all of them, by which they are clipped; then come the updates."""
     own_memory: bool = False
@@ -274,6 +276,11 @@ class PackPlan:
             )
         if packs.late_updates and packs.form != "pipeline":
             raise PlanError(f"plan {self.policy!r} updates late in form {packs.form!r}; late updates need 'pipeline'")
+        if packs.goes_on and (packs.form != "pipeline" or packs.own_memory):
+            raise PlanError(
+                f"plan {self.policy!r} goes on where a step ended, but has form {packs.form!r} and own_memory="
+                f"{packs.own_memory}; this is simulated in form 'pipeline' on one host memory only: leave out goes_on"
+            )
         for name in ("cleanup_s", "host_copy_bytes_per_s"):
             if not 0 <= (value := getattr(packs, name)) < float("inf"):
                 raise PlanError(f"plan {self.policy!r}: {name} is {value!r}; it must be a number of 0 or more")

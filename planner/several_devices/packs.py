@@ -13,7 +13,7 @@ runtime.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -151,7 +151,13 @@ class PackLowering(Builder):
         self._declare_homes()
         self._take_turns()
         name = f"{self.plan.policy} {self.workload.name}"
-        return self.schedule(name, tiers_of(self.machine), step=self.step(), meta=self.meta())
+        schedule = self.schedule(name, tiers_of(self.machine), step=self.step(), meta=self.meta())
+        return replace(schedule, next_devices=self._next_devices())
+
+    def _next_devices(self) -> tuple[int, ...]:
+        """Turned by the turns of one step, where the next one goes on behind its last."""
+        num, turns = self.packs.devices, self.packs.rounds * (len(self.packs.forward) + len(self.packs.backward))
+        return tuple((d + turns) % num for d in range(num)) if self.packs.goes_on and turns % num else ()
 
     def _take_turns(self) -> None:
         before: dict[int, Task] = {}  # the last one on each device

@@ -6,6 +6,9 @@ backward pack, forward and backward at once. The next pack of a device comes whi
 through host memory, gradients add up there, and host cores update. `roundpipe-sync` updates before the next step uses
 a parameter, `roundpipe` during the next step, one step stale (its asynchronous optimizer, another algorithm).
 
+A step goes on at the GPU behind the one where the step before ended: RoundPipe counts packs and not steps
+(`get_next_device`). So `roundpipe` fills no pipeline anew; `roundpipe-sync` empties it, wherever it goes on.
+
 Packs take about as long as each other: as many blocks go backward together as come near the head's time, and as many
 forward as come near theirs, fewer where memory is short.
 """
@@ -40,6 +43,7 @@ def _policy(name: str, workload: Workload, machine: Machine, given: Mapping[str,
         rounds=whole_number(name, options, "rounds", low=1),
         streams=True,
         late_updates=name == "roundpipe",
+        goes_on=True,
         hold_updates=name != "roundpipe" and workload.training.max_grad_norm is not None,
     )
     return PackPlan(policy=name, packs=packs, options=options)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,10 +15,13 @@ from tierplan.planner.plan import PackPlan, Packs, PagedPlan
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.policies import decide
 from tierplan.planner.policies.several.megatron import even_stages
+from tierplan.planner.prediction import predict_plan
+from tierplan.runtime.execution.executor import Executor
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.columns import columns_of
 from tierplan.sim.pricing import simulate_on
-from tierplan.sim.schedule import Op
+from tierplan.sim.schedule import Op, ScheduleError
+from tierplan.sim.workloads.workload import Workload
 
 BLOCK = 3 * MIB
 """Parameters of a block of the toy workload."""
@@ -141,6 +145,71 @@ def test_late_updates_use_the_gradients_of_the_step_before_and_nothing_waits_for
         replace(plan, packs=replace(plan.packs, form="data")).check(WORKLOAD)
     with pytest.raises(PlanError, match="3 rounds, which do not divide the step's 4"):
         replace(plan, packs=replace(plan.packs, rounds=3)).check(WORKLOAD)
+
+
+def equal_packs(*, devices: int, num_forward: int = 5, goes_on: bool) -> PackPlan:
+    """Of six units that take a second each way; the last of the forward packs has those that are left."""
+    ends = [*range(num_forward), 5]
+    packs = Packs(
+        form="pipeline", devices=devices, forward=tuple(pairwise(ends)), backward=tuple(pairwise(range(7))),
+        streams=True, late_updates=True, goes_on=goes_on,
+    )  # fmt: skip
+    return PackPlan(policy="t", packs=packs)
+
+
+def seconds_each() -> Workload:
+    units = [replace(u, forward={"s": 1.0}, backward={}, num_parameters=1000) for u in WORKLOAD.units]
+    return replace(WORKLOAD, units=tuple(units))
+
+
+def without_peers(num: int) -> Machine:
+    one = toy_machine()
+    tiers = [replace(one.tier("gpu0"), name=f"gpu{d}") for d in range(num)]
+    own = [s for s in one.streams if s.name.startswith("gpu0")]
+    streams = [replace(s, name=s.name.replace("gpu0", f"gpu{d}")) for d in range(num) for s in own]
+    return replace(one, tiers=(*tiers, *one.tiers[1:]), streams=(*streams, *one.streams[len(own) :]))
+
+
+@pytest.mark.parametrize("machine", [two_gpus(), without_peers(2), without_peers(3)])
+def test_the_next_step_goes_on_behind_the_device_where_the_last_one_ended(machine: Machine) -> None:
+    """Eleven packs of a second with four micro-batches: 44 s by the devices, and not all that the first one begins.
+
+    Without peers, activations pass through host memory, which no update holds back that waits for the last gradient.
+    """
+    workload, num = seconds_each(), machine.num_devices
+    on, anew = (predict_plan(equal_packs(devices=num, goes_on=goes_on), workload, machine) for goes_on in (True, False))
+    assert on.schedule is not None
+    assert on.steady is not None
+    assert on.phases is not None
+    assert on.schedule.next_devices == tuple((d + 11) % num for d in range(num))
+    assert on.step_s == pytest.approx(11 * 4 / num, rel=0.005)
+    assert anew.step_s is not None
+    assert anew.step_s >= -(-11 // num) * 4
+    for gpu in map("gpu{}".format, range(num)):
+        assert on.utilization[f"{gpu}.compute"] == pytest.approx(1.0, rel=0.005)
+        assert on.utilization[f"{gpu}.h2d"] == pytest.approx(on.utilization["gpu0.h2d"])
+    assert sum(asdict(on.phases).values()) == pytest.approx(on.step_s)
+    assert on.phases.forward_s == pytest.approx(on.step_s * 5 / 11, rel=0.01)
+    assert on.steady.trace.peak_bytes == on.steady.peak_bytes
+    ends_ns = [
+        max(s.end_ns for s in on.steady.trace.spans if s.key.startswith(f"s{k}/")) for k in range(on.steady.num_steps)
+    ]
+    assert on.steady.step_ends_s == tuple(ns / 1e9 for ns in ends_ns)
+
+
+def test_packs_that_come_out_even_begin_on_the_first_device_anyhow() -> None:
+    workload, machine = seconds_each(), two_gpus()
+    on, anew = (lower(equal_packs(devices=2, num_forward=4, goes_on=g), workload, machine) for g in (True, False))
+    assert on == anew
+    assert on.next_devices == ()
+
+
+def test_going_on_is_for_pipelines_on_one_host_memory_and_is_not_executed() -> None:
+    plan = equal_packs(devices=2, goes_on=True)
+    with pytest.raises(PlanError, match="goes on where a step ended, but has form 'data' and own_memory=False"):
+        replace(plan, packs=replace(plan.packs, form="data", late_updates=False)).check(WORKLOAD)
+    with pytest.raises(ScheduleError, match=r"has next_devices, .*: this is simulated, and not executed"):
+        Executor(lower(plan, WORKLOAD, two_gpus()), body=lambda call: None).run(2)
 
 
 @pytest.mark.parametrize("policy", ["harmony-dp", "harmony-pp", "mobius", "roundpipe-sync"])
