@@ -131,16 +131,21 @@ class ScheduleColumns:
         return num
 
     @property
+    def once_around(self) -> ScheduleColumns:
+        """So many steps that every device has done each part as often as the others that it takes turns with."""
+        return self if self.steps_around == 1 else self.unrolled(self.steps_around)
+
+    @property
     def num_buffers(self) -> int:
         return len(self.buffer_tier)
 
     def bytes_moved(self) -> dict[str, int]:
-        """As `Schedule.bytes_moved`."""
+        """As `Schedule.bytes_moved`; the mean over the steps that go once around devices."""
         moved: dict[str, int] = {}
-        for work, num in self.counted_works():
+        for work, num in self.once_around.counted_works():
             if "bytes" in work.amounts:
                 moved[work.stream] = moved.get(work.stream, 0) + num * int(work.amounts["bytes"])
-        return moved
+        return {stream: size // self.steps_around for stream, size in moved.items()}
 
     def counted_works(self) -> list[tuple[Work, int]]:
         """What ops do, and how many do it."""

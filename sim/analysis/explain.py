@@ -285,7 +285,7 @@ def sensitivities(
     now = steady_state(columns, machine)
     busy = busy_fracs(columns, machine, now.period_s)
     alike: dict[str, set[str]] = {}
-    for stream in columns.streams:
+    for stream in columns.once_around.streams:
         whose = parse_stream(stream)
         is_one = machine.num_devices == 1 or whose.device is None
         alike.setdefault(stream if is_one else f"gpu*.{whose.task}", set()).add(stream)
@@ -325,10 +325,9 @@ def busy_fracs(columns: ScheduleColumns, machine: Machine, step_s: float) -> dic
     """
     seconds: dict[str, float] = {}
     limits = machine.limits
-    around = columns.steps_around
-    for work, num in columns.unrolled(around).counted_works() if around > 1 else columns.counted_works():
+    for work, num in columns.once_around.counted_works():
         cost = machine.cost(work.stream, work.amounts)
         seconds[work.stream] = seconds.get(work.stream, 0.0) + num * cost.alone_s
         for limit, per_s in cost.demand.items():
             seconds[limit] = seconds.get(limit, 0.0) + num * per_s * cost.work_s / limits[limit]
-    return {name: busy / (around * step_s) for name, busy in seconds.items() if busy > 0}
+    return {name: busy / (columns.steps_around * step_s) for name, busy in seconds.items() if busy > 0}

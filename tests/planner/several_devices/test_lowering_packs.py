@@ -10,6 +10,7 @@ import pytest
 
 from tests.toys import MIB, toy_machine, toy_workload
 from tierplan.hwmodels.machine import Machine, Rate, Stream
+from tierplan.hwmodels.names import parse_stream
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import PackPlan, Packs, PagedPlan
 from tierplan.planner.plan_rules import PlanError
@@ -188,6 +189,9 @@ def test_the_next_step_goes_on_behind_the_device_where_the_last_one_ended(machin
     for gpu in map("gpu{}".format, range(num)):
         assert on.utilization[f"{gpu}.compute"] == pytest.approx(1.0, rel=0.005)
         assert on.utilization[f"{gpu}.h2d"] == pytest.approx(on.utilization["gpu0.h2d"])
+    moved = on.columns.bytes_moved()  # type: ignore[union-attr]
+    assert moved["gpu0.h2d"] == pytest.approx(moved[f"gpu{num - 1}.h2d"], abs=1)
+    assert sum(moved.values()) == pytest.approx(sum(on.schedule.bytes_moved().values()), abs=len(moved))
     assert sum(asdict(on.phases).values()) == pytest.approx(on.step_s)
     assert on.phases.forward_s == pytest.approx(on.step_s * 5 / 11, rel=0.01)
     assert on.steady.trace.peak_bytes == on.steady.peak_bytes
@@ -195,6 +199,21 @@ def test_the_next_step_goes_on_behind_the_device_where_the_last_one_ended(machin
         max(s.end_ns for s in on.steady.trace.spans if s.key.startswith(f"s{k}/")) for k in range(on.steady.num_steps)
     ]
     assert on.steady.step_ends_s == tuple(ns / 1e9 for ns in ends_ns)
+
+
+def test_devices_that_a_step_does_not_come_to_work_in_the_next_ones() -> None:
+    """One pack and three devices: with all of them twice as fast, a step takes half as long."""
+    packs = Packs(
+        form="pipeline", devices=3, forward=(), backward=((0, 6),), streams=True, late_updates=True, goes_on=True
+    )
+    plan = PackPlan(policy="t", packs=packs)
+    found = predict_plan(plan, seconds_each(), without_peers(3))
+    assert found.schedule is not None
+    assert found.schedule.next_devices == (1, 2, 0)
+    assert {parse_stream(name).device for name in found.schedule.streams} == {0, None}
+    assert found.utilization["gpu0.compute"] == found.utilization["gpu2.compute"] > 0
+    by_name = {limit.name: limit for limit in found.limits}
+    assert by_name["gpu*.compute"].gain_frac == pytest.approx(0.5, rel=0.02)
 
 
 def test_packs_that_come_out_even_begin_on_the_first_device_anyhow() -> None:
