@@ -109,7 +109,11 @@ def unitwise_plan(
 def data_parallel(
     policy: str, options: dict[str, object], workload: Workload, machine: Machine, unit: UnitPlan, **fields: Any
 ) -> UnitwisePlan:
-    """One choice for all units on all devices, updated after backward unless option `semantics` says otherwise."""
+    """One choice for all units on all devices, updated after backward unless option `semantics` says otherwise.
+
+    Parameters from the host come within the window alone: PyTorch and DeepSpeed free a unit's before they bring more.
+    """
+    fields["strict_windows"] = unit.params != "device"
     if "prefetch" in options:
         fields["prefetch_params_units"] = int(number(policy, options, "prefetch", low=0))
     units = with_checkpointing(policy, options, workload, unit)

@@ -10,10 +10,11 @@ from tierplan.hwmodels import load_machine
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import PackPlan
 from tierplan.planner.policies import decide
+from tierplan.planner.prediction import predict
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training, Unit, Workload
-from tierplan.validation.published.reproduce import published
+from tierplan.validation.published.reproduce import peak_of, published
 
 MACHINE = "fuyou-4090"
 
@@ -151,3 +152,24 @@ def test_harmonys_own_packs_need_not_be_the_same_forward_and_backward() -> None:
     schedule = lower(plan, workload, machine)
     whole, last = (sum(u.num_parameters for u in units) * 4 for units in (workload.units, workload.units[-2:]))
     assert weight_swap_bytes(schedule) == 3 * whole - last
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("fsdp-offload", {}),
+        ("fsdp-offload", {"reduces": "last"}),
+        ("zero-3", {"params": "host", "optimizer": "host"}),
+        ("vertical", {}),
+    ],
+)
+def test_parameters_on_the_device_do_not_grow_with_accumulation(policy: str, options: Mapping[str, object]) -> None:
+    """A device that computes for long does not collect what the host can bring meanwhile."""
+    peaks = []
+    for accumulation in (1, 8):
+        training = Training(gradient_accumulation_steps=accumulation)
+        workload, machine = load_workload("llama-3.2-1b", training), load_machine("fsdp-qlora-2x4090")
+        steady = predict(policy, workload, machine, options).steady
+        assert steady is not None
+        peaks.append(peak_of(steady, ["params"]))
+    assert peaks[0] == peaks[1]
