@@ -339,10 +339,16 @@ def _bus_rate(draft: _Draft, num_gpus: int) -> float:
 
 
 def _drives(draft: _Draft, num_drives: int) -> None:
-    """RAID-0: an op is spread over all drives. Reads and writes share them: r/read + w/write <= mixed."""
+    """RAID-0: an op is spread over all drives. Reads and writes share them: r/read + w/write <= mixed.
+
+    Drives take turns, but slots and what is above them pass both ways at once: so that limit is on the drives' own
+    rates, which an op may be below.
+    """
+    takers: list[Taker] = []
     slots = num_drives * (draft.description.number("nvme.slot") or 0.0)
     for stream, direction in ((NVME_READ, "read"), (NVME_WRITE, "write")):
         rate = draft.rate(f"nvme.{direction}", num_drives)
+        takers.append((stream, "bytes", 1 / max(per_s for _, per_s in rate.points)))
         if most := min(filter(None, (slots, draft.description.number(f"nvme.array_{direction}"))), default=None):
             rate = Rate(tuple((amount, min(per_s, most)) for amount, per_s in rate.points))
         draft.stream(stream, "nvme.latency", {"bytes": rate})
@@ -350,7 +356,7 @@ def _drives(draft: _Draft, num_drives: int) -> None:
     if mixed <= 0:
         raise MachineError(f"nvme.mixed of machine {draft.name!r} is {mixed}; it must be above 0")
     if mixed < 2:
-        draft.share(NVME_LIMIT, mixed, *((s, "bytes", 1 / draft.fastest(s)) for s in (NVME_READ, NVME_WRITE)))
+        draft.share(NVME_LIMIT, mixed, *takers)
 
 
 def _dram(draft: _Draft) -> None:

@@ -35,3 +35,12 @@ def test_a_drive_keeps_its_number_in_every_machine() -> None:
     assert load_machine("desktop-4090", ["nvme.part=p5510"]).limits["nvme"] == load_machine("fuyou-4090").limits["nvme"]
     settings = ["nvme.part=p5510", "nvme.read=2368 MiB/s", "nvme.write=1484 MiB/s", "nvme.mixed=1.22"]
     assert seconds_per_byte(settings, 0.5) == pytest.approx(0.5 / (1115.5 * 2**20), rel=0.01)
+
+
+@pytest.mark.parametrize("cap", ["nvme.slot=3 GB/s", "nvme.array_read=3 GB/s"])
+def test_what_caps_each_way_leaves_the_other_way_its_room(cap: str) -> None:
+    """A slot carries both ways at once: only the flash behind it takes turns, at its own rates."""
+    own, capped = load_machine("desktop-4090"), load_machine("desktop-4090", [cap])
+    assert capped.stream("nvme.read").rates["bytes"].at(1e9) == 3e9
+    for stream in ("nvme.read", "nvme.write"):
+        assert capped.stream(stream).takes["nvme"] == own.stream(stream).takes["nvme"]
