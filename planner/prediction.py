@@ -32,7 +32,7 @@ from tierplan.sim.analysis.phases import Phases, phases
 from tierplan.sim.analysis.steady import SteadyState, steady_state
 from tierplan.sim.columns import ScheduleColumns
 from tierplan.sim.schedule import Schedule, ScheduleError
-from tierplan.sim.workloads.workload import Workload, total_work
+from tierplan.sim.workloads.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,12 +282,5 @@ def _facts(plan: Plan, workload: Workload, machine: Machine) -> dict[str, object
         "micro_batch": workload.training.per_device_train_batch_size,
         "accumulation": workload.training.gradient_accumulation_steps,
         "num_parameters": workload.num_parameters,
-        "flops": model_flops(workload) * plan.num_batches,
+        "flops": workload.flops * workload.training.gradient_accumulation_steps * plan.num_batches,
     }
-
-
-def model_flops(workload: Workload) -> float:
-    """FLOPs of one step's forward and backward passes, without recomputation."""
-    works = total_work(work for unit in workload.units for work in (unit.forward, unit.backward))
-    flops = sum(amount for kind, amount in works.items() if kind.endswith("_flops"))
-    return flops * workload.training.gradient_accumulation_steps

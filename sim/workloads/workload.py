@@ -373,6 +373,14 @@ class Workload(Shown):
         return sum(map(self.training.params_bytes, self.units))
 
     @property
+    def flops(self) -> float:
+        """Of one micro-batch's forward and backward. What backward makes again is left out: the logits, where the loss is
+        taken in chunks."""
+        works = [work for unit in self.units for work in (unit.forward, unit.backward)]
+        remade = self.units[-1].forward if self.training.loss_chunks > 1 else {}
+        return _flops(total_work(works)) - _flops(remade)
+
+    @property
     def first_trained(self) -> int:
         """The first unit with a backward: below it all is frozen, so nobody wants a gradient of what these make."""
         return next(u for u, unit in enumerate(self.units) if not unit.is_frozen)
@@ -388,6 +396,10 @@ class Workload(Shown):
         tokens = f"{t.gradient_accumulation_steps} x {t.per_device_train_batch_size} x {t.sequence_length} tokens"
         head = f"<Workload {self.name}: {self.num_parameters / 1e9:.3g} B parameters in {len(self.units)} units"
         return f"{head}; {tokens}, {t.dtype}>"
+
+
+def _flops(work: Amounts) -> float:
+    return sum(amount for kind, amount in work.items() if kind.endswith("_flops"))
 
 
 def total_work(works: Iterable[Mapping[str, float]]) -> dict[str, float]:

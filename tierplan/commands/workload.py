@@ -176,8 +176,7 @@ def table_lines(workload: Workload) -> list[str]:
         ),
     ]
     if not is_measured:
-        flops_of = sum(effort(u.forward, 1.0) + effort(u.backward, 1.0) for u in units)
-        lines.append(f"Forward and backward: {flops_of / tokens / n:.2f} FLOPs per parameter and token.")
+        lines.append(f"Forward and backward: {workload.flops / tokens / n:.2f} FLOPs per parameter and token.")
     return lines
 
 

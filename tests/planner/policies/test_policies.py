@@ -533,3 +533,11 @@ def test_harmony_simulates_no_packs_where_host_memory_is_too_small_for_all(monke
         assert decide("harmony", workload, on) == plan, "by simulating all"
         assert (min(simulated) == float("inf")) == (host == 2**20)
         monkeypatch.setattr(harmony, "_quickest", quickest)
+
+
+@pytest.mark.parametrize("more", [{}, {"lora": "r=8"}], ids=str)
+def test_a_loss_in_chunks_does_not_add_to_the_models_flops(more: dict[str, Any]) -> None:
+    """Backward makes the logits again then, which is recomputation."""
+    whole, chunked = (load_workload("llama-3.2-1b", Training(**more, loss_chunks=chunks)) for chunks in (1, 8))
+    assert chunked.units[-1].backward != whole.units[-1].backward
+    assert chunked.flops == whole.flops
