@@ -72,6 +72,8 @@ class Prediction(Shown):
     """Sequences in one micro-batch."""
     accumulation: int = 0
     num_parameters: int = 0
+    num_active: int | None = None
+    """Those that a token meets, where all are trained; None where some are frozen."""
     flops: float = 0.0
     """Of forward and backward in one step, recomputation left out, over all devices."""
     utilization: Mapping[str, float] = field(default_factory=dict)
@@ -177,8 +179,13 @@ class Prediction(Shown):
 
     @property
     def tflops_8nd(self) -> float | None:
-        """8 FLOPs per parameter and token over the step time: the papers' count, whatever was really recomputed."""
-        return None if self.step_s is None else 8 * self.num_parameters * self.tokens / self.step_s / 1e12
+        """8 FLOPs per parameter and token over the step time: the papers' count, whatever was really recomputed.
+
+        Of experts, those that a token is sent to. None where parameters are frozen, whose backward is half as much.
+        """
+        if self.step_s is None or self.num_active is None:
+            return None
+        return 8 * self.num_active * self.tokens / self.step_s / 1e12
 
     def record(self) -> dict[str, object]:
         """The prediction as JSON values."""
@@ -282,5 +289,6 @@ def _facts(plan: Plan, workload: Workload, machine: Machine) -> dict[str, object
         "micro_batch": workload.training.per_device_train_batch_size,
         "accumulation": workload.training.gradient_accumulation_steps,
         "num_parameters": workload.num_parameters,
+        "num_active": workload.num_active if workload.num_trained == workload.num_parameters else None,
         "flops": workload.flops * workload.training.gradient_accumulation_steps * plan.num_batches,
     }

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Annotated, Literal, get_args
 
 import msgspec
@@ -36,6 +37,8 @@ Amounts = Mapping[str, float]
 DType = Literal["fp32", "bf16", "fp16"]
 MAX_SEQUENCES = 2**16
 """In one step: beyond any batch in use."""
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Keys of a config that say how many experts a block has, whose matrices lie in one parameter."""
 CODED_SHARE = 16
 """A saved tensor with less than one value in so many of the unit's activations is not coded."""
 DTYPE_BYTES: Mapping[str, int] = {dtype: FORMATS[dtype].bits // 8 for dtype in get_args(DType)}
@@ -360,6 +363,18 @@ class Workload(Shown):
         return sum(u.num_parameters for u in self.units)
 
     @property
+    def num_active(self) -> int | None:
+        """Parameters that a token meets: of experts, those that it is sent to; None where nobody says how many."""
+        counts = {self.config[name] for name in EXPERTS if name in self.config}
+        experts = [shape for unit in self.units for shape in unit.shapes if len(shape) == 3 and shape[0] in counts]
+        if not experts:
+            return self.num_parameters
+        chosen = self.config.get("num_experts_per_tok")
+        if not isinstance(chosen, int):
+            return None
+        return self.num_parameters - sum(prod(shape[1:]) * (shape[0] - chosen) for shape in experts)
+
+    @property
     def states_bytes(self) -> int:
         return sum(self.training.states_bytes(u) for u in self.units)
 
@@ -374,8 +389,7 @@ class Workload(Shown):
 
     @property
     def flops(self) -> float:
-        """Of one micro-batch's forward and backward. What backward makes again is left out: the logits, where the loss is
-        taken in chunks."""
+        """Of one micro-batch's forward and backward, without logits that are made again where the loss is in chunks."""
         works = [work for unit in self.units for work in (unit.forward, unit.backward)]
         remade = self.units[-1].forward if self.training.loss_chunks > 1 else {}
         return _flops(total_work(works)) - _flops(remade)

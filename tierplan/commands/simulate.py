@@ -110,11 +110,7 @@ def text_of(prediction: Prediction) -> str:
         *interval_rows(prediction),
         ("", ", ".join(f"{name.removesuffix('_s')} {format_s(value)}" for name, value in spent.items())),
         ("limited by", limited_text(prediction.limits)),
-        (
-            "of the model",
-            f"{prediction.flops / prediction.step_s / 1e12:.1f} TFLOP/s "
-            f"({prediction.tflops_8nd:.1f} as papers count: 8 FLOPs per parameter and token)",
-        ),
+        ("of the model", f"{prediction.flops / prediction.step_s / 1e12:.1f} TFLOP/s{_as_papers_count(prediction)}"),
         *([("trained on", sequences_text(prediction))] if prediction.devices_of_machine > 1 else []),
         ("semantics", prediction.plan.semantics if prediction.plan else ""),
         *numbers_rows(prediction),
@@ -129,6 +125,13 @@ def text_of(prediction: Prediction) -> str:
             ("drives last", f"{format_s(prediction.lifetime_s)} of writing like this, by their rated endurance")
         )
     return "\n".join([head, *columns(rows), "", *columns(limit_rows(prediction.limits), right=(1, 2))])
+
+
+def _as_papers_count(prediction: Prediction) -> str:
+    if prediction.tflops_8nd is None:
+        return ""
+    active = "active " * (prediction.num_active != prediction.num_parameters)
+    return f" ({prediction.tflops_8nd:.1f} as papers count: 8 FLOPs per {active}parameter and token)"
 
 
 def sequences_text(prediction: Prediction) -> str:

@@ -118,3 +118,25 @@ def test_harmony_says_no_less_than_what_it_lacks() -> None:
         decide("harmony", load_workload("qwen3-14b", training), load_machine("desktop-4090"))
     needed, capacity = (int(text.replace(",", "")) for text in re.findall(r"\d+(?:,\d{3})+", str(caught.value)))
     assert needed > capacity
+
+
+@pytest.mark.parametrize(
+    ("name", "published"), [("mixtral-8x7b", 12.9e9), ("qwen3-30b-a3b", 3.3e9), ("gpt-oss-20b", 3.61e9 + 201088 * 2880)]
+)
+def test_papers_count_the_experts_that_a_token_is_sent_to(name: str, published: float) -> None:
+    """OpenAI's figure is without the table of embeddings."""
+    workload = trace_workload(name, Training(sequence_length=64))
+    assert workload.num_active == pytest.approx(published, rel=0.02)
+    found = predict("fsdp", workload, load_machine("server-8xh100", ["gpu.capacity=1 TB"]))
+    assert found.tflops_8nd == pytest.approx(8 * published * (found.tokens_per_s or 0.0) / 1e12, rel=0.02)
+
+
+def test_papers_count_is_left_out_where_parameters_are_frozen(capsys: pytest.CaptureFixture[str]) -> None:
+    """Their backward is half as much, so 8 FLOPs for each would be more than is computed."""
+    words = ["simulate", "--policy", "in-memory", "--model", "gpt-1.3b", "--machine", "desktop-4090", "--lora", "r=8"]
+    assert main([*words, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["tflops_8nd"] is None
+    assert record["model_flops_per_s"] > 0
+    assert main(words) == 0
+    assert "as papers count" not in capsys.readouterr().out
