@@ -353,8 +353,6 @@ def _drives(draft: _Draft, num_drives: int) -> None:
             rate = Rate(tuple((amount, min(per_s, most)) for amount, per_s in rate.points))
         draft.stream(stream, "nvme.latency", {"bytes": rate})
     mixed = draft.number("nvme.mixed")
-    if mixed <= 0:
-        raise MachineError(f"nvme.mixed of machine {draft.name!r} is {mixed}; it must be above 0")
     if mixed < 2:
         draft.share(NVME_LIMIT, mixed, *takers)
 

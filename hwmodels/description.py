@@ -306,6 +306,7 @@ def _value(key: Key, value: object, what: str) -> float | str | Points:
 
 LEAST_PLAUSIBLE: Mapping[str, tuple[float, str]] = {
     "flops/s": (1e9, "TFLOP/s"), "bytes/s": (1e6, "GB/s"), "parameters/s": (1e5, "G/s"), "bytes": (2**16, "GiB"),
+    "W": (1.0, "kW"),
 }  # fmt: skip
 """By unit: what no part is below, and the unit that was probably meant."""
 DRIVES_SAY_MB = ("nvme.read", "nvme.write")
@@ -315,11 +316,12 @@ MOST_PLAUSIBLE: Mapping[str, float] = {
     "nvme.recovery": 1e5, **dict.fromkeys(DRIVES_SAY_MB, 1e12),
     "gpu.count": 1024, "nvme.drives": 128, "host.cores": 1024, "host.sockets": 16,
     "gpu.matmul_frac": 1.0, "gpu.memory_frac": 1.0, "gpu.collective_share": 1.0, "gpu.sustained_frac": 1.0,
+    "nvme.mixed": 2.0, "gpu.power": 5e3, "host.power": 2e4, "nvme.power": 200,
 }  # fmt: skip
 ABOVE_ZERO = (
     "flops/s", "bytes/s", "parameters/s", "gpu.matmul_frac", "gpu.attention_frac", "gpu.memory_frac",
     "gpu.sustained_frac", "gpu.adam_traffic", "host.adam_traffic", "link.collective_latency", "host.cores",
-    "host.sockets",
+    "host.sockets", "nvme.mixed", "nvme.endurance", "W",
 )  # fmt: skip
 """Units and keys of which 0 says nothing: a limit that does not exist is left out."""
 
@@ -330,14 +332,14 @@ def _plausible(amount: float, value: object, key: Key, what: str) -> float:
         raise MachineError(f"{what} is {value!r}; it must be above 0")
     least, meant = LEAST_PLAUSIBLE.get(key.unit, (0.0, ""))
     if 0 < amount < least:
-        number = str(value).split()[0].rstrip("BFLOPS/s")
+        number = str(value).split()[0].rstrip("BFLOPS/sW")
         if key.name in DRIVES_SAY_MB and float(number) >= 100:
             number = f"{float(number) / 1000:g}"
         raise MachineError(f'{what} is {value!r}, {format_amount(amount, key.unit)}; did you mean "{number} {meant}"?')
     if amount > MOST_PLAUSIBLE.get(key.name, MOST_PLAUSIBLE.get(key.unit, float("inf"))):
         shown = f"{value!r}, {format_amount(amount, key.unit)}, which nothing reaches; check its unit"
         if key.unit == "number":
-            shown = f"{value}; it is a share of 1, at most {MOST_PLAUSIBLE[key.name]:g}"
+            shown = f"{value}; it is at most {MOST_PLAUSIBLE[key.name]:g} ({key.meaning})"
         elif key.unit == "count":
             shown = f"{value}; no machine has more than {MOST_PLAUSIBLE[key.name]:g}"
         raise MachineError(f"{what} is {shown}")

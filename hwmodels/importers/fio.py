@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import sqrt
 
-from tierplan.hwmodels.description import Quantity
+from tierplan.hwmodels.description import MOST_PLAUSIBLE, Quantity
 from tierplan.hwmodels.importers.reading import ImportedFileError, json_number, json_object
 from tierplan.hwmodels.units import parse_amount
 
@@ -54,7 +54,8 @@ def read_fio(text: str, *, where: str) -> dict[str, Quantity]:
     if mixed and "nvme.read" in values and "nvme.write" in values:
         best = max(mixed, key=lambda g: g.block_bytes)
         alone = {d: parse_amount(values[f"nvme.{d}"].value, "bytes/s", what=d) for d in ("read", "write")}
-        values["nvme.mixed"] = Quantity(best.read / alone["read"] + best.write / alone["write"], "measured", source)
+        both = best.read / alone["read"] + best.write / alone["write"]
+        values["nvme.mixed"] = Quantity(min(both, MOST_PLAUSIBLE["nvme.mixed"]), "measured", source)
     if not values:
         raise ImportedFileError(
             f"{where} has neither a group of only reads nor one of only writes; add `stonewall` between jobs"

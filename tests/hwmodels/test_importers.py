@@ -46,6 +46,14 @@ def test_fio_adds_up_jobs_that_ran_together() -> None:
     assert values["nvme.read"].value == 2 * record["jobs"][0]["read"]["bw_bytes"]
 
 
+def test_fio_gives_no_more_room_than_reads_and_writes_take_that_do_not_meet() -> None:
+    record = json.loads(sample("fio.json"))
+    for job in record["jobs"]:
+        if job["jobname"] == "mixed":
+            job["read"]["bw_bytes"] *= 10
+    assert read_fio(json.dumps(record), where="x")["nvme.mixed"].value == 2.0
+
+
 def test_fio_really_run(tmp_path: Path) -> None:
     """fio's own words today, not only those of the sample; without fio the sample has to do."""
     if shutil.which("fio") is None:
