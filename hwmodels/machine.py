@@ -181,6 +181,8 @@ class SharedLimit:
 
 
 _T = TypeVar("_T", TierSpec, Stream)
+OWN_DEVICES = "own_devices"
+"""What a machine's description calls them in addition to the keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +204,12 @@ class Machine(Shown):
     def limits(self) -> dict[str, float]:
         """Units per second by name of the shared limit, as the engine takes them."""
         return {limit.name: limit.limit for limit in self.shared_limits}
+
+    @property
+    def own_devices(self) -> int:
+        """Those that the machine has, where somebody asks about another number of them."""
+        own = self.description.get(OWN_DEVICES)
+        return own if isinstance(own, int) else self.num_devices
 
     @property
     def num_devices(self) -> int:

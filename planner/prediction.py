@@ -123,20 +123,30 @@ class Prediction(Shown):
 
     @property
     def devices_of_machine(self) -> int:
-        return 0 if self.hardware is None else self.hardware.num_devices
+        return 0 if self.hardware is None else self.hardware.own_devices
 
     @property
     def where(self) -> str:
         """The machine, how many of its GPUs where it has several, and whether its drives are only a data sheet's."""
-        used = f"{self.devices} of its " if self.devices else ""  # none without a plan
-        gpus = f", {used}{num} GPUs" if (num := self.devices_of_machine) > 1 else ""
+        has, used = self.devices_of_machine, self.devices  # none without a plan
+        gpus = f", {f'{used} of its ' * bool(used)}{has} GPUs" if has > 1 else ""
+        if used > has:
+            gpus = f", {used} GPUs"
         drives = self.columns is not None and {NVME_READ, NVME_WRITE} & {*self.nameplate} & self.utilization.keys()
         return self.machine + gpus + " (drives by data sheet: may be far slower)" * bool(drives)
 
     @property
     def devices_note(self) -> str:
-        """That some of the machine's devices are not used, and what to do; empty where all are."""
-        if self.devices == 0 or self.devices >= self.devices_of_machine:
+        """That some of the machine's devices are not used, or that it has not so many, and what to do; else empty."""
+        if self.hardware is None or self.devices == 0:
+            return ""
+        if (more := self.devices - self.devices_of_machine) > 0:
+            lanes = "on the same lanes" if "link.host_h2d" in self.hardware.description else "on lanes of their own"
+            return (
+                f"{self.machine} has {self.devices_of_machine}; {more} more {'is' if more == 1 else 'are'} assumed, "
+                f"{lanes} to the host; links between them are as its file has them: set link.p2p to what so many have"
+            )
+        if self.devices >= self.hardware.num_devices:
             return ""
         return (
             f"{self.policy} trains on {self.devices} of the machine's {self.devices_of_machine} GPUs, and this is "

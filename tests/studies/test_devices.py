@@ -120,11 +120,45 @@ def test_the_first_line_says_how_many_devices(command: str, model: str, capsys: 
 
     assert "2 GPUs" in first_line()
     if command in PREDICTS:
-        assert "GPUs" not in first_line("--devices", "1")
+        assert "1 of its 2 GPUs" in first_line("--devices", "1")
     if command in ("simulate", "compare-policies", "explain-run"):
         flag = ASKED[command][0]
         said = first_line(flag, "harmony")
         assert "1 of its 2 GPUs" in said or "harmony on 1" in said
+
+
+@pytest.mark.parametrize(
+    ("machine", "devices", "of", "where", "note"),
+    [
+        ("server-8xh100", 3, 8, "server-8xh100, 3 of its 8 GPUs", ""),
+        ("desktop-4090", 8, 1, "desktop-4090, 8 GPUs", "has 1; 7 more are assumed, on the same lanes to the host"),
+        ("laptop", 2, 1, "laptop, 2 GPUs", "has 1; 1 more is assumed, on lanes of their own to the host"),
+        ("desktop-4090", 1, 1, "desktop-4090", ""),
+    ],
+)
+def test_devices_are_of_those_that_the_machine_has(
+    machine: str, devices: int, of: int, where: str, note: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [
+        "simulate",
+        "--policy",
+        "zero-2",
+        "--model",
+        model,
+        "--machine",
+        machine,
+        "--devices",
+        str(devices),
+        "--seq",
+        "64",
+    ]
+    assert main([*asked, *CPU, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["devices"], record["devices_of_machine"], record["where"]) == (devices, of, where)
+    assert note in (record["devices_note"] or "")
+    assert bool(record["devices_note"]) == bool(note)
+    assert main([*asked, *CPU]) == 0
+    assert note[:20] in capsys.readouterr().out
 
 
 def test_one_of_two_gpus_is_calibrated(

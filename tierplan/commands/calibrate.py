@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     point = replace(scenario.read_point(args), accumulation=1, max_grad_norm=None)
     machine = machine_of(point)
     if (of_machine := machine.num_devices) > 1:
-        point = replace(point, overrides={**point.overrides, "gpu.count": 1})
+        point = replace(point, devices=1)
         machine = machine_of(point)
     device = device_named(args.device)
     num_ranks = of_machine if device == "cpu" else 1

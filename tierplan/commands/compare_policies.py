@@ -65,11 +65,15 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({prediction.policy: prediction.record() for prediction in predictions}, indent=2))
     else:
         tokens = (point.sequences or point.batch * point.accumulation) * point.seq
-        fewer = [p for p in predictions if p.devices_note]
-        gpus = ", ".join([f"{machine.num_devices} GPUs", *(f"{p.policy} on {p.devices}" for p in fewer)])
-        where = f"{machine.name}, {gpus}" if machine.num_devices > 1 else machine.name
+        num, has = machine.num_devices, machine.own_devices
+        fewer = [p for p in predictions if 0 < p.devices < num]
+        of = f"{num} of its {has}" if num < has else f"{num}"
+        gpus = ", ".join([f"{of} GPUs", *(f"{p.policy} on {p.devices}" for p in fewer)])
+        where = f"{machine.name}, {gpus}" if max(num, has) > 1 else machine.name
         print(f"{predictions[0].model} on {where}, {tokens:,} tokens per step; memory in GiB")
         say(policy_table(predictions, point.semantics))
+        if num > has:
+            print(next((p.devices_note for p in predictions if p.devices == num), ""))
         for p in predictions:
             if p.fits and p.tokens != tokens:
                 print(

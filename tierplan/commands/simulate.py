@@ -111,7 +111,11 @@ def text_of(prediction: Prediction) -> str:
         ("", ", ".join(f"{name.removesuffix('_s')} {format_s(value)}" for name, value in spent.items())),
         ("limited by", limited_text(prediction.limits)),
         ("of the model", f"{prediction.flops / prediction.step_s / 1e12:.1f} TFLOP/s{_as_papers_count(prediction)}"),
-        *([("trained on", sequences_text(prediction))] if prediction.devices_of_machine > 1 else []),
+        *(
+            [("trained on", sequences_text(prediction))]
+            if max(prediction.devices, prediction.devices_of_machine) > 1
+            else []
+        ),
         ("semantics", prediction.plan.semantics if prediction.plan else ""),
         *numbers_rows(prediction),
     ]

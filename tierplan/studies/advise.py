@@ -155,7 +155,7 @@ def advise(
         Processes, by default one per core.
     """
     prices = prices or PriceList()
-    description = load_description(point.machine, [f"{k}={v}" for k, v in point.overrides.items()])
+    description = load_description(point.machine, point.settings)
     bought = [b for b in purchases(description, prices) if not quick or "gpu.count" not in b.overrides]
     bought.sort(key=lambda b: (not b.machine, "gpu.count" not in b.overrides))  # the longest searches first
     with asking(num_workers, progress=progress) as ask:
@@ -172,7 +172,7 @@ def advise(
         # other machines meanwhile: what is bought for this one has its answer for a start
         num_first = sum(b.machine != "" for b in bought)
         others = [b.applied(like) for b in bought[:num_first]]
-        first = ask([*others, replace(like, machine=RENTED, overrides={})], elsewhere)
+        first = ask([*others, replace(like, machine=RENTED, overrides={}, devices=None)], elsewhere)
         largest = [] if quick else ask([point], largest_model_of)
         answer = today[0]()
         if not quick:

@@ -14,7 +14,7 @@ from math import inf
 from typing import Any
 
 from tierplan.hwmodels import load_machine
-from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.machine import OWN_DEVICES, Machine
 from tierplan.hwmodels.names import COMPUTE
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.lowering import Lowering
@@ -60,7 +60,11 @@ class BestPlan:
 
 def machine_of(point: Point) -> Machine:
     """The machine of a point, with its changes."""
-    return load_machine(point.machine, [f"{key}={value}" for key, value in point.overrides.items()])
+    machine = load_machine(point.machine, point.settings)
+    if point.devices is None:
+        return machine
+    own = load_machine(point.machine, replace(point, devices=None).settings).num_devices
+    return replace(machine, description={**machine.description, OWN_DEVICES: own})
 
 
 def place_of(point: Point) -> CalibratedPlace:
@@ -71,9 +75,7 @@ def place_of(point: Point) -> CalibratedPlace:
         training_of(point, described),
         partial(workload_at, point, described),
         which=point.calibration,
-        unchanged=load_machine(point.machine, ["gpu.count=1"])
-        if point.overrides or described.num_devices > 1
-        else None,
+        unchanged=load_machine(point.machine, ["gpu.count=1"]) if point.settings or described.num_devices > 1 else None,
     )
 
 
@@ -140,7 +142,7 @@ def _or_on_one(
 ) -> BestPlan:
     """The answer for several devices, or where it is no slower for the same work the one for one of them alone."""
     result = best.result
-    alone = replace(point, overrides={**point.overrides, "gpu.count": 1})
+    alone = replace(point, devices=1)
     if most_tokens_per_s(alone) <= (result.prediction.tokens_per_s or 0.0):
         return best
     if known is None or not known.is_of(place_of(alone).machine):

@@ -80,8 +80,9 @@ class Purchase:
     def applied(self, point: Point) -> Point:
         """The same question for what was bought."""
         if self.machine:
-            return replace(point, machine=self.machine, overrides=self.overrides)
-        return replace(point, overrides={**point.overrides, **self.overrides})
+            return replace(point, machine=self.machine, overrides=self.overrides, devices=None)
+        devices = None if "gpu.count" in self.overrides else point.devices
+        return replace(point, overrides={**point.overrides, **self.overrides}, devices=devices)
 
 
 def purchases(description: Description, prices: PriceList) -> list[Purchase]:

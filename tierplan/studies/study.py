@@ -78,6 +78,14 @@ class Point:
     """A file of `tierplan calibrate`; `auto` for the user's own that suits best, `none` for none."""
     overrides: Mapping[str, object] = field(default_factory=dict)
     """Changes to the machine's description, by key."""
+    devices: int | None = None
+    """GPUs that are asked for, where it is not for all that the machine has."""
+
+    @property
+    def settings(self) -> list[str]:
+        """Changes to the description, the number of GPUs among them."""
+        asked = {} if self.devices is None else {"gpu.count": self.devices}
+        return [f"{key}={value}" for key, value in {**self.overrides, **asked}.items()]
 
     @property
     def key(self) -> str:
@@ -87,8 +95,9 @@ class Point:
 
     def columns(self) -> dict[str, object]:
         """The point as columns of a table: one per field, and one per changed machine key."""
-        record = asdict(self)
+        record = asdict(replace(self, devices=None))
         overrides = record.pop("overrides")
+        del record["devices"]  # a prediction says it
         return {**record, **overrides}
 
 

@@ -59,7 +59,9 @@ def add_arguments(
     option(where, "--machine X", "a catalog name, a TOML file, or `here`", default="here")
     if calibrated:
         option(where, "--calibration FILE", "of tierplan calibrate (default: your own that suits best; none: none)")
-    option(where, "--devices N", "GPUs of the machine to train on, as --set gpu.count=N (default: all)", whole(1))
+    option(
+        where, "--devices N", "GPUs to train on, of the machine's or more than it has (default: all of them)", whole(1)
+    )
     add_set(where)
 
 
@@ -111,7 +113,6 @@ def add_training(what: _ActionsContainer, divided: str = "1") -> None:
 def read_point(args: argparse.Namespace) -> Point:
     """The question that the arguments ask."""
     given = vars(args)
-    devices = {} if given.get("devices") is None else {"gpu.count": args.devices}
     return Point(
         model=args.model or "",
         machine=given.get("machine", ""),
@@ -121,7 +122,8 @@ def read_point(args: argparse.Namespace) -> Point:
         master_weights=not args.no_master_weights,
         planner_s=given.get("time_limit"),
         calibration=given.get("calibration", "none") or "auto",
-        overrides={**dict(settings(given.get("overrides", ()))), **devices},
+        overrides=dict(settings(given.get("overrides", ()))),
+        devices=given.get("devices"),
         **{name: given[name] for name in (*NAMED, *NAMED_TOO) if given.get(name) is not None},
     )
 
