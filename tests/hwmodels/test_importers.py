@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tierplan.cli import main
-from tierplan.hwmodels import MachineError, load_machine
+from tierplan.hwmodels import MachineError, load_description, load_machine
 from tierplan.hwmodels.importers.ds_io import read_ds_io
 from tierplan.hwmodels.importers.fio import read_fio
 from tierplan.hwmodels.importers.nccl_tests import read_nccl_tests
@@ -243,3 +243,22 @@ def test_an_import_that_leaves_gaps_names_them(tmp_path: Path, capsys: pytest.Ca
 
 def test_errors_of_imports_are_errors_of_machines() -> None:
     assert issubclass(ImportedFileError, MachineError)
+
+
+@pytest.mark.parametrize(
+    ("base", "part", "summary"),
+    [
+        ("fuyou-4090", "NVIDIA GeForce RTX 3090", "imported from smi.csv on fuyou-4090"),
+        ("desktop-4090", "NVIDIA GeForce RTX 4090", "A desktop: RTX 4090, 64 GB of DDR5, one PCIe 4.0 drive"),
+    ],
+)
+def test_another_part_leaves_nothing_of_what_the_base_says_of_its_own(
+    base: str, part: str, summary: str, tmp_path: Path
+) -> None:
+    (tmp_path / "smi.csv").write_text(f"name, memory.total [MiB]\n{part}, 24576 MiB\n", encoding="utf-8")
+    target = str(tmp_path / "mine.toml")
+    given = ["--base", base, "--nvidia-smi", str(tmp_path / "smi.csv"), "--output", target]
+    assert main(["machine", "import", *given]) == 0
+    description = load_description(target)
+    assert description.summary == summary
+    assert "gpu.matmul_fp16" not in description.values  # fuyou-4090's calibration of its own card

@@ -15,6 +15,7 @@ import argparse
 import json
 import tomllib
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from itertools import groupby
@@ -290,8 +291,7 @@ def _measure(args: argparse.Namespace) -> int:
 def _detect(args: argparse.Namespace) -> int:
     found = propose(ask_system())
     if args.output:
-        parts = [f"{name}={found.values[name].value}" for name in ("gpu.part", "nvme.part") if name in found.values]
-        base = override(load_description(found.base), parts)  # what the file says of other parts goes
+        base = _with_parts(load_description(found.base), found.values, f"detected, on {found.base}")
         values, switches = {**base.values, **found.values}, found.switches or base.switches
         whole = replace(base, name=Path(args.output).stem, values=values, switches=switches, part_values={})
         write_atomically(args.output, write_description(whole))
@@ -314,6 +314,14 @@ def _detect(args: argparse.Namespace) -> int:
     return 0
 
 
+def _with_parts(base: Description, values: Mapping[str, Quantity], summary: str) -> Description:
+    """The base with the parts among the values: what its file says of others, its summary too, goes."""
+    parts = {name: values[name].value for name in ("gpu.part", "nvme.part") if name in values}
+    changed = [name for name, part in parts.items() if name not in base.values or base.values[name].value != part]
+    found = override(base, [f"{name}={parts[name]}" for name in changed])
+    return replace(found, summary=summary) if changed else found
+
+
 def _share(args: argparse.Namespace) -> int:
     text = share(load_description(args.machine), f"{datetime.now(UTC):%Y-%m}", args.step and step_of(args.step))
     write_atomically(args.output, text)
@@ -327,12 +335,14 @@ def _share(args: argparse.Namespace) -> int:
 
 def _import(args: argparse.Namespace) -> int:
     values: dict[str, Quantity] = {}
+    names: list[str] = []
     for paths, read in (
         (args.nvidia_smi, nvidia_smi.read_nvidia_smi), (args.nvidia_topo, nvidia_smi.read_nvidia_topo),
         (args.nvbandwidth, nvbandwidth.read_nvbandwidth), (args.fio, fio.read_fio), (args.ds_io, ds_io.read_ds_io),
     ):  # fmt: skip
         for path in paths:
             values |= read(read_utf8(Path(path)), where=Path(path).name)
+            names.append(Path(path).name)
     if rings := [Path(path) for path in args.nccl_tests]:
         values |= nccl_tests.read_nccl_tests(*map(read_utf8, rings), where=", ".join(path.name for path in rings))
     if not values:
@@ -340,7 +350,9 @@ def _import(args: argparse.Namespace) -> int:
             "nothing to import; give at least one of --fio, --nvbandwidth, --nccl-tests, --nvidia-smi, --nvidia-topo, "
             "--ds-io"
         )
-    base = load_description(args.base) if args.base else Description(name="")
+    base = Description(name="")
+    if args.base:
+        base = _with_parts(load_description(args.base), values, f"imported from {', '.join(names)} on {args.base}")
     description = replace(base, name=args.name or Path(args.output).stem, values={**base.values, **values})
     description = override(description, args.overrides)
     write_atomically(args.output, write_description(description))
