@@ -489,16 +489,21 @@ class PackLowering(Builder):
             size = sum(unit.num_trained for unit in pack) * self.training.grad_bytes
             old = self.sums[task.first] = self.home(self._pack_gradients(task), HOST, size, "grads")
             for unit in pack:
+                if not unit.num_trained:
+                    continue
+                used = self.params_home[unit.name]
+                spare = self.home(Params(unit.name), HOST, self.buffers[used].size_bytes, "params")
+                params = self.over(spare)
+                self.replaces(params, used)
+                self.replaces(used, spare)
+                reads, writes = [old, spare], [params]
                 if home := self.states_home.get(unit.name):
                     new = self.states_home[unit.name] = self.over(home)
-                    used = self.params_home[unit.name]
-                    spare = self.home(Params(unit.name), HOST, self.buffers[used].size_bytes, "params")
-                    params = self.over(spare)
-                    self.replaces(params, used)
-                    self.replaces(used, spare)
-                    work, key = self.training.host_work(unit), States(unit.name).update_key
-                    reads, writes = (old, home, spare), (new, params)
-                    self.op(key, HOST_ADAM, "update", work=work, reads=reads, writes=writes, unit=unit.name)
+                    reads, writes = [old, home, spare], [new, params]
+                if not self.training.has_master:
+                    reads.append(used)
+                work, key = self.training.host_work(unit), States(unit.name).update_key
+                self.op(key, HOST_ADAM, "update", work=work, reads=reads, writes=writes, unit=unit.name)
 
     def _arrived(self, task: Task, unit: Unit) -> tuple[list[str], list[str]]:
         """Gradients in host memory that a unit's update reads, and the ops that it comes after."""

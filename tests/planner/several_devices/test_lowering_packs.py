@@ -231,6 +231,19 @@ def test_going_on_is_for_pipelines_on_one_host_memory_and_is_not_executed() -> N
         Executor(lower(plan, WORKLOAD, two_gpus()), body=lambda call: None).run(2)
 
 
+@pytest.mark.parametrize("optimizer", ["sgd:momentum=0.9", "sgd:momentum=0"])
+def test_late_updates_without_a_master_copy_read_the_parameters_and_make_new_ones(optimizer: str) -> None:
+    training = {"optimizer": optimizer, "master_weights": False, "gradient_accumulation_steps": 4}
+    workload = toy_workload(4, tied=False, **training)
+    schedule = lower(decide("roundpipe", workload, two_gpus()), workload, two_gpus())
+    updates = {op.unit: op for op in schedule.ops if op.kind == "update"}
+    assert updates.keys() == {unit.name for unit in workload.units}
+    contents = {b.name: b.content for b in schedule.buffers}
+    for unit, op in updates.items():
+        assert f"params/{unit}" in {contents[name] for name in op.reads}
+        assert f"params/{unit}" in {contents[name] for name in op.writes}
+
+
 @pytest.mark.parametrize("policy", ["harmony-dp", "harmony-pp", "mobius", "roundpipe-sync"])
 @pytest.mark.parametrize("memory", ["shared", "own"])
 def test_with_clipping_updates_wait_for_the_norms_of_all_gradients(policy: str, memory: str) -> None:
