@@ -308,6 +308,11 @@ class PackPlan:
                 f"streams={packs.streams} and late_updates={packs.late_updates}; these are simulated on one host "
                 "memory only: leave out own_memory"
             )
+        if packs.form == "data" and packs.rounds > 1 < packs.devices:
+            raise PlanError(
+                f"plan {self.policy!r} has {packs.rounds} rounds of data-parallel packs on {packs.devices} devices, "
+                "but rounds add up the gradients of one device; use 1 round, 1 device, or form 'pipeline'"
+            )
         if packs.form == "data" and not all(shared_micro_batches(workload, packs.devices)):
             raise PlanError(
                 f"plan {self.policy!r} has data-parallel packs on {packs.devices} devices, but the step has "

@@ -244,6 +244,15 @@ def test_late_updates_without_a_master_copy_read_the_parameters_and_make_new_one
         assert f"params/{unit}" in {contents[name] for name in op.writes}
 
 
+@pytest.mark.parametrize("rounds", [2, 4])
+def test_rounds_of_data_parallel_packs_are_for_one_device(rounds: int) -> None:
+    """On two, a round may be without a micro-batch of one of them, and the sums of both would be in one place."""
+    packs = Packs(form="data", devices=2, forward=FORWARD, backward=BACKWARD, rounds=rounds)
+    with pytest.raises(PlanError, match=f"{rounds} rounds of data-parallel packs on 2 devices, but rounds add up"):
+        lower(PackPlan(policy="t", packs=packs), WORKLOAD, two_gpus())
+    assert lower(PackPlan(policy="t", packs=replace(packs, devices=1)), WORKLOAD, two_gpus()).ops
+
+
 @pytest.mark.parametrize("policy", ["harmony-dp", "harmony-pp", "mobius", "roundpipe-sync"])
 @pytest.mark.parametrize("memory", ["shared", "own"])
 def test_with_clipping_updates_wait_for_the_norms_of_all_gradients(policy: str, memory: str) -> None:
