@@ -38,5 +38,4 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         order="vertical",
         prefetch_params_units=ahead,
         prefetch_acts_units=ahead,
-        strict_windows=True,
     )  # fmt: skip

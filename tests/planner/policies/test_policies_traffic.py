@@ -160,7 +160,6 @@ def test_harmonys_own_packs_need_not_be_the_same_forward_and_backward() -> None:
         ("fsdp-offload", {}),
         ("fsdp-offload", {"reduces": "last"}),
         ("zero-3", {"params": "host", "optimizer": "host"}),
-        ("vertical", {}),
     ],
 )
 def test_parameters_on_the_device_do_not_grow_with_accumulation(policy: str, options: Mapping[str, object]) -> None:
