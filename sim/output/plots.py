@@ -37,7 +37,7 @@ from tierplan.sim.output.drawn import (
     streams_of,
     what_of,
 )
-from tierplan.sim.output.text import format_bytes
+from tierplan.sim.output.text import format_bytes, format_frac
 from tierplan.sim.trace import Trace, write_atomically
 
 Colour = tuple[str, float]
@@ -133,7 +133,7 @@ def _name_lanes(
     times = stream_times(excerpt.trace, (excerpt.begin_s, excerpt.end_s))
     for stream, centre in centres.items():
         busy_frac = times[stream].busy_s / excerpt.length_s if stream in times and excerpt.length_s else 0.0
-        _beside(ax, centre, f"{name} {busy_frac:.0%}".strip())
+        _beside(ax, centre, f"{name} {format_frac(busy_frac)}".strip())
         end = excerpt.length_s * per_s
         ax.plot([end, end], [centre - 0.45 * height, centre + 0.45 * height], color=INK, linewidth=1.5, clip_on=False)
 
@@ -268,7 +268,7 @@ def plot_step_time(trace: Trace, *, window_s: tuple[float, float] | None = None,
     for lane, stream in enumerate(streams):
         busy_s = times[stream].busy_s
         frac = busy_s / (end_s - begin_s) if end_s > begin_s else 0.0
-        _beside(ax, lane, f"busy {busy_s * per_s:.3g} {unit}, {frac:.0%}")
+        _beside(ax, lane, f"busy {busy_s * per_s:.3g} {unit}, {format_frac(frac)}")
     _lanes(ax, streams, (end_s - begin_s) * per_s, unit)
     _finish(ax, handles)
     return fig

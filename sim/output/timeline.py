@@ -27,6 +27,7 @@ from tierplan.sim.output.drawn import (
     streams_of,
     what_of,
 )
+from tierplan.sim.output.text import format_frac
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Span
 
@@ -91,7 +92,7 @@ def timeline_record(excerpts: Mapping[str, Excerpt], schedule: Schedule | None =
                 [s.waited_memory_ns for s in spans],
                 [max(0, s.duration_ns - s.alone_ns) if s.alone_ns >= 0 else 0 for s in spans],
             ]
-            rows.append({"name": name, "busy": f"{name} busy {busy_frac:.0%}".strip(), "columns": columns})
+            rows.append({"name": name, "busy": f"{name} busy {format_frac(busy_frac)}".strip(), "columns": columns})
         lanes.append({"stream": stream, "rows": rows})
     return {
         "ops": ops,
