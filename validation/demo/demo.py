@@ -234,8 +234,8 @@ def run_demo(
         progress("planning", 0.0)
         workload = calibration.timed(modelled, described)
         in_memory_bytes, machine = demo_budgets(workload, calibration.on(described))
-        # no sub-batches: they would sum gradients in another order than the training in memory
-        planned = plan(workload, machine, time_limit_s=PLAN_S, orders=("horizontal",))
+        # no sub-batches, which a policy may have, too: they sum gradients in another order than the training in memory
+        planned = plan(workload, machine, time_limit_s=PLAN_S, orders=("horizontal",), policies=())
         progress("planning", 1.0)
     settings: dict[str, Any] = {"optimizer": optimizer, "seed": seed, "num_threads": num_threads}
     settings["on_step"] = lambda k, loss: progress(f"training with the plan: loss {loss:.3f}", (k + 1) / steps)
