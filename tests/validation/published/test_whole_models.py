@@ -1,4 +1,5 @@
-"""Whole models and single layers that others timed, beside the GPUs' curves: nothing of these rows went into them.
+"""Whole models and single layers that others timed, beside the GPUs' curves: nothing of these rows went into them, nor
+into what an H100 keeps up. Fourteen more rows of the same table are among the measured points, two of them fitted.
 
 Only what the GPU computes is predicted: the collectives of FSDP on NVLink are taken to be hidden. MPT's blocks have the
 shapes of GPT-2's; its kernels differ (fused layer norms; on the H100 an attention in Triton, slower than today's).
@@ -53,7 +54,7 @@ def error(row: Mapping[str, str], folder: Path) -> float:
     ("rows", "most"), [(ROWS[::5], 0.11), pytest.param(ROWS, 0.10, marks=pytest.mark.nightly)], ids=["some", "all"]
 )
 def test_whole_models_of_llm_foundry(rows: list[Mapping[str, str]], most: float, tmp_path: Path) -> None:
-    assert len(ROWS) == 99
+    assert len(ROWS) == 85
     assert median(abs(error(row, tmp_path)) for row in rows) <= most
 
 
