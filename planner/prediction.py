@@ -129,9 +129,8 @@ class Prediction(Shown):
     def where(self) -> str:
         """The machine, how many of its GPUs where it has several, and whether its drives are only a data sheet's."""
         has, used = self.devices_of_machine, self.devices  # none without a plan
-        gpus = f", {f'{used} of its ' * bool(used)}{has} GPUs" if has > 1 else ""
-        if used > has:
-            gpus = f", {used} GPUs"
+        num = f"{used} of its {has}" if 0 < used <= has else max(used, has)
+        gpus = f", {num} GPUs" if max(used, has) > 1 else ""
         drives = self.columns is not None and {NVME_READ, NVME_WRITE} & {*self.nameplate} & self.utilization.keys()
         return self.machine + gpus + " (drives by data sheet: may be far slower)" * bool(drives)
 

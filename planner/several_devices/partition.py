@@ -15,14 +15,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise, product
+from itertools import product
 
 import numpy as np
 
 from tierplan.hwmodels.names import DEVICE, collective, device, parse_stream
 from tierplan.planner.plan import Sharing
 from tierplan.planner.several_devices.collectives import collective_work
-from tierplan.sim.columns import BufferLabel, Labels, Lists, OpLabel, ScheduleColumns, Works, collector_paused, lists_of
+from tierplan.sim.columns import (
+    BufferLabel,
+    Labels,
+    OpLabel,
+    ScheduleColumns,
+    Work,
+    Works,
+    collector_paused,
+    lists_of,
+    rows_of,
+)
 from tierplan.sim.contents import (
     Content,
     Frozen,
@@ -40,14 +50,13 @@ from tierplan.sim.contents import (
     parse_content,
     shard,
 )
-from tierplan.sim.workloads.workload import Amounts
 
 SHARDED = ("params", "grads", "states")
 """Kinds of buffers that are cut into shards."""
 ENDS = ("embed", "head")
 COMPUTE_KINDS = ("forward", "recompute", "backward")
 NONE = -1
-Place = tuple[int, int]
+StandIn = tuple[int, int]
 """A buffer or an op of one device, and the device that has it here; `NONE` where all devices share one."""
 
 
@@ -80,6 +89,10 @@ class _Whole:
     is_gathered_again: bool = False
     """Whether these are parameters that every device has whole, and of which each makes a shard."""
 
+    def ranks(self, devices: int) -> range:
+        """The devices that have one; the first where all share it."""
+        return range(devices if self.is_everywhere else 1)
+
     def on(self, r: int) -> int:
         """The number of that of device r, or of the one that all share."""
         return self.first + r if self.is_everywhere else self.first
@@ -92,8 +105,7 @@ class _Task:
     number: int
     label: OpLabel
     work: int
-    stream: str
-    amounts: Amounts
+    does: Work
     reads: list[_Whole]
     writes: list[_Whole]
     after: list[int]
@@ -104,7 +116,7 @@ class _Task:
 
     @property
     def is_on_device(self) -> bool:
-        return parse_stream(self.stream).device is not None
+        return parse_stream(self.does.stream).device is not None
 
 
 class _Partition:
@@ -123,12 +135,12 @@ class _Partition:
         self.initial: list[bool] = []
         self.reuses: list[int] = []
         self.becomes: list[int] = []
-        self.buffer_labels: list[BufferLabel | Place] = []
+        self.buffer_labels: list[BufferLabel | StandIn] = []
         self.op_work: list[int] = []
         self.reads: list[Sequence[int]] = []
         self.writes: list[Sequence[int]] = []
         self.after: list[Sequence[int]] = []
-        self.op_labels: list[OpLabel | Place] = []
+        self.op_labels: list[OpLabel | StandIn] = []
         # what was done so far
         self.gathered: dict[tuple[object, ...], int] = {}
         self.scattered: dict[tuple[int, int], int] = {}
@@ -190,14 +202,15 @@ class _Partition:
 
     def _tasks(self) -> list[_Task]:
         c = self.source
-        rows = zip(self.labels.ops, c.op_work.tolist(), _rows(c.reads), _rows(c.writes), _rows(c.after), strict=True)
+        rows = zip(
+            self.labels.ops, c.op_work.tolist(), rows_of(c.reads), rows_of(c.writes), rows_of(c.after), strict=True
+        )
         return [
             _Task(
                 number=i,
                 label=label,
                 work=w,
-                stream=c.works[w].stream,
-                amounts=c.works[w].amounts,
+                does=c.works[w],
                 reads=[self.wholes[b] for b in reads],
                 writes=[self.wholes[b] for b in writes],
                 after=after,
@@ -230,14 +243,12 @@ class _Partition:
         made_on_device = {b.number for task in self.tasks if task.is_on_device for b in task.writes}
         num = 0
         for b in self.wholes:
-            b.is_everywhere = (
-                b.tier == DEVICE or b.label.kind in (*SHARDED, "acts") or b.number in made_on_device
-            ) and self.n > 1
+            b.is_everywhere = b.tier == DEVICE or b.label.kind in (*SHARDED, "acts") or b.number in made_on_device
             b.first = num
-            num += self.n if b.is_everywhere else 1
+            num += len(b.ranks(self.n))
         rows = zip(self.wholes, self.source.buffer_initial.tolist(), self.source.buffer_becomes.tolist(), strict=True)
         for b, initial, becomes in rows:
-            for r in range(self.n) if b.is_everywhere else (0,):
+            for r in b.ranks(self.n):
                 self._buffer(
                     (b.number, r if b.is_everywhere else NONE),
                     device(r) if b.tier == DEVICE else b.tier,
@@ -249,7 +260,7 @@ class _Partition:
 
     def _buffer(
         self,
-        label: BufferLabel | Place,
+        label: BufferLabel | StandIn,
         tier: str,
         size_bytes: int,
         *,
@@ -274,7 +285,7 @@ class _Partition:
         return -(-b.size_bytes // self.n)
 
     def _all(self, wholes: Iterable[_Whole]) -> list[int]:
-        return [b.on(r) for b in wholes for r in (range(self.n) if b.is_everywhere else (0,))]
+        return [b.on(r) for b in wholes for r in b.ranks(self.n)]
 
     # ---- ops ----
 
@@ -284,9 +295,7 @@ class _Partition:
         updated = [b for b in task.writes if not task.computes and b.is_gathered_again]
         if not task.is_on_device and not any(b.label.kind == "acts" for b in touched):
             writes = [
-                self._own_part(task, b, r) if b in updated else b.on(r)
-                for b in task.writes
-                for r in (range(self.n) if b.is_everywhere else (0,))
+                self._own_part(task, b, r) if b in updated else b.on(r) for b in task.writes for r in b.ranks(self.n)
             ]
             self._emit(task, 1, self._all(task.reads), writes, None)
             for b, r in product(updated, range(self.n)):
@@ -334,8 +343,9 @@ class _Partition:
         """The number of a share of its work, on device r."""
         key = (task.work, share, r)
         if key not in self.numbers:
-            stream = task.stream if r is None or not task.is_on_device else parse_stream(task.stream).on(r)
-            amounts = task.amounts if share == 1 else {kind: amount / share for kind, amount in task.amounts.items()}
+            stream, amounts = task.does
+            stream = stream if r is None or not task.is_on_device else parse_stream(stream).on(r)
+            amounts = amounts if share == 1 else {kind: amount / share for kind, amount in amounts.items()}
             self.numbers[key] = self.works.number(stream, amounts)
         return self.numbers[key]
 
@@ -349,7 +359,7 @@ class _Partition:
 
     def _op(
         self,
-        label: OpLabel | Place,
+        label: OpLabel | StandIn,
         work: int,
         reads: Sequence[int],
         writes: Sequence[int],
@@ -447,7 +457,7 @@ class _Partition:
             self.awaited[r].append(op)
 
 
-def _labels(one: Labels, ops: list[OpLabel | Place], buffers: list[BufferLabel | Place], devices: int) -> Labels:
+def _labels(one: Labels, ops: list[OpLabel | StandIn], buffers: list[BufferLabel | StandIn], devices: int) -> Labels:
     """The names of everything, of what stands for the same of one device too."""
 
     def of_buffer(number: int, r: int) -> BufferLabel:
@@ -465,8 +475,3 @@ def _labels(one: Labels, ops: list[OpLabel | Place], buffers: list[BufferLabel |
         buffers=[label if isinstance(label, BufferLabel) else of_buffer(*label) for label in buffers],
         meta={**one.meta, "devices": devices},
     )
-
-
-def _rows(lists: Lists) -> list[list[int]]:
-    items = lists.items.tolist()
-    return [items[begin:end] for begin, end in pairwise(lists.begins.tolist())]
