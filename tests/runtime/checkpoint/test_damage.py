@@ -242,15 +242,13 @@ def test_data_that_was_zeroed_beside_the_last_commit_is_not_used(at_step: int, t
 
 
 def test_a_run_folder_that_was_replaced_gets_no_commit(tmp_path: Path) -> None:
-    def at_step_3(step: int, loss: float) -> None:
-        if step == 3:
-            while last_commit(tmp_path).num_steps < 3:  # it is made meanwhile
-                time.sleep(0.01)
-            (tmp_path / "out").rename(tmp_path / "moved")
-            shutil.copytree(tmp_path / "moved", tmp_path / "out")
-
-    with pytest.raises(StoreError, match=r"tierplan\.lock was removed or replaced"):
-        train_on(tmp_path, schedule_for("memory"), on_step=at_step_3)
+    with new_trainer(tmp_path, schedule_for("memory")) as trainer:
+        batches = make_batches(STEPS)
+        trainer.run(batches[:3], 3)
+        (tmp_path / "out").rename(tmp_path / "moved")
+        shutil.copytree(tmp_path / "moved", tmp_path / "out")
+        with pytest.raises(StoreError, match=r"tierplan\.lock was removed or replaced"):
+            trainer.run(batches[3:], STEPS - 3)
     assert last_commit(tmp_path).num_steps == 3
 
 
