@@ -95,7 +95,8 @@ def _policy(name: str, form: PackForm, workload: Workload, machine: Machine, giv
             f"time, but may use {capacity:,}; "
             "use a smaller micro-batch or a larger device"
         )
-    plan = _quickest([with_packs(runs[:-1], runs) for runs in backwards], workload, machine)
+    known_s: dict[Packs, float] = {}
+    plan = _quickest([with_packs(runs[:-1], runs) for runs in backwards], workload, machine, known_s)
     backward = plan.packs.backward
     end = backward[-1][0]
     if wanted_forward and end and wanted_forward != wanted:
@@ -103,16 +104,19 @@ def _policy(name: str, form: PackForm, workload: Workload, machine: Machine, giv
     if wanted or not end:
         return plan
     forwards = _equal_time(replace(workload, units=workload.units[:end]), capacity, "fwd", tried)
-    return _quickest([plan, *(with_packs(runs, backward) for runs in forwards)], workload, machine)
+    return _quickest([plan, *(with_packs(runs, backward) for runs in forwards)], workload, machine, known_s)
 
 
-def _quickest(plans: list[PackPlan], workload: Workload, machine: Machine) -> PackPlan:
+def _quickest(plans: list[PackPlan], workload: Workload, machine: Machine, known_s: dict[Packs, float]) -> PackPlan:
     """The first where none can run: all keep parameters and states in host memory, whatever their packs."""
     t = workload.training
     homes_bytes = sum(t.states_bytes(u) + u.num_trained * t.param_bytes + u.frozen_bytes for u in workload.units)
     if len(plans) == 1 or homes_bytes > machine.tier(HOST).capacity_bytes:
         return plans[0]
-    return min(plans, key=lambda plan: _seconds(plan, workload, machine))
+    for plan in plans:
+        if plan.packs not in known_s:
+            known_s[plan.packs] = _seconds(plan, workload, machine)
+    return min(plans, key=lambda plan: known_s[plan.packs])
 
 
 def _seconds(plan: PackPlan, workload: Workload, machine: Machine) -> float:
