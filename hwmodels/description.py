@@ -305,10 +305,10 @@ def _value(key: Key, value: object, what: str) -> float | str | Points:
 
 
 LEAST_PLAUSIBLE: Mapping[str, tuple[float, str]] = {
-    "flops/s": (1e9, "TFLOP/s"), "bytes/s": (1e6, "GB/s"), "parameters/s": (1e5, "G/s"), "bytes": (2**16, "GiB"),
+    "flops/s": (1e7, "TFLOP/s"), "bytes/s": (1e6, "GB/s"), "parameters/s": (1e5, "G/s"), "bytes": (2**16, "GiB"),
     "W": (1.0, "kW"),
 }  # fmt: skip
-"""By unit: what no part is below, and the unit that was probably meant."""
+"""By unit: what no part is below, and the unit that was probably meant. A busy processor measures some 5e8 flops/s."""
 DRIVES_SAY_MB = ("nvme.read", "nvme.write")
 """Data sheets of drives give these in MB/s."""
 MOST_PLAUSIBLE: Mapping[str, float] = {

@@ -462,6 +462,11 @@ def test_an_implausible_amount_says_what_was_probably_meant(setting: str, meant:
         load_machine("desktop-4090", [setting])
 
 
+def test_what_a_busy_processor_measures_is_taken() -> None:
+    description = load_description("desktop-4090", ["gpu.attention_bf16=0.58 GFLOP/s"])
+    assert description.number("gpu.attention_bf16") == 5.8e8
+
+
 @pytest.mark.parametrize(
     "key",
     [
