@@ -67,21 +67,22 @@ def named_models() -> dict[str, dict[str, Any]]:
 
 
 def read_config(model: str | Path, training: Training) -> tuple[str, dict[str, object]]:
-    """Name and config of a model: a `config.json`, a folder that holds one, a known name, or one in the hub's cache."""
-    path = Path(model)
-    named = named_models()
-    if not path.exists() and str(model) in named:
-        entry = named[str(model)]
+    """Name and config of a model: a `config.json`, a folder that holds one, a known name, or one of the hub, that its
+    cache has or that is known."""
+    path, asked, named = Path(model), str(model), named_models()
+    cached = None if path.exists() or asked in named else _cached(asked)
+    if not (path.exists() or cached):
+        asked = next((name for name, entry in named.items() if _hub_name(entry) == asked), asked)
+    if not (path.exists() or cached) and asked in named:
+        entry = named[asked]
         config = {key: value for key, value in entry.items() if key not in ("source", "null")}
         config |= dict.fromkeys(entry.get("null", ()))
         kind = str(config["model_type"])
         common: dict[str, object] = {"vocab_size": 50257, "tie_word_embeddings": True} if kind == "gpt2" else {}
         if kind in POSITIONS and "source" not in entry:
             common[POSITIONS[kind]] = training.sequence_length
-        return str(model), {**common, **dict.fromkeys(NO_DROPOUT.get(kind, ()), 0.0), **config}
-    file = path / "config.json" if path.is_dir() else path
-    if not path.exists() and (cached := _cached(str(model))):
-        file = cached
+        return asked, {**common, **dict.fromkeys(NO_DROPOUT.get(kind, ()), 0.0), **config}
+    file = cached or (path / "config.json" if path.is_dir() else path)
     if not file.is_file():
         meant = f"did you mean {' or '.join(map(repr, close))}? " if (close := _similar(str(model), named)) else ""
         if file.suffix in (".json", ".toml") or path.is_absolute():
@@ -114,6 +115,11 @@ def _similar(asked: str, names: Iterable[str]) -> list[str]:
 
     begin = [name for name in names if plain(asked) and plain(name).startswith(plain(asked))]
     return begin or get_close_matches(asked, names, n=1)
+
+
+def _hub_name(entry: Mapping[str, object]) -> str:
+    """`org/name` of a known model whose source is the hub."""
+    return str(entry.get("source", "")).removeprefix("https://huggingface.co/").partition(" ")[0]
 
 
 def _cached(model: str) -> Path | None:

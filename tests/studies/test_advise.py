@@ -82,7 +82,10 @@ def test_what_shops_sell() -> None:
     assert laptop
     assert not any("gpu.part" in p.overrides for p in laptop)
     assert max(int(str(p.overrides.get("nvme.drives", 0))) for p in laptop) <= 2
+    memory = next(p for p in laptop if p.what == "64 GiB DRAM (2 x 32)")
+    assert memory.price_usd == pytest.approx(64 * 10.6), "modules of 16 GiB go"
     assert [p.machine for p in laptop if p.machine] == ["desktop-4090"]
+    assert all(p.machine for p in purchases(load_description("cloud-h100"), PriceList())), "it is rented"
     drive_usd = load_description("desktop-4090").number("nvme.price") or PriceList().drive_usd
     assert next(p.price_usd for p in laptop if p.machine) == 1500 + 1599 + drive_usd
 
@@ -101,7 +104,7 @@ def test_few_of_a_kind_are_planned_and_the_others_named(advice: Advice) -> None:
     memory = Purchase(what="memory", overrides={"host.capacity": "1 GiB"}, price_usd=1)
     assert worth_planning([*cards, memory], [10, 10, 15, 30, 0, 5]) == [False, True, False, True, False, True]
     text = " ".join(" ".join(advice_lines(replace(advice, left_out={"a card": 0.0, "memory": 1.0}))).split())
-    assert "as much for less, or more: a card (does not fit), memory (-" in text
+    assert "more for their price, or more in all: a card (does not fit), memory (-" in text
     planned = {change.bought.what for change in advice.changes}
     assert not planned & advice.left_out.keys()
 

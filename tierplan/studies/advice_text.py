@@ -53,7 +53,7 @@ def _left_out(advice: Advice) -> list[str]:
         f"{what} ({gains[what]} at most)" if most else f"{what} (does not fit)"
         for what, most in advice.left_out.items()
     )
-    return [f"Not planned, since by bounds what is listed gives as much for less, or more: {', '.join(named)}."]
+    return [f"Not planned, since by bounds others give more for their price, or more in all: {', '.join(named)}."]
 
 
 def write_advice(path: str | os.PathLike[str], advice: Advice) -> None:

@@ -86,7 +86,14 @@ class Purchase:
 
 
 def purchases(description: Description, prices: PriceList) -> list[Purchase]:
-    """What could be bought for the machine, one thing at a time; no card that is in nothing better than its own."""
+    """What could be bought for the machine, one thing at a time; no card that is in nothing better than its own.
+
+    Of a machine that is rented, no part is bought: another one takes its place.
+    """
+    whole = [_as_a_whole(name) for name in catalog_names() if name != description.name]
+    machines = [machine for machine in whole if machine]
+    if description.number("host.rent"):
+        return machines
     case = str(description.quantity("host.form").value)  # type: ignore[union-attr]  # it has a default
     form = FORMS[case]
     found: list[Purchase] = []
@@ -101,9 +108,10 @@ def purchases(description: Description, prices: PriceList) -> list[Purchase]:
                 )
     capacity = description.number("host.capacity") or 0.0
     now_gib = min(form.dram_gib, key=lambda gib: abs(gib * GIB - capacity))
-    # twice of what is there is bought beside it, everything else in its place
+    # more modules of the size that is there are bought beside them, everything else in their place
+    module = form.dram_gib[now_gib].split()[-1] if abs(now_gib * GIB - capacity) < 0.1 * capacity else ""
     usd_of = {
-        gib: (gib - now_gib if gib == 2 * now_gib else gib) * prices.dram_usd_per_gib
+        gib: (gib - now_gib if form.dram_gib[gib].split()[-1] == module else gib) * prices.dram_usd_per_gib
         for gib in form.dram_gib
         if gib * GIB > 1.1 * capacity
     }
@@ -118,8 +126,7 @@ def purchases(description: Description, prices: PriceList) -> list[Purchase]:
             what = name if number == 1 else f"{number} x {name}"
             found.append(Purchase(what=what, overrides={"gpu.part": name}, price_usd=number * usd_each))
     found += _second_card(description) if form is FORMS["desktop"] else []
-    whole = [_as_a_whole(name) for name in catalog_names() if name != description.name]
-    return found + [machine for machine in whole if machine]
+    return found + machines
 
 
 def gpus_for(case: str) -> dict[str, Description]:

@@ -182,6 +182,7 @@ def test_a_model_of_the_hubs_cache_is_found(tmp_path: Path, monkeypatch: pytest.
     (folder / "config.json").write_text(json.dumps(config_of("llama")))
     assert load_workload("some/model", BASE).units == load_workload(folder, BASE).units
     assert load_workload("some/model", BASE).name == "some/model"
+    assert load_workload("Qwen/Qwen3-0.6B", BASE) == load_workload("qwen3-0.6b", BASE), "its source is that of the hub"
 
 
 @pytest.mark.parametrize(
