@@ -53,10 +53,10 @@ ax.invert_yaxis()
 _ = ax.set(xlabel="tokens per second", title="gpt-13b on the desktop, batch 16, best plan of each machine")
 
 # %% [markdown]
-# **Answer.** Drives, at the prices of 2026. The drive is the limit, so another one takes half of its work, and gives
-# most for the money; three more give most for 600 dollars. What DRAM holds need not come from a drive: 128 GiB give
-# less for more than 600 dollars, 192 GiB give most of all. A quicker GPU costs much and gives least: it waits for the
-# same drive.
+# **Answer.** Drives, of what costs up to 2,500 dollars in 2026. The drive is the limit, so another one takes half of
+# its work, and gives most for the money; three more give most for 600 dollars. What DRAM holds need not come from a
+# drive: 128 GiB give less for more than 600 dollars, 192 GiB give most of all. A quicker GPU costs much and gives
+# least: it waits for the same drive.
 
 # %%
 afford = {bought.what: speed[bought.what] for bought in sold if bought.price_usd <= 600}

@@ -130,5 +130,5 @@ class PlanResult(Shown):
         p = self.prediction
         return (
             f"<PlanResult {p.model} on {p.machine}: {self.step_s:.4g} s per step, {p.tokens_per_s:,.0f} tokens/s, "
-            f"gap {self.gap:.1%}, limited by {self.limited_by}>"
+            f"gap {self.gap * 100:.1f} %, limited by {self.limited_by}>"
         )

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from tierplan.commands.options.arguments import existing_file, new_folder, option, whole
 from tierplan.commands.options.terminal import say
-from tierplan.sim.output.text import columns
+from tierplan.sim.output.text import columns, digits
 from tierplan.studies.study import load_study
 
 SHOWN = ("fits", "step_s", "tokens_per_s", "limited_by")
@@ -88,5 +88,5 @@ def _text(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return digits(value)
     return str(value)
