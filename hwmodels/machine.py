@@ -19,6 +19,8 @@ from tierplan.hwmodels.shown import Shown
 PAGE_BYTES = 4096
 SECONDS = "s"
 """Work kind of ops whose time is known (measured): one second of work takes one second, on any stream."""
+KERNELS = "kernels"
+"""Work kind that says how many kernels an op launches: it takes their launches, or its other work if that is longer."""
 
 
 class MachineError(ValueError):
@@ -166,6 +168,8 @@ class Stream:
     """Paid once more per op where other streams work in the step too."""
     wake_s: float = 0.0
     """Paid once more by an op for whose input the stream stood still: its thread has to wake up."""
+    launch_s: float = 0.0
+    """In which the process that drives it launches one kernel: an op takes at least its kernels' launches."""
     takes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Shared limits that its work loads: limit name -> work kind -> units of the limit per unit of work."""
     share: float = 1.0
@@ -233,7 +237,7 @@ class Machine(Shown):
         seconds = 0.0
         taken: dict[str, float] = {}
         for kind, amount in work.items():
-            if amount == 0:
+            if amount == 0 or kind == KERNELS:
                 continue
             if kind in stream.rates:
                 seconds += amount / stream.rates[kind].at(amount)
@@ -249,6 +253,7 @@ class Machine(Shown):
                 if weight := weights.get(kind, 0.0):
                     taken[limit] = taken.get(limit, 0.0) + weight * amount
         latency_s = stream.latency_s + (0.0 if is_alone else stream.beside_s)
+        latency_s = max(latency_s, work.get(KERNELS, 0.0) * stream.launch_s - seconds)
         demand = {k: v / seconds for k, v in taken.items()} if taken and seconds else NO_DEMAND
         return Cost(latency_s, seconds, demand, stream.share, stream.wake_s)
 

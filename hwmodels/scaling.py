@@ -77,7 +77,10 @@ def _slower(stream: Stream, other: Stream) -> Stream:
         stream,
         rates={kind: rate for kind, rate in least.items() if (kind, rate) != (SECONDS, A_SECOND)},
         takes=_takes(stream, lambda limit, kind, weight: max(weight, other.takes.get(limit, {}).get(kind, weight))),
-        **{name: max(getattr(stream, name), getattr(other, name)) for name in ("latency_s", "beside_s", "wake_s")},
+        **{
+            name: max(getattr(stream, name), getattr(other, name))
+            for name in ("latency_s", "beside_s", "wake_s", "launch_s")
+        },
     )
 
 

@@ -7,6 +7,7 @@ templates  what a turn may reach for, and what has been drawn so far
 placing    turns put one after the other: which template each is, compiled
 unitwise   a plan's turns, their templates, and its schedule as columns
 tiling     the same step in smaller pieces
+launches   the kernels that its units launch, where a machine says what that costs
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from dataclasses import replace
 
 from tierplan.hwmodels.machine import SECONDS, Machine
 from tierplan.hwmodels.scaling import rates_of, with_parts
-from tierplan.planner.lowering.unitwise import chains_of, unitwise_columns
+from tierplan.planner.lowering.launches import with_launches
+from tierplan.planner.lowering.unitwise import Chains, chains_of, unitwise_columns
 from tierplan.planner.plan import PackPlan, PagedPlan, Plan, UnitwisePlan
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.several_devices.packs import pack_schedule
@@ -37,7 +39,7 @@ class Lowering:
 
     def __init__(self, workload: Workload, machine: Machine) -> None:
         self.workload, self.machine = workload, machine
-        self._chains = chains_of(workload)
+        self._launching: dict[float, tuple[Workload, Chains]] = {}
 
     def columns(self, plan: Plan, *, refine: bool = True) -> ScheduleColumns:
         """As `lower`, without a name being made where one device runs a unit-wise plan."""
@@ -47,9 +49,10 @@ class Lowering:
                 f"plan {plan.policy!r} wants {plan.devices} devices, but machine {self.machine.name!r} has "
                 f"{self.machine.num_devices}"
             )
+        workload, chains = self._with_launches(plan.sharing.hooks if isinstance(plan, UnitwisePlan) else 0.0)
         match plan:
             case UnitwisePlan():
-                columns = unitwise_columns(plan, self.workload, self.machine, self._chains)
+                columns = unitwise_columns(plan, workload, self.machine, chains)
                 if plan.devices > 1:
                     columns = partition(columns, plan.devices, plan.sharing)
                 if plan.parts:
@@ -57,12 +60,18 @@ class Lowering:
             case PackPlan():
                 make = unitwise_pack_schedule if plan.packs.is_executed else pack_schedule
                 make = resident_schedule if plan.packs.stays else make
-                columns = columns_of(make(plan, self.workload, self.machine))
+                columns = columns_of(make(plan, workload, self.machine))
             case PagedPlan():
-                columns = columns_of(paged_schedule(plan, self.workload, self.machine))
+                columns = columns_of(paged_schedule(plan, workload, self.machine))
         if not refine:
             return columns
         return refine_columns(columns, self.machine, num_devices=plan.devices, overtakes=plan.overtaking)
+
+    def _with_launches(self, hooks: float) -> tuple[Workload, Chains]:
+        if hooks not in self._launching:
+            workload = with_launches(self.workload, self.machine, hooks)
+            self._launching[hooks] = workload, chains_of(workload)
+        return self._launching[hooks]
 
 
 def _held_back(columns: ScheduleColumns, machine: Machine, less: Machine) -> ScheduleColumns:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from tierplan.hwmodels.machine import KERNELS
 from tierplan.sim.contents import tile_name
 from tierplan.sim.workloads.workload import SavedTensor, Unit, Workload
 
@@ -62,7 +63,8 @@ def _cut(unit: Unit, parts: int, times: int = 1, sequences: int | None = None) -
         return -(-whole_bytes * times // parts)
 
     def work(whole: Mapping[str, float]) -> dict[str, float]:
-        return {kind: amount * times / parts for kind, amount in whole.items()}
+        own = {KERNELS: whole[KERNELS]} if sequences is not None and KERNELS in whole else {}
+        return {kind: amount * times / parts for kind, amount in whole.items()} | own
 
     def tensor(t: SavedTensor) -> SavedTensor:
         size_bytes = size(t.size_bytes)

@@ -12,6 +12,7 @@ from typing import Literal
 
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
+from tierplan.planner.lowering.launches import with_launches
 from tierplan.planner.lowering.sketch import MOST_TOGETHER_BYTES
 from tierplan.planner.lowering.tiling import cut_batches
 from tierplan.planner.milp.modes import modes_of
@@ -216,6 +217,7 @@ def problem(
 
     `runs` are the units that share a window; by default those of `runs_of`. The first and the last unit are alone.
     """
+    workload = with_launches(workload, machine)
     if sub_batches > 1:
         workload = cut_batches(workload, sub_batches)
     batches = workload.training.gradient_accumulation_steps

@@ -37,6 +37,7 @@ from tierplan.planner.policies.options import (
     unitwise_plan,
     whole_number,
 )
+from tierplan.planner.policies.several.zero import HOOKS
 from tierplan.sim.workloads.workload import Workload
 
 NAME = "zero-infinity"
@@ -100,7 +101,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         update_order="backward",
         cast_grads=optimizer != "device",
         operator_tiles=whole_number(NAME, options, "operator_tiles", low=1),
-        sharing=Sharing(reduces="each" if optimizer == "device" else "last"),
+        sharing=Sharing(reduces="each" if optimizer == "device" else "last", hooks=HOOKS),
     )  # fmt: skip
 
 

@@ -88,6 +88,8 @@ class UnitRecorder(TorchDispatchMode):
     saves_input: bool = False
     saves_parameters: bool = False
     in_backward: bool = False
+    num_kernels: int = 0
+    """That forward launches."""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -171,6 +173,7 @@ class UnitRecorder(TorchDispatchMode):
         if self.in_backward:
             self.backward_work.append(work)
             return out
+        self.num_kernels += format_of(args[1]).num_kernels if func is DECODED else 1
         for t in ins:
             address = t.untyped_storage()._cdata
             if address in self.parameters:

@@ -346,6 +346,7 @@ class _Tracer:
             adds_to_shared=any(self.of_name[p].requires_grad for p in borrowed) or not borrowed,
             forward=total_work(o.work for o in recorder.operations),
             backward=total_work(recorder.backward_work),
+            num_kernels=recorder.num_kernels,
             saved=saved_tensors(recorder.operations, list(recorder.saves.values())),
             input_bytes=sum(t.untyped_storage().nbytes() for t in self.given),
             output_bytes=out_bytes,

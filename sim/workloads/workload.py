@@ -282,6 +282,8 @@ class Unit:
     recompute: Mapping[str, float] | None = None
     """Work of making all saved tensors again, where it is known to be less than the whole forward: what comes after the
     last saved tensor need not run again."""
+    num_kernels: int = 0
+    """That forward launches, one by one; 0 where nobody counted them."""
     shapes: tuple[Shape, ...] = ()
     """Of the parameters that are trained, in flat order; empty where nobody knows them."""
     saved: tuple[SavedTensor, ...] = ()

@@ -277,6 +277,7 @@ def measure_unit(
         adds_to_shared=not (training.lora and tape.shared_parameters),
         forward=tape.forward_work(),
         backward=total_work(tape.backward_work),
+        num_kernels=len(tape.operations),
         saved=saved,
         input_bytes=input_bytes,
         output_bytes=0 if loss_bytes else out_bytes,
