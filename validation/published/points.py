@@ -67,12 +67,13 @@ class Question:
     config: tuple[tuple[str, Any], ...] = ()
     """What the system trained instead of the model's own sizes."""
     launch_s: float = 0.0
-    """Of the process that drives the devices, for a block's forward (and, of a block without measured times, for its
-    backward); 0 where its launches are no limit."""
+    """Of one process that drives all devices, for a block's forward (and, of a block without measured times, for its
+    backward); 0 where each device has its own, whose launches are the machine's (`gpu.launch`)."""
     adapters_of_experts: int = 0
     """Trained parameters of each block that are not in the workload, whose experts' adapters are not traced."""
     compiled: bool = False
-    """Blocks run as compiled kernels, which read what products write and write what products read (a Llama's)."""
+    """Blocks run as compiled kernels, which read what products write and write what products read (a Llama's), and are
+    so few that their launches do not count."""
 
     def workload(self) -> Workload:
         workload = _workload(self.model, self.training, self.config)
@@ -158,7 +159,7 @@ def _compiled(unit: Unit, workload: Workload) -> Unit:
     forward, backward = (
         {**w, "elementwise_bytes": n * moved + decoded} for w, n in ((unit.forward, 1), (unit.backward, 2))
     )
-    return replace(unit, forward=forward, backward=backward, recompute=None)
+    return replace(unit, forward=forward, backward=backward, recompute=None, num_kernels=0)
 
 
 def _autocast(unit: Unit, dtype: str) -> Unit:
@@ -175,9 +176,9 @@ def _workload(model: str, training: Training, changes: tuple[tuple[str, Any], ..
     try:
         return workload_of(name, {**config, **dict(changes)}, training)
     except NotCovered:
-        from tierplan.runtime.tracing.trace import trace_workload  # torch, which the closed forms do without
+        from tierplan.runtime.tracing.trace import trace_config  # torch, which the closed forms do without
 
-        return trace_workload(model, training)
+        return trace_config(name, {**config, **dict(changes)}, training)
 
 
 def _table(name: str) -> dict[str, Any]:

@@ -146,12 +146,19 @@ def test_autocast_runs_products_of_fp32_adapters_in_the_type_of_the_base() -> No
 
 
 def test_a_block_takes_no_less_than_its_process_takes_to_issue_it() -> None:
-    plain = Question("dgx-8xa100-80gb", ("gpu.count=1",), "full-recompute", {}, "llama-3.2-1b", Training(lora="r=4"), 1)
+    machine = ("dgx-8xa100-80gb", ("gpu.count=1", "gpu.launch=0 us"))
+    plain = Question(*machine, "full-recompute", {}, "llama-3.2-1b", Training(lora="r=4"), 1)
     launched = replace(plain, training=replace(plain.training, sequence_length=16), launch_s=0.01)
     step_s = launched.answer().step_s
     assert step_s is not None
     assert 16 * 3 * 0.01 < step_s < 16 * 3 * 0.01 + 0.05
     assert replace(plain, launch_s=1e-6).answer().step_s == pytest.approx(plain.answer().step_s, rel=1e-6)
+
+
+def test_changed_sizes_hold_where_the_model_is_traced() -> None:
+    training = Training(sequence_length=16, lora="r=4", freeze="*lora_A*")
+    question = Question("x", (), "p", {}, "llama-3.2-1b", training, 1, config=(("num_hidden_layers", 2),))
+    assert len(question.workload().blocks) == 2
 
 
 def test_a_loss_in_16_bits_holds_logits_softmax_and_a_copy() -> None:
