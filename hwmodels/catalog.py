@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from tierplan.hwmodels.build import build_machine
 from tierplan.hwmodels.community import parse_shared
-from tierplan.hwmodels.curves import host_adam, kept_up, with_derived
+from tierplan.hwmodels.curves import continued, host_adam, kept_up, with_derived
 from tierplan.hwmodels.description import KEYS, PARTS, Description, Quantity, override, parse_description, read_utf8
 from tierplan.hwmodels.machine import Machine, MachineError
 
@@ -79,8 +79,19 @@ def part_values(section: str, name: str, given: Mapping[str, Quantity] = Mapping
         return dict(part)
     part = {**part, **{key: given[key] for key in ("gpu.relative", "gpu.sustained_frac") if key in given}}
     relative = str(part["gpu.relative"].value) if "gpu.relative" in part else ""
-    other = kept_up({**load_part("gpu", relative).values, **load_curves(relative).values}) if relative else {}
+    other = kept_up(_continued(relative)) if relative else {}
     return kept_up(with_derived({**shared_values(name), **load_curves(name).values, **part}, other, relative))
+
+
+def _continued(gpu: str) -> dict[str, Quantity]:
+    """A GPU's file and its measured curves, beyond which it is as its own relative."""
+
+    def measured(name: str) -> dict[str, Quantity]:
+        return {**load_part("gpu", name).values, **load_curves(name).values}
+
+    own = measured(gpu)
+    relative = str(own["gpu.relative"].value) if "gpu.relative" in own else ""
+    return continued(own, measured(relative), relative) if relative else own
 
 
 def shared_values(gpu: str) -> dict[str, Quantity]:

@@ -20,7 +20,7 @@ CLOCK = 1 / 3
 
 def with_derived(values: Values, relative: Values, name: str) -> dict[str, Quantity]:
     """The part's values, with curves that it lacks: its own in the other 16-bit type, else its relative's, scaled."""
-    found = dict(values)
+    found = dict(values := continued(values, relative, name))
     for work in ("matmul", "attention"):
         for dtype, other in (("bf16", "fp16"), ("fp16", "bf16")):
             key, peak = f"gpu.{work}_{dtype}", f"gpu.peak_{dtype}"
@@ -40,6 +40,25 @@ def with_derived(values: Values, relative: Values, name: str) -> dict[str, Quant
         scale = _number(values, "gpu.memory_bandwidth") / _number(relative, "gpu.memory_bandwidth")
         found["gpu.elementwise"] = _scaled(relative["gpu.elementwise"], scale, scale, f"{name}'s by bandwidth")
     return found
+
+
+ATTENTION = "gpu.attention_bf16"
+
+
+def continued(values: Values, relative: Values, name: str) -> dict[str, Quantity]:
+    """The values, with attention beyond the longest sequences of the part's table as on its relative from there on.
+
+    A rate that still rises where its table ends is not the most that it reaches; the relative's is scaled to meet it.
+    """
+    if ATTENTION not in values.keys() & relative.keys():
+        return dict(values)
+    own, other = values[ATTENTION], Rate(relative[ATTENTION].points)
+    last, reached = own.points[-1]
+    more = tuple((amount, rate * reached / other.at(last)) for amount, rate in other.points if amount > last)
+    if not more or len(own.points) == 1:
+        return dict(values)
+    source = f"{own.source}; beyond it as {name}'s table"
+    return {**values, ATTENTION: Quantity((*own.points, *more), "derived", source)}
 
 
 SUSTAINED = {f"gpu.{work}_{dtype}" for work in ("matmul", "attention") for dtype in ("bf16", "fp16")}

@@ -11,7 +11,7 @@ import pytest
 from tierplan.cli import main
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.catalog import catalog_names, load_curves, load_part, part_values, shared_values
-from tierplan.hwmodels.curves import curve_errors, host_adam, kept_up, with_derived
+from tierplan.hwmodels.curves import continued, curve_errors, host_adam, kept_up, with_derived
 from tierplan.hwmodels.description import Quantity, parse_description
 from tierplan.hwmodels.importers.gpu_tables import SHAPES, PublicTable, curves_text, read_curves, table_list
 from tierplan.hwmodels.importers.reading import ImportedFileError
@@ -121,7 +121,8 @@ def test_a_table_is_as_it_was_measured_but_for_the_two_that_are_short_of_power(p
     table, found = load_curves(part).values, part_values("gpu", part)
     changed = {name for name, quantity in table.items() if found[name] != quantity and name not in shared_values(part)}
     is_short = part in ("h100-sxm-80gb", "h200-sxm-141gb")
-    assert changed == ({"gpu.matmul_bf16", "gpu.attention_bf16"} if is_short else set())
+    ends_early = {"gpu.attention_bf16"} if part == "rtx-4090" else set()
+    assert changed == ({"gpu.matmul_bf16", "gpu.attention_bf16"} if is_short else ends_early)
 
 
 def test_a_relative_of_one_short_of_power_is_slowed_once_by_its_own_watts() -> None:
@@ -201,3 +202,15 @@ def test_a_machine_without_a_rate_of_adam_has_that_of_its_cores(tmp_path: Path) 
     machine = load_machine(str(tmp_path / "mine.toml"))
     assert machine.stream("host.adam").rates["parameters"].at(1e9) == pytest.approx(0.745 * 70e9 / 30)
     assert "host derived" in machine.basis.said()
+
+
+def test_attention_of_longer_sequences_than_a_table_has_goes_on_as_the_relatives() -> None:
+    def values(*points: tuple[float, float]) -> dict[str, Quantity]:
+        return {"gpu.attention_bf16": Quantity(points, "published", "test")}
+
+    relative, own = values((1e10, 1e14), (4e10, 1.5e14), (4e12, 3e14)), values((1e9, 4e13), (4e10, 1e14))
+    curve = Rate(continued(own, relative, "r")["gpu.attention_bf16"].points)
+    assert [curve.at(amount) for amount in (1e9, 4e10, 4e12, 1e13)] == pytest.approx([4e13, 1e14, 2e14, 2e14])
+    assert continued(relative, own, "r") == relative
+    longer = load_machine("desktop-4090").stream("gpu0.compute").rates["attention_bf16_flops"]
+    assert longer.at(1e13) > 1.2 * longer.at(1.2e11)
