@@ -14,8 +14,8 @@ from typing import Any, cast, get_args
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Plan, Sharing, UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import PlanError
-from tierplan.sim.step import Semantics
-from tierplan.sim.workloads.workload import Workload
+from tierplan.sim.step import Action, Semantics
+from tierplan.sim.workloads.workload import Unit, Workload
 
 Policy = Callable[[Workload, Machine, Mapping[str, object]], Plan]
 
@@ -82,9 +82,22 @@ def by_kind(workload: Workload, block: UnitPlan, other: UnitPlan) -> tuple[UnitP
 def with_checkpointing(
     policy: str, options: Mapping[str, object], workload: Workload, unit: UnitPlan
 ) -> tuple[UnitPlan, ...]:
-    """The choice for all units, blocks recomputed from their inputs unless option `checkpointing` is off."""
-    recompute = choice(policy, options, "checkpointing", ("on", "off")) == "on"
-    return by_kind(workload, replace(unit, acts="recompute") if recompute else unit, unit)
+    """The choice for all units, blocks recomputed from their inputs unless option `checkpointing` is off.
+
+    Where it is `selective`, attention and every other product are kept, and the rest is made again, as torchtitan does.
+    """
+    how = choice(policy, options, "checkpointing", ("on", "off", "selective"))
+    if how == "selective":
+        return tuple(replace(unit, acts=_selective(u)) if u.kind == "block" else unit for u in workload.units)
+    return by_kind(workload, replace(unit, acts="recompute") if how == "on" else unit, unit)
+
+
+def _selective(block: Unit) -> tuple[Action, ...]:
+    def takes(work: str) -> list[int]:
+        return [t.index for t in block.saved if any(kind.startswith(work) for kind in t.recompute)]
+
+    kept = {*takes("attention"), *takes("matmul")[::2]}
+    return tuple("keep" if t.index in kept or not t.replayable else "recompute" for t in block.saved)
 
 
 def bounded_semantics(policy: str, options: Mapping[str, object], workload: Workload, own: Semantics) -> Semantics:

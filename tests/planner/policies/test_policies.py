@@ -541,3 +541,15 @@ def test_a_loss_in_chunks_does_not_add_to_the_models_flops(more: dict[str, Any])
     whole, chunked = (load_workload("llama-3.2-1b", Training(**more, loss_chunks=chunks)) for chunks in (1, 8))
     assert chunked.units[-1].backward != whole.units[-1].backward
     assert chunked.flops == whole.flops
+
+
+def test_selective_checkpointing_keeps_attention_and_every_other_product() -> None:
+    workload = load_workload("llama-3.2-1b", Training(sequence_length=64))
+    plan = decide("fsdp", workload, load_machine("server-8xh100"), {"checkpointing": "selective"})
+    assert isinstance(plan, UnitwisePlan)
+    block, acts = workload.blocks[0], plan.units[1].acts
+    kept = [tensor.name for tensor, action in zip(block.saved, acts, strict=True) if action == "keep"]
+    products = [name for name in kept if "attention" not in name]
+    assert len(kept) - len(products) == sum("attention" in tensor.name for tensor in block.saved)
+    assert len(products) == 3, "of queries, keys, values, output, gate and up"
+    assert plan.units[0].acts == plan.units[-1].acts == "keep"
