@@ -8,6 +8,7 @@ from fnmatch import fnmatch
 import pytest
 
 from tests.planner.test_plan import devices
+from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.catalog import catalog_names
 from tierplan.planner.policies import POLICIES
 from tierplan.planner.prediction import Prediction
@@ -153,6 +154,21 @@ def test_a_block_takes_no_less_than_its_process_takes_to_issue_it() -> None:
     assert step_s is not None
     assert 16 * 3 * 0.01 < step_s < 16 * 3 * 0.01 + 0.05
     assert replace(plain, launch_s=1e-6).answer().step_s == pytest.approx(plain.answer().step_s, rel=1e-6)
+
+
+def test_a_slower_attention_takes_longer_by_its_share() -> None:
+    plain = Question(
+        "dgx-8xa100-80gb", ("gpu.count=1",), "in-memory", {}, "llama-3.2-1b", Training(sequence_length=4096), 1
+    )
+    machine = load_machine(plain.machine)
+    blocks = plain.workload().blocks
+    passes = [work for block in blocks for work in (block.forward, block.backward)]
+    works = [{kind: amount for kind, amount in work.items() if "attention" in kind} for work in passes]
+    attention_s = sum(machine.cost("gpu0.compute", work).work_s for work in works)
+    took_s = [replace(plain, attention=rate).answer().step_s for rate in (0.5, 1.0)]
+    assert took_s[0] is not None
+    assert took_s[1] is not None
+    assert took_s[0] - took_s[1] == pytest.approx(attention_s, rel=1e-3)
 
 
 def test_changed_sizes_hold_where_the_model_is_traced() -> None:
