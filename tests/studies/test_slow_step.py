@@ -226,6 +226,19 @@ def test_micro_batches_of_a_log_are_summed_and_the_first_step_is_left_out(tmp_pa
         read_log(str(log), 1)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("time (ms) | fwd_microstep: 5 | bwd_microstep: 20 | step_microstep: 1", "1 of the 2 micro-batches of a step"),
+        ("time (ms) | fwd: 0.00 | bwd: 0.00 | step: 0.00", "steps of 0 ms"),
+    ],
+)
+def test_a_log_without_one_step_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(text)
+    with pytest.raises(MeasuredStepError, match=message):
+        read_log(str(tmp_path / "log"), 2)
+
+
 def test_a_trace_is_read_with_overlaps_counted_once(tmp_path: Path) -> None:
     def event(cat: str, name: str, ts: float, dur: float, **args: object) -> dict[str, object]:
         return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": args}
@@ -246,9 +259,14 @@ def test_a_trace_is_read_with_overlaps_counted_once(tmp_path: Path) -> None:
     assert found.step_s == pytest.approx(1.0)
     assert found.busy_s == pytest.approx({"compute": 0.15, "p2p": 0.45, "d2h": 0.2, "h2d": 0.05, "update": 0.25})
     assert found.pageable_frac == 0.75
-    (tmp_path / "x.json").write_text("[1]")
-    with pytest.raises(MeasuredStepError, match="no trace"):
-        read_kineto(str(tmp_path / "x.json"))
+
+
+@pytest.mark.parametrize("events", [[1], [{"ph": "X", "dur": 1}], [{"ph": "X", "dur": "long", "ts": 0}], None])
+def test_what_is_no_trace_is_refused(events: object, tmp_path: Path) -> None:
+    for content in (events, {"traceEvents": events}):
+        (tmp_path / "x.json").write_text(json.dumps(content))
+        with pytest.raises(MeasuredStepError, match="no trace"):
+            read_kineto(str(tmp_path / "x.json"))
 
 
 def test_a_trace_tells_the_slow_part_by_its_own_time() -> None:

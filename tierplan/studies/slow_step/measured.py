@@ -39,7 +39,7 @@ def read_log(path: str, accumulation: int, step_s: float | None = None) -> Measu
     micro: list[dict[str, float]] = []
     for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
         if "time (ms)" in line:
-            ms = {name: float(value) for name, value in re.findall(r"(\w+): ([\d.]+)", line.split("time (ms)")[1])}
+            ms = {name: float(value) for name, value in re.findall(r"(\w+): (\d+\.?\d*)", line.split("time (ms)")[1])}
             for suffix, found in (("", whole), ("_microstep", micro)):
                 parts = [ms.get(f"{long}{suffix}", ms.get(f"{short}{suffix}")) for long, short in TIMERS]
                 if None not in parts:
@@ -49,12 +49,17 @@ def read_log(path: str, accumulation: int, step_s: float | None = None) -> Measu
         whole = [{name: sum(part[name] for part in group) for name in group[0]} for group in groups]
     if not whole:
         raise MeasuredStepError(
-            f'{path} has no line of forward, backward and step times; set "wall_clock_breakdown": true in DeepSpeed\'s '
-            "configuration, and give the log of a few steps"
+            f"{path} has {len(micro)} of the {accumulation} micro-batches of a step; give the log of a few steps"
+            if micro
+            else f'{path} has no line of forward, backward and step times; set "wall_clock_breakdown": true in '
+            "DeepSpeed's configuration, and give the log of a few steps"
         )
     steady = whole[1:] if len(whole) > 2 else whole
     phases = Phases(**{name: median(step[name] for step in steady) / 1e3 for name in steady[0]})
-    return MeasuredStep(step_s=step_s or phases.forward_s + phases.backward_s + phases.update_s, phases=phases)
+    whole_s = step_s or phases.forward_s + phases.backward_s + phases.update_s
+    if not whole_s:
+        raise MeasuredStepError(f"{path} has steps of 0 ms; give the log of a run, or --step-s")
+    return MeasuredStep(step_s=whole_s, phases=phases)
 
 
 TIMERS = (("forward", "fwd"), ("backward", "bwd"), ("step", "step"))
@@ -66,9 +71,13 @@ def read_kineto(path: str, step_s: float | None = None) -> MeasuredStep:
         opened = gzip.open if path.endswith(".gz") else open
         with opened(path, "rt", encoding="utf-8") as file:
             record = json.load(file)
-        events = [e for e in record["traceEvents"] if e.get("ph") == "X" and "dur" in e]
+        events = [
+            {**e, "ts": float(e["ts"]), "dur": float(e["dur"]), "args": e.get("args") or {}}
+            for e in record["traceEvents"]
+            if e.get("ph") == "X" and "dur" in e
+        ]
     except (ValueError, KeyError, TypeError, AttributeError, EOFError, gzip.BadGzipFile) as error:
-        raise MeasuredStepError(f"{path} is no trace of torch.profiler (export_chrome_trace): {error}") from error
+        raise MeasuredStepError(f"{path} is no trace of torch.profiler, as export_chrome_trace writes it") from error
     steps = sorted({(e["ts"], e["ts"] + e["dur"]) for e in events if _is_step(e)})
     steps = steps[1:] if len(steps) > 2 else steps
     device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
@@ -86,7 +95,7 @@ def read_kineto(path: str, step_s: float | None = None) -> MeasuredStep:
         if kind := _kind(e):
             by_kind.setdefault(kind, []).append((e["ts"], e["ts"] + e["dur"]))
             if kind in ("h2d", "d2h"):
-                size = float(e.get("args", {}).get("bytes", 0))
+                size = float(e["args"].get("bytes", 0))
                 copied_bytes += size
                 pageable_bytes += size if "Pageable" in e["name"] else 0.0
     busy_s = {kind: _union(spans) / len(steps) / 1e6 for kind, spans in by_kind.items()}
