@@ -137,6 +137,12 @@ def on_first_device(name: str) -> str:
     return name if stream.device is None else stream.on(0)
 
 
+def alike_name(name: str, num_devices: int) -> str:
+    """One name for the streams that do the same on all devices: `gpu*.compute`; on one device the stream's own."""
+    stream = parse_stream(name)
+    return name if num_devices == 1 or stream.device is None else f"{DEVICE_PREFIX}*.{stream.task}"
+
+
 def on_devices(name: str, devices: Sequence[int]) -> str:
     """The tier or stream that is to `devices[d]` what this one is to device d, for all d together."""
     parts = [(part, device_index(part)) for part in name.split(".")]

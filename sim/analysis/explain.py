@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.names import parse_stream
+from tierplan.hwmodels.names import alike_name, parse_stream
 from tierplan.hwmodels.scaling import with_faster
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.columns import Lists, ScheduleColumns, columns_of, rows_of
@@ -286,9 +286,7 @@ def sensitivities(
     busy = busy_fracs(columns, machine, now.period_s)
     alike: dict[str, set[str]] = {}
     for stream in columns.once_around.streams:
-        whose = parse_stream(stream)
-        is_one = machine.num_devices == 1 or whose.device is None
-        alike.setdefault(stream if is_one else f"gpu*.{whose.task}", set()).add(stream)
+        alike.setdefault(alike_name(stream, machine.num_devices), set()).add(stream)
     cases: list[tuple[Kind, str, set[str]]] = [
         *(("stream", name, streams) for name, streams in alike.items()),
         *(("limit", limit.name, {limit.name}) for limit in machine.shared_limits),

@@ -20,7 +20,7 @@ from tierplan.studies.evaluate import machine_of, place_of, training_of
 from tierplan.studies.slow_step import explain
 from tierplan.studies.slow_step.explain import Explanation, explain_run
 from tierplan.studies.slow_step.measured import MeasuredStep, MeasuredStepError, read_kineto, read_log
-from tierplan.studies.slow_step.setups import COMPUTE, CORES, DRIVES, LINKS, setup_of
+from tierplan.studies.slow_step.setups import COMPUTE, CORES, DRIVES, LINKS, Setup, changes, setup_of
 from tierplan.studies.slow_step.text import explanation_lines
 from tierplan.studies.study import Point
 
@@ -207,6 +207,21 @@ def test_a_setting_that_costs_is_named_with_what_it_saves(
     if gain.assumed:
         assert said.expected_s > plain.expected_s
     assert [g.step_s for g in said.gains] == sorted(g.step_s for g in said.gains)
+
+
+def test_no_change_changes_when_updates_happen() -> None:
+    for policy in ("zero-infinity", "in-memory"):
+        setup = Setup(training=Training(), policy=policy, options={"semantics": "exact-clip"})
+        assert all(change.setup.options["semantics"] == "exact-clip" for change in changes(setup, {}))
+
+
+def test_links_that_do_the_same_are_one_in_the_text(tmp_path: Path) -> None:
+    point = replace(RTX_3090, model="gpt2", overrides={"gpu.count": 4})
+    said = explain_run(point, configured(tmp_path, {"output_dir": "x", "fsdp": "full_shard"}, point),
+                       MeasuredStep(step_s=9.0))  # fmt: skip
+    (peers,) = (line for line in explanation_lines(said) if line.lstrip().startswith("links between GPUs"))
+    assert "gpu*.p2p" in peers
+    assert "gpu1" not in "".join(explanation_lines(said))
 
 
 # ---- what was measured ----

@@ -200,7 +200,8 @@ def changes(setup: Setup, says: Mapping[str, object]) -> Iterator[SetupChange]:
         yield option("FULL_SHARD (FSDP2: reshard_after_forward: true)", "less is on the GPU at once", reshard="on")
 
     def instead(what: str, why: str, policy: str, **more: str) -> SetupChange:
-        return SetupChange(what=what, why=why, setup=replace(setup, policy=policy, options=more, slower={}))
+        options = {"semantics": setup.options["semantics"]} if "semantics" in setup.options else {}
+        return SetupChange(what=what, why=why, setup=replace(setup, policy=policy, options=options | more, slower={}))
 
     if setup.policy == "zero-infinity":
         why = "parameters stay on the GPU, and backward need not fetch them"
@@ -230,7 +231,7 @@ def changes(setup: Setup, says: Mapping[str, object]) -> Iterator[SetupChange]:
             other = replace(
                 training, per_device_train_batch_size=size, gradient_accumulation_steps=batch * steps // size
             )
-            what = f"micro-batches of {size} in {batch * steps // size} steps of accumulation"
+            what = f"micro-batches of {size}, {batch * steps // size} in a step"
             larger = "parameters are fetched less often, and products are larger"
             why = larger if size > batch else "less is on the GPU at once"
             yield SetupChange(what=what, why=why, setup=replace(setup, training=other))
