@@ -9,7 +9,7 @@ from tierplan.hwmodels.names import HOST_ADAM, alike_name
 from tierplan.hwmodels.units import format_amount
 from tierplan.sim.output.text import columns, format_count, format_frac, format_s, in_short, wrapped
 from tierplan.studies.answer import limited_text
-from tierplan.studies.slow_step.explain import Explanation, Suspect
+from tierplan.studies.slow_step.explain import Explanation
 
 MOST_CHANGES = 6
 
@@ -30,7 +30,7 @@ def explanation_lines(e: Explanation) -> list[str]:
     if e.expected_s is not None:
         lines += ["", *columns(_phases(e))]
     if e.suspects:
-        lines += ["", "Where the difference probably lies, the likeliest first", *columns(_suspects(e.suspects, e.expected.devices))]
+        lines += ["", "Where the difference probably lies, the likeliest first", *columns(_suspects(e))]
         lines += [line for cause in e.suspects[0].causes for line in wrapped(f"  - {cause}")]
     if e.gains:
         lines += ["", "What to change first, each by itself", *columns(_gains(e))]
@@ -68,11 +68,11 @@ def _phases(e: Explanation) -> list[Sequence[str]]:
     return [*rows, ("all", format_s(e.measured.step_s), format_s(e.expected_s))]
 
 
-def _suspects(suspects: Sequence[Suspect], num_devices: int) -> list[Sequence[str]]:
+def _suspects(e: Explanation) -> list[Sequence[str]]:
     rows: list[Sequence[str]] = [("part", "speed", "then a step takes", "that is")]
-    for s in suspects:
+    for s in e.suspects:
         speed = f"1/{s.factor:.3g}" if s.factor >= 1 else f"{1 / s.factor:.3g} x"
-        rates = dict.fromkeys(_rate(alike_name(stream, num_devices), per_s) for stream, per_s in s.rates.items())
+        rates = dict.fromkeys(_rate(alike_name(stream, e.expected.devices), per_s) for stream, per_s in s.rates.items())
         rows.append((s.part, speed, format_s(s.step_s), ", ".join(rates)))
     return rows
 
