@@ -23,8 +23,8 @@ from tierplan.planner.training_files.accelerate import of_accelerate_config
 from tierplan.planner.training_files.configured import Configured
 from tierplan.planner.training_files.deepspeed import DEEPSPEED_ONLY, of_deepspeed
 from tierplan.planner.training_files.keys import OF_ACCELERATE, OF_TRAINER, unaccounted_note
-from tierplan.planner.training_files.reading import flat, read, read_beside
-from tierplan.planner.training_files.trainer import TRAINER_ONLY, of_trainer_arguments
+from tierplan.planner.training_files.reading import count, flat, read, read_beside
+from tierplan.planner.training_files.trainer import LONGEST, TRAINER_ONLY, of_trainer_arguments
 from tierplan.sim.workloads.workload import Training, WorkloadError
 
 ADAPTERS = {
@@ -53,7 +53,10 @@ def read_training_file(path: str | Path, base: Training) -> Configured:
         if isinstance(fsdp := raw.get("fsdp_config"), str):
             raw["fsdp_config"] = read_beside(fsdp, path)
         found = of_trainer_arguments(raw, base, path)
-        return replace(found.noting(*unaccounted_note(flat(raw), OF_TRAINER)), left_open=())
+        if "paged" in str(raw.get("optim")).lower():
+            found = found.noting(f"optim {raw['optim']}: states stay on the GPU here, and are not paged to host memory")
+        longest = next((count(raw, name, 0) for name in LONGEST if raw.get(name)), None)
+        return replace(found.noting(*unaccounted_note(flat(raw), OF_TRAINER)), left_open=(), longest=longest)
     if DEEPSPEED_ONLY & raw.keys():
         return of_deepspeed(raw, base, str(path))
     raise WorkloadError(

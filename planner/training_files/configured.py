@@ -29,6 +29,8 @@ class Configured:
     """What it says of them."""
     left_open: tuple[str, ...] = OF_STEP
     """Of these two settings, those that the file does not say."""
+    longest: int | None = None
+    """Tokens of a sequence at most; None where the file does not say."""
     says: Mapping[str, object] = field(default_factory=dict)
     """All that the file says, by dotted key: `zero_optimization.overlap_comm`."""
 

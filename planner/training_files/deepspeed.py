@@ -83,6 +83,11 @@ def _of_stage(zero: Mapping[str, object], stage: int, path: str, *, checkpoints:
         for name, key in (("params", "offload_param"), ("optimizer", "offload_optimizer"))
     }
     if stage == 3:
+        if places["params"] != "device" and places["optimizer"] == "device":
+            raise WorkloadError(
+                f"{path}: offload_param without offload_optimizer leaves optimizer states on the GPU while parameters "
+                "are not there, which no policy does; offload both, or neither"
+            )
         options = {**places, **_of_optimizer(section_of(zero, "offload_optimizer")), "checkpoints": checkpoints}
         if zero.get("overlap_comm") is False or zero.get("stage3_prefetch_bucket_size") == 0:
             options["prefetch"] = "0"

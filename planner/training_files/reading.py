@@ -31,7 +31,8 @@ def read(path: Path) -> dict[str, object]:
         kind = "JSON" if path.suffix == ".json" else "YAML"
         raise WorkloadError(f"{path} is not {kind}: {' '.join(str(error).split())}") from error
     if not isinstance(raw, dict):
-        raise WorkloadError(f"{path} holds a {type(raw).__name__}; a configuration is one JSON object")
+        holds = "nothing" if raw is None else f"a {type(raw).__name__}"
+        raise WorkloadError(f"{path} holds {holds}; a configuration is one JSON object")
     return raw
 
 

@@ -13,6 +13,9 @@ from tierplan.planner.training_files.reading import count, flag, flat, norm
 from tierplan.sim.workloads.optimizers import of_transformers
 from tierplan.sim.workloads.workload import Training, WorkloadError
 
+LONGEST = ("cutoff_len", "max_length", "max_seq_length")
+"""LLaMA-Factory's word for the tokens of a sequence at most, and TRL's."""
+
 TRAINER_ONLY = {"per_device_train_batch_size", "output_dir", "gradient_checkpointing", "optim"}
 
 

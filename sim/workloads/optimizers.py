@@ -305,12 +305,12 @@ OPTIMIZERS: dict[str, Callable[..., dict[str, object]]] = {
 """By name, from options to the fields of an `Optimizer`."""
 
 OF_TRANSFORMERS: Mapping[str, str] = {
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), "adamw"),
-    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit"), "adamw:states=8bit"),
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "paged_adamw_32bit"), "adamw"),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit", "paged_adamw_8bit"), "adamw:states=8bit"),
     "adamw_torch_4bit": "adamw:states=4bit",
     "sgd": "sgd",
-    **dict.fromkeys(("lion", "lion_32bit"), "lion"),
-    "lion_8bit": "lion:states=8bit",
+    **dict.fromkeys(("lion", "lion_32bit", "paged_lion_32bit"), "lion"),
+    **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), "lion:states=8bit"),
     "adafactor": "adafactor",
     "galore_adamw": "galore",
     "apollo_adamw": "apollo",

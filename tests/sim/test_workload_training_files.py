@@ -86,6 +86,7 @@ def test_settings_come_from_the_file_and_auto_from_the_base(tmp_path: Path) -> N
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "needs .*stage 1, 2 or 3, but it is 0"),
         ({"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}}, "offload_param needs .*stage 3"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "nvme needs .*stage 3"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "offload_param without offload_opt"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "tape"}}}, "'tape'; it must be cpu, nvme"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": ["cpu"]}}}, r"is \['cpu'\]; it must be cpu"),
         ({"optimizer": {"type": "Lamb"}}, "optimizer.type is 'Lamb'"),
@@ -152,6 +153,25 @@ def test_llama_factory_recomputes_unless_told_not_to(tmp_path: Path, said: dict[
     found = read_training_file(written(tmp_path, content), BASE)
     assert found.policy == policy
     assert not any("disable_gradient_checkpointing" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("key", ["cutoff_len", "max_length", "max_seq_length"])
+def test_how_long_sequences_are_at_most_is_read(tmp_path: Path, key: str) -> None:
+    found = read_training_file(written(tmp_path, {"output_dir": "x", key: 4096}), BASE)
+    assert found.longest == 4096
+    assert not any("not taken into account" in note for note in found.notes)
+    assert read_training_file(written(tmp_path, {"output_dir": "x"}), BASE).longest is None
+
+
+@pytest.mark.parametrize(
+    ("optim", "optimizer"),
+    [("paged_adamw_8bit", "adamw:states=8bit"), ("paged_adamw_32bit", "adamw"), ("paged_lion_8bit", "lion:states=8bit"),
+     ("paged_lion_32bit", "lion")],
+)  # fmt: skip
+def test_paged_states_are_said_to_stay_on_the_gpu(tmp_path: Path, optim: str, optimizer: str) -> None:
+    found = read_training_file(written(tmp_path, {"output_dir": "x", "optim": optim}), BASE)
+    assert found.training.optimizer == optimizer
+    assert any("not paged" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(("stage", "assumed"), [(0, "nothing"), (2, "nothing"), (3, "each block")])
@@ -342,6 +362,7 @@ def test_offloaded_parameters_that_stay_after_forward_are_said_to_be_simulated_o
     [
         ("a: [1", "is not YAML"),
         ("- 1", "one JSON object"),
+        ("", "holds nothing"),
         ("a: 1", "no configuration of DeepSpeed"),
         ("a: &a\n  b: *a", "is not YAML"),
         ("output_dir: x\nfsdp: {full_shard: true}", "fsdp is .*; give true, or words"),
@@ -448,8 +469,8 @@ ACCELERATED = {"distributed_type": "MULTI_GPU"}
          ["zero_optimization.offload_optimzer.device"]),
         (DEEPSPEED | {"zero_optimization": {"stage": 3, "sub_group_size": 1e8, "stage3_max_live_parameters": 1e9}},
          ["zero_optimization.sub_group_size"]),
-        (DEEPSPEED | {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "buffer_count": 20}}},
-         ["zero_optimization.offload_param.buffer_count"]),
+        (DEEPSPEED | {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "buffer_count": 20}}},
+         ["zero_optimization.offload_optimizer.buffer_count"]),
         (DEEPSPEED | {"bf16": {"enabled": True, "bf16_optimizer_states": True}}, ["bf16.bf16_optimizer_states"]),
         (DEEPSPEED | {"flops_profiler": {"enabled": False, "detailed": True}}, []),
         (DEEPSPEED | {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}, []),

@@ -341,6 +341,22 @@ def test_an_option_that_agrees_with_the_file_may_be_given(
         assert json.loads(capsys.readouterr().out)["setup"]["training"]["dtype"] == "fp16"
 
 
+@pytest.mark.parametrize(("argv", "seq"), [([], 512), (["--seq", "256"], 256)])
+def test_sequences_are_as_long_as_the_file_allows_or_as_is_said(
+    argv: list[str], seq: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "args.json"
+    path.write_text(json.dumps({"output_dir": "x", "max_length": 512}))
+    asked = ["explain-run", "--model", "gpt2", "--machine", "desktop-4090", "--step-s", "1", "--config", str(path)]
+    assert main([*asked, *argv, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["setup"]["training"]["sequence_length"] == seq
+    assert any("512 tokens, the most" in note for note in record["notes"]) == (not argv)
+    assert not any("--seq 1024" in note for note in record["notes"])
+    assert main([*asked, "--seq", "513"]) == 1
+    assert "--seq is 513, but" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("num", "devices"), [(4, []), (1, ["--devices", "2"])])
 def test_a_run_on_another_number_of_gpus_is_refused_with_what_to_give(
     num: int, devices: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -18,7 +18,6 @@ from dataclasses import replace
 from tierplan.commands.options import scenario
 from tierplan.commands.options.arguments import existing_file, finite, option
 from tierplan.commands.options.terminal import say, working
-from tierplan.planner.training_files import read_training_file
 from tierplan.planner.training_files.configured import Configured
 
 
@@ -52,9 +51,7 @@ def run(args: argparse.Namespace) -> int:
     point = scenario.read_point(args)
     base = training_of(point, machine_of(point))
     if args.config:
-        configured = read_training_file(args.config, base)
-        scenario.check_agreement(args, args.config, configured.training)
-        configured = replace(configured, notes=(*configured.notes, *scenario.taken_from_defaults(args, configured)))
+        configured = scenario.read_configured(args, args.config, base)
         if args.semantics:
             configured = replace(configured, options={**configured.options, "semantics": args.semantics})
     else:

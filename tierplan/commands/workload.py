@@ -19,7 +19,6 @@ from itertools import groupby
 from tierplan.commands.options import scenario
 from tierplan.commands.options.arguments import existing_file, option
 from tierplan.commands.options.terminal import say, working
-from tierplan.planner.training_files import read_training_file
 from tierplan.sim.output.text import columns, digits, format_bytes, format_count, wrapped
 from tierplan.sim.workloads.workload import Training, Unit, Workload, WorkloadError
 
@@ -94,9 +93,8 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _deepspeed(args: argparse.Namespace) -> int:
-    deepspeed = read_training_file(args.file, scenario.read_training(args))
+    deepspeed = scenario.read_configured(args, args.file, scenario.read_training(args))
     t = deepspeed.training
-    scenario.check_agreement(args, args.file, t)
     workload = _read(args.model, t, args)
     if args.json:
         print(json.dumps({**asdict(deepspeed), "workload": asdict(workload)}, indent=1, default=str))
@@ -104,7 +102,7 @@ def _deepspeed(args: argparse.Namespace) -> int:
     print(f"{args.file}: policy {deepspeed.policy}", *(f"{k}={v}" for k, v in deepspeed.options.items()))
     if deepspeed.devices is not None:
         print(f"  on {deepspeed.devices} GPU{'s' * (deepspeed.devices > 1)}, by {deepspeed.why_devices}")
-    for note in (*deepspeed.notes, *scenario.taken_from_defaults(args, deepspeed)):
+    for note in deepspeed.notes:
         print(f"  {note}")
     print()
     say(*table_lines(workload))

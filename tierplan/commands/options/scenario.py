@@ -13,9 +13,11 @@ from __future__ import annotations
 import argparse
 from argparse import _ActionsContainer
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tierplan.commands.options.arguments import add_set, finite, optimizer, option, whole
 from tierplan.hwmodels.machine import Machine, MachineError
+from tierplan.planner.training_files import read_training_file
 from tierplan.planner.training_files.configured import Configured
 from tierplan.sim.workloads.formats import act_formats, bases
 from tierplan.sim.workloads.optimizers import OPTIMIZERS
@@ -68,7 +70,7 @@ def add_arguments(
 def add_training(what: _ActionsContainer, divided: str = "1") -> None:
     """Adds the training settings; `divided` says what micro-batches are where they are not given.
 
-    One that is not given is None: `read_point` leaves it to the defaults of `Point`, and `check_agreement` knows what
+    One that is not given is None: `read_point` leaves it to the defaults of `Point`, and `read_configured` knows what
     was given, be it the default.
     """
     one, default = whole(1), f" (default {divided})"
@@ -128,7 +130,20 @@ def read_point(args: argparse.Namespace) -> Point:
     )
 
 
-def check_agreement(args: argparse.Namespace, file: str, training: Training) -> None:
+def read_configured(args: argparse.Namespace, file: str, base: Training) -> Configured:
+    """What a configuration file asks for, with what the options say where it leaves something open."""
+    found = read_training_file(file, base)
+    if found.longest and args.seq is None:
+        whole_length = replace(found.training, sequence_length=found.longest)
+        note = f"all sequences are taken to be of {found.longest} tokens, the most that the file allows (--seq)"
+        found = replace(found.noting(note), training=whole_length)
+    elif found.longest and args.seq > found.longest:
+        raise ValueError(f"--seq is {args.seq}, but {file} says {found.longest} at most; leave one of them out")
+    _check_agreement(args, file, found.training)
+    return found.noting(*_taken_from_defaults(args, found))
+
+
+def _check_agreement(args: argparse.Namespace, file: str, training: Training) -> None:
     """Refuses an option that contradicts what a configuration file says."""
     for name in ("batch", "accumulation", *NAMED):
         said = getattr(training, OF_TRAINING.get(name, name))
@@ -139,10 +154,11 @@ def check_agreement(args: argparse.Namespace, file: str, training: Training) -> 
         raise ValueError(f"--no-master-weights is given, but {file} is of training with them; leave one of them out")
 
 
-def taken_from_defaults(args: argparse.Namespace, configured: Configured) -> tuple[str, ...]:
+def _taken_from_defaults(args: argparse.Namespace, configured: Configured) -> tuple[str, ...]:
     """The note that names what neither a configuration file nor an option says, if there is any such setting."""
     names = [name for name in ("batch", "accumulation") if OF_TRAINING[name] in configured.left_open]
-    flags = [f"--{name} {getattr(DEFAULTS, name)}" for name in (*names, "seq") if getattr(args, name) is None]
+    names += [] if configured.longest else ["seq"]
+    flags = [f"--{name} {getattr(DEFAULTS, name)}" for name in names if getattr(args, name) is None]
     return (f"neither in the file nor given, so the default is taken: {', '.join(flags)}",) if flags else ()
 
 
