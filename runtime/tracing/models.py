@@ -82,6 +82,7 @@ def build_model(raw: Mapping[str, object], training: Training) -> nn.Module:
             raise
         model = cls._from_config(config, dtype=dtype, attn_implementation="eager")  # type: ignore[attr-defined]
     model.config.loss_type = getattr(model, "loss_type", None) or model.config.__dict__.get("loss_type")
+    model.loss_type = model.config.loss_type or "ForCausalLM"  # which it takes then, with a warning
     model.tie_weights()  # those of a model without memory have come apart; once adapted, they stay as they are
     model = tuned(model.train(), training)
     set_loss_chunks(model, training.loss_chunks)

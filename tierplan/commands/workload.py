@@ -130,7 +130,8 @@ def _deepspeed(args: argparse.Namespace) -> int:
 def table_lines(workload: Workload) -> list[str]:
     """Per unit and in total; blocks that are alike share a row."""
     t, n, units = workload.training, workload.num_parameters, workload.units
-    is_large, is_measured = workload.states_bytes > 8 * 2**30, "s" in units[0].forward
+    largest_bytes = max(workload.states_bytes, sum(u.saved_bytes for u in units))
+    is_large, is_measured = largest_bytes > 8 * 2**30, "s" in units[0].forward
     unit_name, scale = ("GiB", 2**30) if is_large else ("MiB", 2**20)
     flop_name, flop_scale = ("TFLOP", 1e12) if is_large else ("GFLOP", 1e9)
     tokens = t.per_device_train_batch_size * t.sequence_length

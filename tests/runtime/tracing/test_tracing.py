@@ -31,6 +31,14 @@ def training_of(dtype: str, **other: Any) -> Training:
     )
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_is_not_left_to_guess_the_loss(family: str) -> None:
+    """It says so on stderr whenever it has to, as for GPT-2."""
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    assert hollow_model(config_of(family), training_of("fp32")).loss_type in LOSS_MAPPING
+
+
 @contextmanager
 def saved_by_block(model: torch.nn.Module) -> Iterator[list[list[tuple[int, str]]]]:
     """Storages that autograd saves inside each block, in order of first save, as (bytes, dtype)."""

@@ -32,6 +32,12 @@ def test_a_unit_lists_its_saved_tensors(capsys: pytest.CaptureFixture[str]) -> N
     assert f"{block.saved_bytes:,} bytes" in lines[0]
 
 
+@pytest.mark.parametrize("argv", [["gpt-276b", "--lora", "r=8"], ["gpt-0.1b", "--seq", "200000"], ["gpt-175b"]])
+def test_a_table_has_eighty_columns_whatever_is_large(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["workload", "show", *argv]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
 def test_json_has_every_amount(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config_of("llama")))
