@@ -262,3 +262,18 @@ def test_another_part_leaves_nothing_of_what_the_base_says_of_its_own(
     description = load_description(target)
     assert description.summary == summary
     assert "gpu.matmul_fp16" not in description.values  # fuyou-4090's calibration of its own card
+
+
+def test_a_gpu_that_the_catalog_does_not_have_is_not_taken_for_the_bases(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "smi.csv").write_text("name, memory.total [MiB]\nNVIDIA GeForce RTX 9090, 65536 MiB\n", encoding="utf-8")
+    target = str(tmp_path / "mine.toml")
+    given = ["machine", "import", "--base", "fuyou-4090", "--nvidia-smi", str(tmp_path / "smi.csv"), "-o", target]
+    assert main(given) == 1
+    assert "gpu.memory_bandwidth" in capsys.readouterr().err
+    sheet = ["--set", "gpu.memory_bandwidth=2 TB/s", "--set", "gpu.peak_fp16=400 TFLOP/s"]
+    assert main([*given, *sheet]) == 0
+    description = load_description(target)
+    assert "gpu.part" not in description.values
+    assert description.summary == "imported from smi.csv on fuyou-4090"

@@ -41,6 +41,7 @@ from tierplan.hwmodels.detect import ask_system, propose
 from tierplan.hwmodels.importers import ds_io, fio, nccl_tests, nvbandwidth, nvidia_smi
 from tierplan.hwmodels.importers.gpu_tables import curves_text, read_curves, table_list
 from tierplan.hwmodels.machine import Machine, MachineError
+from tierplan.hwmodels.names import DEVICE_PREFIX
 from tierplan.hwmodels.units import format_amount
 from tierplan.sim.output.text import columns, wrapped
 from tierplan.sim.trace import write_atomically
@@ -315,7 +316,13 @@ def _detect(args: argparse.Namespace) -> int:
 
 
 def _with_parts(base: Description, values: Mapping[str, Quantity], summary: str) -> Description:
-    """The base with the parts among the values: what its file says of others, its summary too, goes."""
+    """The base with the parts among the values: what its file says of others, its summary too, goes. So does its GPU
+    where there is another one that the catalog does not have.
+    """
+    if "gpu.count" in values and "gpu.part" not in values:
+        kept = {k: q for k, q in base.values.items() if KEYS[k].section != DEVICE_PREFIX or KEYS[k].whole}
+        kept.pop("gpu.part", None)
+        base = replace(base, values=kept, summary=summary)
     parts = {name: values[name].value for name in ("gpu.part", "nvme.part") if name in values}
     changed = [name for name, part in parts.items() if name not in base.values or base.values[name].value != part]
     found = override(base, [f"{name}={parts[name]}" for name in changed])
