@@ -72,5 +72,5 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print("\n".join(map(json.dumps, rows)))
         return 0
-    print(f"{args.out}: {len(rows)} answers, {sum(bool(row.get('fits')) for row in rows)} of which can be trained")
+    print(f"{args.out}: {sum(bool(row.get('fits')) for row in rows)} of {len(rows)} combinations can be trained")
     return 0

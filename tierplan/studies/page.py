@@ -70,7 +70,7 @@ class Choices:
 
 
 def grid_of(choices: Choices) -> Study:
-    """The points that a page needs; refuses what no machine can be, and several GPUs that could not be planned."""
+    """The points that a page needs; refuses what no machine can be."""
     given = {key: [value] for key, value in (choices.overrides or {}).items()}
     own = load_description(choices.machine, _settings({key: value for key, (value,) in given.items()}))
     case = str(own.quantity("host.form").value)  # type: ignore[union-attr]  # it has a default
@@ -78,18 +78,12 @@ def grid_of(choices: Choices) -> Study:
     if choices.gpus and not GPU_FORMS[case]:
         raise MachineError(f"the GPU of {own.name!r} is no card to be changed; leave out --gpu, or name a desktop")
     part, count = own.quantity("gpu.part"), int(own.number("gpu.count") or 1)
-    connected = own.quantity("link.p2p") is not None
-    if (several := max((*choices.num_gpus, count))) > 1 and not connected:
-        raise MachineError(
-            f"{several} GPUs cannot be planned on {own.name!r}: it does not say how quickly they exchange data; add "
-            "link.p2p, for example --set 'link.p2p=20 GB/s', or leave out --gpus"
-        )
     capacity, drives = own.number("host.capacity") or 0.0, int(own.number("nvme.drives") or 0)
     cards = [name for name, gpu in gpus_for(case).items() if gpu.number("gpu.peak_bf16")]
     sold = [f"{gib} GiB" for gib in form.dram_gib if gib * GIB > 1.1 * capacity][:2]
     offered: dict[str, list[object]] = {
         "gpu.part": _first(part.value, cards) if part and cards else [],
-        "gpu.count": _first(count, [1] if connected else []),
+        "gpu.count": _first(count, [1]),
         "host.capacity": _first(int(capacity), sold),
         "nvme.drives": _first(drives, [n for n in (2, 4) if n <= form.drives]) if drives else [],
     }
