@@ -163,7 +163,8 @@ def test_what_does_not_fit_says_why_and_what_would(point: Point) -> None:
     found = advise(small, quick=True, num_workers=1)
     assert not found.fits
     assert "device memory" in str(found.answer["reason"])
-    text = " ".join(advice_lines(found))
+    text = " ".join(lines := advice_lines(found))
+    assert ("", "") not in pairwise(lines)
     assert "No: it does not fit" in text
     assert "Device memory" not in text  # it is in the middle of a sentence
     assert found.record()["costs"] is None

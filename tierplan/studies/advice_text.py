@@ -24,7 +24,8 @@ def advice_lines(advice: Advice) -> list[str]:
         *wrapped(_answer(advice)),
         *(line for text in _alarms(advice) for line in wrapped(text)),
     ]
-    lines += ["", *columns(_figures(advice))]
+    if figures := _figures(advice):
+        lines += ["", *columns(figures)]
     if advice.fits:
         lines += ["", *columns(limit_rows(_limits(advice)), right=(1, 2))]
         lines += ["", *columns(_policy_rows(advice), right=(1, 2))]
