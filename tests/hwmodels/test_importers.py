@@ -267,7 +267,7 @@ def test_another_part_leaves_nothing_of_what_the_base_says_of_its_own(
 def test_a_gpu_that_the_catalog_does_not_have_is_not_taken_for_the_bases(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "smi.csv").write_text("name, memory.total [MiB]\nNVIDIA GeForce RTX 9090, 65536 MiB\n", encoding="utf-8")
+    (tmp_path / "smi.csv").write_text("name, memory.total [MiB]\nRTX 9090, 65536 MiB\n", encoding="utf-8")
     target = str(tmp_path / "mine.toml")
     given = ["machine", "import", "--base", "fuyou-4090", "--nvidia-smi", str(tmp_path / "smi.csv"), "-o", target]
     assert main(given) == 1
