@@ -161,6 +161,14 @@ def test_devices_are_of_those_that_the_machine_has(
     assert note[:20] in capsys.readouterr().out
 
 
+def test_the_comparison_has_eighty_columns(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["compare-policies", "--policies", "ddp", "megatron-pp", "--model", model, "--machine", "desktop-4090"]
+    assert main([*asked, *CPU, "--devices", "3", "--sequences", "4", "--seq", "64"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any("2 more are assumed" in line for line in lines)
+    assert max(map(len, lines)) <= 80
+
+
 def test_one_of_two_gpus_is_calibrated(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tierplan.cli import main
 from tierplan.studies.study import Point, StudyError, load_study
 from tierplan.studies.sweep import asking, sweep
 
@@ -238,3 +239,17 @@ def test_interrupted_it_ends_and_continues(killed_by: str, status: int, tmp_path
     subprocess.run(command, check=True, timeout=300)
     assert len(results.read_bytes().splitlines()) == 100
     assert len(log.read_text().splitlines()) - evaluated_before == 100 - kept
+
+
+def test_the_command_prints_times_and_speeds_in_eighty_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = tmp_path / "study.toml"
+    varied = 'model = ["gpt2", "gpt2-medium"]\npolicy = ["in-memory", "zero-3"]\nbatch = [1, 8]'
+    study.write_text(f'name = "x"\n[scenario]\nmachine = "desktop-4090"\n{varied}\n[set]\ngpu.count = [1, 2]\n')
+    assert main(["sweep", str(study), "-o", str(tmp_path / "out"), "--workers", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[-4:] == ["step", "tokens/s", "limited", "by"]
+    assert " ms " in lines[1]
+    assert "e+" not in "".join(lines)
+    assert max(map(len, lines[:-1])) <= 80

@@ -70,15 +70,14 @@ def run(args: argparse.Namespace) -> int:
         of = f"{num} of its {has}" if num < has else f"{num}"
         gpus = ", ".join([f"{of} GPUs", *(f"{p.policy} on {p.devices}" for p in fewer)])
         where = f"{machine.name}, {gpus}" if max(num, has) > 1 else machine.name
-        print(f"{predictions[0].model} on {where}, {tokens:,} tokens per step; memory in GiB")
+        say(*wrapped(f"{predictions[0].model} on {where}, {tokens:,} tokens per step; memory in GiB"))
         say(policy_table(predictions, point.semantics))
         if num > has:
-            print(next((p.devices_note for p in predictions if p.devices == num), ""))
+            say(*wrapped(next((p.devices_note for p in predictions if p.devices == num), "")))
         for p in predictions:
             if p.fits and p.tokens != tokens:
-                print(
-                    f"{p.policy}: {p.tokens:,} tokens per step, since each of its devices has micro-batches of its own"
-                )
+                own = "since each of its devices has micro-batches of its own"
+                say(*wrapped(f"{p.policy}: {p.tokens:,} tokens per step, {own}"))
         say_nameplate(*predictions)
         if args.plot:
             print(f"picture: {args.plot}")

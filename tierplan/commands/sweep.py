@@ -25,10 +25,10 @@ from pathlib import Path
 
 from tierplan.commands.options.arguments import existing_file, new_folder, option, whole
 from tierplan.commands.options.terminal import say
-from tierplan.sim.output.text import columns, digits
+from tierplan.sim.output.text import columns, digits, format_s
 from tierplan.studies.study import load_study
 
-SHOWN = ("fits", "step_s", "tokens_per_s", "limited_by")
+SHOWN = {"fits": "fits", "step_s": "step", "tokens_per_s": "tokens/s", "limited_by": "limited by", "error": "error"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
             print(json.dumps(row))
     else:
         _print_table(study.question, {**study.scenario, **study.overrides}, rows)
-        print(f"\n{len(rows)} scenarios in {out / 'table.csv'}")
+        print(f"\n{len(rows)} scenario{'s' * (len(rows) != 1)} in {out / 'table.csv'}")
     idle = [row for row in rows if row.get("devices_note")]
     if idle:
         print(f"{len(idle)} of {len(rows)} rows do not use all GPUs: {idle[0]['devices_note']}", file=sys.stderr)
@@ -78,15 +78,16 @@ def run(args: argparse.Namespace) -> int:
 def _print_table(question: str, axes: dict[str, object], rows: list[dict[str, object]]) -> None:
     """The columns that vary, and the main figures."""
     varied = [name for name, values in axes.items() if len(values) > 1]  # type: ignore[arg-type]
-    names = [*varied, *SHOWN, *(["error"] if any("error" in row for row in rows) else [])]
+    shown = [name for name in SHOWN if name != "fits" or not all(row.get("fits") for row in rows)]
+    heads = [*varied, *(SHOWN[name] for name in shown)]
     if question:
         say(f"{question}\n")
-    say(*columns([names, *([_text(row.get(name, "")) for name in names] for row in rows)]))
+    say(*columns([heads, *([_text(name, row.get(name, "")) for name in (*varied, *shown)] for row in rows)]))
 
 
-def _text(value: object) -> str:
+def _text(name: str, value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return digits(value)
+        return format_s(value) if name.endswith("_s") and not name.endswith("_per_s") else digits(value)
     return str(value)
