@@ -89,7 +89,9 @@ def what_to_do(comparison: Comparison, basis: PredictionBasis, meta: Mapping[str
             "or calibrate again if it stays so."
         )
     if not basis.num_threads:
-        return (
+        planned_for = meta.get("machine", "here")
+        elsewhere = f"The plan is for {planned_for}: for a run on another machine, plan with --machine here. "
+        return ("" if planned_for == "here" else elsewhere) + (
             "The prediction rests on no calibration: run tierplan calibrate with this model, batch, length and dtype, "
             "and plan again."
         )

@@ -114,6 +114,7 @@ def test_a_slower_machine_is_told_from_a_wrong_prediction(folder: Path, capsys: 
         (0.0050, CALIBRATED, {"num_threads": 1}, "The machine works otherwise than in its calibration"),
         (0.0050, CALIBRATED, {"num_threads": 2}, "calibrate with --threads 2"),
         (0.0050, CATALOG, {}, "rests on no calibration: run tierplan calibrate"),
+        (0.0050, CATALOG, {"machine": "desktop-4090"}, "The plan is for desktop-4090: for a run on another"),
         (0.0050, replace(CALIBRATED, half_width=0.5), {}, "lies in the predicted interval"),
     ):
         spans = tuple(s._replace(coreless_ns=0) for s in trace.spans)
