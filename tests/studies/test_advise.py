@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
@@ -169,6 +170,8 @@ def test_what_does_not_fit_says_why_and_what_would(point: Point) -> None:
     assert "No: it does not fit" in text
     assert "Device memory" not in text  # it is in the middle of a sentence
     assert found.record()["costs"] is None
+    assert found.rented is not None
+    assert re.search(r"1 B tokens +not on this machine +or rented .* USD, .* \(cloud-h100", text)
 
 
 def test_the_largest_model_fits_and_the_next_does_not(monkeypatch: pytest.MonkeyPatch) -> None:

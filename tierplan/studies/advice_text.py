@@ -144,20 +144,29 @@ def _figures(advice: Advice) -> list[tuple[str, str]]:
             ("parameters", format_count(answer["num_parameters"])),
             (f"{format_count(costs.tokens)} tokens", f"{format_s(costs.seconds)}, {digits(costs.energy_kwh)} kWh"),
             ("  cost", money),
+            *_rent(advice),
             ("peak memory", peaks),
         ]
-        if advice.rented is not None:
-            rented = advice.rented
-            by_hour = f"{rented.machine}, {rented.usd_per_hour:g} USD/h"
-            figures.insert(3, ("  or rented", f"{_usd(rented.usd)} USD, {format_s(rented.seconds)} ({by_hour})"))
-            for change in advice.changes[:1]:
-                hours = f"costs as much as {change.bought.price_usd / rented.usd_per_hour:,.0f} h of that"
-                figures.insert(4, ("  or bought", f"{change.bought.what} {hours}"))
         if costs.drive_life_s is not None:
             figures.append(("drives live", f"{format_s(costs.drive_life_s)} of training without pause"))
+    elif advice.rented is not None:
+        figures += [(f"{format_count(advice.rented.tokens)} tokens", "not on this machine"), *_rent(advice)]
     if advice.largest_model:
         figures.append(("largest model", f"{advice.largest_model}, by any system, one sequence at a time"))
     return figures
+
+
+def _rent(advice: Advice) -> list[tuple[str, str]]:
+    """The job on a machine by the hour, and what the best purchase is in such hours."""
+    rented = advice.rented
+    if rented is None:
+        return []
+    by_hour = f"{rented.machine}, {rented.usd_per_hour:g} USD/h"
+    rows = [("  or rented", f"{_usd(rented.usd)} USD, {format_s(rented.seconds)} ({by_hour})")]
+    for change in advice.changes[:1]:
+        hours = f"costs as much as {change.bought.price_usd / rented.usd_per_hour:,.0f} h of that"
+        rows.append(("  or bought", f"{change.bought.what} {hours}"))
+    return rows
 
 
 def _usd(amount: float) -> str:

@@ -87,6 +87,7 @@ class Rental:
     machine: str
     usd_per_hour: float
     source: str
+    tokens: float
     seconds: float
     usd: float
 
@@ -273,7 +274,9 @@ def rental_of(answer: Row, tokens: float) -> Rental | None:
         return None
     seconds, usd_per_hour = tokens / float(answer["tokens_per_s"]), float(rent.value)  # type: ignore[arg-type]
     usd = seconds / 3600 * usd_per_hour
-    return Rental(machine=RENTED, usd_per_hour=usd_per_hour, source=rent.source, seconds=seconds, usd=usd)
+    return Rental(
+        machine=RENTED, usd_per_hour=usd_per_hour, source=rent.source, tokens=tokens, seconds=seconds, usd=usd
+    )
 
 
 def largest_model_of(point: Point) -> dict[str, object]:
