@@ -1,19 +1,25 @@
-"""What benchmarks share: their arguments, files of results that grow line by line, and generated parts of pages."""
+"""What benchmarks share: their arguments, files of results that grow line by line, turns, and parts of pages."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import platform
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 Record = dict[str, Any]
+Question = tuple[Record, Callable[[], Record]]
+"""What its record begins with, which no other has, and what gives the rest."""
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
@@ -37,23 +43,60 @@ def save(path: Path | None, record: Mapping[str, Any]) -> None:
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def answer_missing(
-    path: Path,
-    questions: Iterable[tuple[Record, Callable[[], Record]]],
+def ask_or_write(
+    parser: argparse.ArgumentParser,
+    part: str,
+    questions: Callable[[argparse.Namespace], Iterable[Question]],
     shown: Callable[[Record], str],
-    *,
-    limit_s: float = float("inf"),
+    table: Callable[[list[Record]], str],
 ) -> None:
-    """Asks what the file lacks, and adds a line for each answer as it comes; none is begun after `limit_s`.
-
-    A question is what its record begins with, which no other has, and what gives the rest.
-    """
-    known, began_s = read(path), time.perf_counter()
-    for question, ask in questions:
-        if time.perf_counter() < began_s + limit_s and not any(question.items() <= row.items() for row in known):
+    """Asks what the file of results lacks, and adds a line for each answer as it comes; or writes the table of all
+    answers into a part of a page."""
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--seconds", type=float, default=float("inf"), metavar="S", help="none is begun after these")
+    parser.add_argument("--table", type=Path, metavar="PAGE", help="write the table into this page instead of running")
+    args = parser.parse_args()
+    if args.table:
+        replace_part(args.table, part, table(read(args.results)))
+        return
+    known, began_s = read(args.results), time.perf_counter()
+    for question, ask in questions(args):
+        if time.perf_counter() < began_s + args.seconds and not any(question.items() <= row.items() for row in known):
             record = question | ask() | {"version": version()}
-            append(path, record)
+            append(args.results, record)
             print(shown(record), file=sys.stderr, flush=True)
+
+
+def versions_of(records: Iterable[Record]) -> str:
+    """The versions that have answered."""
+    return ", ".join(sorted({record["version"] for record in records}))
+
+
+def in_turns(first: Callable[[], T], second: Callable[[], T], turns: int) -> Iterator[tuple[T, T]]:
+    """What both give, in turns; which goes first alternates. A shared machine drifts, so only ratios within a turn
+    count."""
+    for turn in range(turns):
+        if turn % 2:
+            theirs = second()
+            yield first(), theirs
+        else:
+            yield first(), second()
+
+
+def spread(ratios: Sequence[float]) -> Record:
+    """The median, the quartiles, and all."""
+    low, median, high = statistics.quantiles(ratios, n=4)
+    return {"ratio": median, "quartiles": [low, high], "ratios": list(ratios)}
+
+
+def about() -> Record:
+    """When and where something was measured."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg(),
+    }
 
 
 @cache

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 from benchmarks.planner.grid import key, question, scenarios
-from benchmarks.records import Record, answer_missing, arguments, read, replace_part
+from benchmarks.records import Question, Record, arguments, ask_or_write, read, versions_of
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.planner.milp.amounts import Problem, problem
 from tierplan.planner.milp.bounds import lower_bound
@@ -39,8 +39,6 @@ from tierplan.planner.search.moves import spread
 from tierplan.planner.search.shifts import StreamPrices, applied, reliefs
 from tierplan.sim.output.text import markdown_table
 from tierplan.sim.workloads.workload import Workload, WorkloadError
-
-__all__ = ["METHODS", "greedy"]
 
 GRID = Path(__file__).parents[1] / "results" / "grid.jsonl"
 FIGURE = Path(__file__).parents[2] / "docs" / "figures" / "ablation.png"
@@ -128,23 +126,21 @@ def _all_on_device(workload: Workload) -> UnitwisePlan:
     return UnitwisePlan(policy="all", units=units, semantics=plain_semantics(workload.training))
 
 
-def run(path: Path) -> None:
-    def ask(*of: Any) -> Record:
-        workload, machine = question(*of)
-        record = {}
-        for method, found in METHODS.items():
-            began = time.process_time()
-            record[method] = {"step_s": found(workload, machine), "planning_s": time.process_time() - began}
-        return record
-
-    questions = (
-        ({"machine": label, "model": model, "batch": batch}, partial(ask, name, overrides, model, batch, length))
-        for label, name, overrides, model, batch, length in scenarios()
-    )
-    answer_missing(path, questions, lambda r: f"{r['machine']}, {r['model']}, batch {r['batch']}")
+def answer(*of: Any) -> Record:
+    workload, machine = question(*of)
+    record = {}
+    for method, found in METHODS.items():
+        began = time.process_time()
+        record[method] = {"step_s": found(workload, machine), "planning_s": time.process_time() - began}
+    return record
 
 
-def joined(records: list[dict[str, Any]], grid: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def questions(_: object) -> Iterator[Question]:
+    for label, *of, model, batch, length in scenarios():
+        yield {"machine": label, "model": model, "batch": batch}, partial(answer, *of, model, batch, length)
+
+
+def joined(records: list[Record], grid: list[Record]) -> list[Record]:
     """Scenarios where something fits, with what the planner found and the bound."""
     planned = {key(r): r for r in grid if r["fits"]}
     return [
@@ -158,7 +154,7 @@ def joined(records: list[dict[str, Any]], grid: list[dict[str, Any]]) -> list[di
     ]
 
 
-def table(records: list[dict[str, Any]]) -> str:
+def table(records: list[Record]) -> str:
     names = [*METHODS, "planner"]
     head = ("", "fits", "over the planner's: median", "largest", "as good", "seconds of planning: median", "largest")
     rows = []
@@ -196,11 +192,11 @@ def table(records: list[dict[str, Any]]) -> str:
     ]  # fmt: skip
     head = ("machine", "model", "batch", *names, "bound")
     lines += ["", "Steps in seconds:", "", *markdown_table(head, steps, right=range(2, len(head)))]
-    lines += ["", f"Version {', '.join(sorted({r['version'] for r in records}))}."]
+    lines += ["", f"Version {versions_of(records)}."]
     return "\n".join(lines)
 
 
-def plot(records: list[dict[str, Any]], path: Path) -> None:
+def plot(records: list[Record], path: Path) -> None:
     """Each scenario's steps over its bound, scenarios in the order of the planner's."""
     from matplotlib.figure import Figure
 
@@ -217,18 +213,12 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--table", type=Path, help="write the table into this page, and the plot beside it")
-    args = parser.parse_args()
-    if args.table:
-        records = joined(read(args.results), read(GRID))
-        replace_part(args.table, PART, table(records))
-        plot(records, FIGURE)
-    else:
-        run(args.results)
+def table_beside_plot(records: list[Record]) -> str:
+    compared = joined(records, read(GRID))
+    plot(compared, FIGURE)
+    return table(compared)
 
 
 if __name__ == "__main__":
-    main()
+    shown = "{machine}, {model}, batch {batch}".format_map
+    ask_or_write(arguments(__doc__), PART, questions, shown, table_beside_plot)

@@ -1,19 +1,18 @@
 """13B on the Fuyou machine with 1 to 12 drives: the planner beside Fuyou, and why it differs.
 
     python -m benchmarks.planner.drives benchmarks/results/drives.jsonl                        # runs what it lacks
-    python -m benchmarks.planner.drives benchmarks/results/drives.jsonl --page docs/planner_grid.md
+    python -m benchmarks.planner.drives benchmarks/results/drives.jsonl --table docs/planner_grid.md
 
 Machine and batch are those of Fuyou's published runs (`validation/published/fuyou.toml`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from benchmarks.records import answer_missing, arguments, read, replace_part
+from benchmarks.records import Question, Record, arguments, ask_or_write, versions_of
 from tierplan.hwmodels import load_machine
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitwisePlan
@@ -88,13 +87,12 @@ def measured_s(drives: int) -> float | None:
     return None
 
 
-def table(records: list[dict[str, Any]]) -> str:
+def table(records: list[Record]) -> str:
     records = sorted(records, key=lambda r: (list(DRIVES).index(r["host"]), r["drives"]))
     slower = [r for r in records if r["step_s"] > r["fuyou_s"] * (1 + 1e-9)]
-    versions = ", ".join(sorted({r["version"] for r in records}))
     lines = [
         f"gpt-13b, {BATCH} sequences of 1,024 tokens, RTX 4090. Slower than Fuyou with {len(slower)} of "
-        f"{len(records)} machines; version {versions}. Drive GB: read and written in a step. "
+        f"{len(records)} machines; version {versions_of(records)}. Drive GB: read and written in a step. "
         "States: part of the optimizer states that lives on drives (all of them in Fuyou). "
         "Again: part of forward that is recomputed. Late: part of the units whose update runs beside the next forward.",
         "",
@@ -119,29 +117,12 @@ def table(records: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def run(path: Path) -> None:
-    questions = (
-        ({"drives": drives, "host": host}, partial(answer, drives, host))
-        for host, numbers in DRIVES.items()
-        for drives in numbers
-    )
-    answer_missing(
-        path,
-        questions,
-        lambda r: f"{r['host']}, {r['drives']} drives: {r['step_s']:.2f} s, Fuyou {r['fuyou_s']:.2f} s",
-    )
-
-
-def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--page", type=Path, help="write the table into this page instead of running")
-    args = parser.parse_args()
-    if args.page:
-        replace_part(args.page, PART, table(read(args.results)))
-    else:
-        run(args.results)
+def questions(_: object) -> Iterator[Question]:
+    for host, numbers in DRIVES.items():
+        for drives in numbers:
+            yield {"drives": drives, "host": host}, partial(answer, drives, host)
 
 
 if __name__ == "__main__":
-    main()
+    shown = "{host}, {drives} drives: {step_s:.2f} s, Fuyou {fuyou_s:.2f} s".format_map
+    ask_or_write(arguments(__doc__), PART, questions, shown, table)

@@ -10,26 +10,23 @@ of tierplan that wrote it; the table says which.
 
 from __future__ import annotations
 
-import json
+import argparse
 import random
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from benchmarks.records import Record, answer_missing, arguments, read, replace_part
+from benchmarks.records import Question, Record, arguments, ask_or_write, versions_of
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.planning import plan
-from tierplan.runtime.tracing.trace import trace_workload
 from tierplan.sim.output.text import format_frac, markdown_table
-from tierplan.sim.workloads.models import load_workload
-from tierplan.sim.workloads.workload import NotCovered, Training, Workload
+from tierplan.sim.workloads.models import read_config
+from tierplan.sim.workloads.workload import Training, Workload
+from tierplan.studies.defaults import default_precision, workload_or_traced
 
 MACHINES: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "desktop 4090, 64 GB": ("desktop-4090", ()),
@@ -41,8 +38,19 @@ MACHINES: Mapping[str, tuple[str, tuple[str, ...]]] = {
 MODELS = ("gpt-1.3b", "gpt-6.7b", "gpt-13b", "gpt-30b", "gpt-65b", "gpt-175b")
 BATCHES = (8, 32)
 LAPTOP = (("gpt-1.3b", 2), ("gpt-1.3b", 8), ("gpt-6.7b", 2), ("gpt-6.7b", 8))
-SMALL = {"model_type": "gpt2", "n_embd": 2048, "n_layer": 24, "n_head": 16, "n_positions": 2048, "vocab_size": 50257}
-"""GPT-3 XL, table 2.1 of arXiv 2005.14165; the other sizes are named configurations."""
+SMALL: dict[str, object] = {
+    "model_type": "gpt2",
+    "n_embd": 2048,
+    "n_layer": 24,
+    "n_head": 16,
+    "vocab_size": 50257,
+}
+"""GPT-3 XL, table 2.1 of arXiv 2005.14165."""
+MEDIUM = SMALL | {"n_embd": 1024}
+"""GPT-2 medium."""
+CONFIGS: Mapping[str, dict[str, object]] = {"gpt-1.3b": SMALL, "gpt-0.35b": MEDIUM}
+"""The other sizes are named configurations."""
+ONE_DEVICE = "gpu.count=1"
 SEQUENCE = 1024
 RANDOM_MACHINES = ("cloud-h100", "desktop-4090", "fsdp-qlora-a5000", "fuyou-4090", "laptop", "server-8xh100")
 RANDOM_MACHINES += ("roundpipe-8x4090", "ssdtrain-a100", "zero-offload-v100", "dgx-8xa100-80gb")
@@ -79,33 +87,19 @@ def drawn(num: int, seed: int) -> Iterator[Scenario]:
         yield label, name, overrides, model, batch, length
 
 
-def one_device(machine: Machine) -> Machine:
-    """The machine with its first device only."""
-    others = [t.name for t in machine.tiers if t.kind == "device"][1:]
-    streams = [s for s in machine.streams if not any(o in s.name.split(".") for o in others)]
-    return replace(machine, tiers=tuple(t for t in machine.tiers if t.name not in others), streams=tuple(streams))
-
-
 def question(
     name: str, overrides: tuple[str, ...], model: str, batch: int, length: int = SEQUENCE
 ) -> tuple[Workload, Machine]:
     """The workload and the machine of one scenario."""
-    machine = one_device(load_machine(name, overrides))
-    rates = machine.stream("gpu0.compute").rates
-    training = Training(
-        per_device_train_batch_size=batch,
-        sequence_length=length,
-        dtype="bf16" if "matmul_bf16_flops" in rates else "fp16",
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        source: str | Path = model
-        if model == "gpt-1.3b":
-            source = Path(folder) / "config.json"
-            source.write_text(json.dumps({**SMALL, "n_positions": max(length, 2048)}))
-        try:
-            return load_workload(source, training), machine
-        except NotCovered:
-            return trace_workload(source, training), machine
+    machine = load_machine(name, (*overrides, ONE_DEVICE))
+    return workload_on(machine, model, batch, length), machine
+
+
+def workload_on(machine: Machine, model: str, batch: int, length: int = SEQUENCE) -> Workload:
+    """The model, trained in the machine's precision."""
+    training = Training(per_device_train_batch_size=batch, sequence_length=length, dtype=default_precision(machine))
+    config = {**CONFIGS[model], "n_positions": max(length, 2048)} if model in CONFIGS else None
+    return workload_or_traced(*((model, config) if config else read_config(model, training)), training)
 
 
 def answer(
@@ -146,24 +140,22 @@ def answer(
     }
 
 
-def run(path: Path, time_limit_s: float | None, asked: Iterable[Scenario]) -> None:
-    def questions() -> Iterator[tuple[Record, Callable[[], Record]]]:
-        for label, name, overrides, model, batch, length in asked:
-            ask = partial(answer, name, overrides, model, batch, length, time_limit_s=time_limit_s)
-            yield {"machine": label, "model": model, "batch": batch}, ask
+def questions(args: argparse.Namespace) -> Iterator[Question]:
+    for label, *of, model, batch, length in drawn(args.random, args.seed) if args.random else scenarios():
+        ask = partial(answer, *of, model, batch, length, time_limit_s=args.time_limit)
+        yield {"machine": label, "model": model, "batch": batch}, ask
 
-    def shown(record: Record) -> str:
-        found = f"{record['step_s']:.3f} s, gap {record['gap']:.1%}" if record["fits"] else "nothing fits"
-        return f"{record['machine']}, {record['model']}, batch {record['batch']}: {found}"
 
-    answer_missing(path, questions(), shown)
+def shown(record: Record) -> str:
+    found = f"{record['step_s']:.3f} s, gap {record['gap']:.1%}" if record["fits"] else "nothing fits"
+    return f"{record['machine']}, {record['model']}, batch {record['batch']}: {found}"
 
 
 def key(record: Mapping[str, Any]) -> tuple[object, ...]:
     return record["machine"], record["model"], record["batch"]
 
 
-def table(records: list[dict[str, Any]]) -> str:
+def table(records: list[Record]) -> str:
     fitting = [r for r in records if r["fits"]]
     offloaded = [r for r in fitting if not r["in_memory_fits"]]
     compared = [r for r in fitting if r["best_policy_s"]]
@@ -175,8 +167,7 @@ def table(records: list[dict[str, Any]]) -> str:
     computed_s = [r["computed_s"] for r in fitting]
     lines = [
         f"{len(records)} scenarios; something fits in {len(fitting)}, and in {len(offloaded)} of these something must "
-        f"leave the device. For each search {' or '.join(limits)}; version "
-        f"{', '.join(sorted({r['version'] for r in records}))}.",
+        f"leave the device. For each search {' or '.join(limits)}; version {versions_of(records)}.",
         "",
         f"- Slower than the best published system: in {len(worse)}.",
         f"- {faster}.",
@@ -202,18 +193,12 @@ def table(records: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("results", type=Path)
     parser.add_argument(
         "--time-limit", type=float, metavar="S", help="of each search (default: what plan takes where nobody says)"
     )
     parser.add_argument("--random", type=int, metavar="N", help="so many scenarios from all over instead of the grid")
     parser.add_argument("--seed", type=int, default=0, help="of these")
-    parser.add_argument("--table", type=Path, help="write the table into this page instead of running")
-    args = parser.parse_args()
-    if args.table:
-        replace_part(args.table, PART, table(read(args.results)))
-    else:
-        run(args.results, args.time_limit, drawn(args.random, args.seed) if args.random else scenarios())
+    ask_or_write(parser, PART, questions, shown, table)
 
 
 if __name__ == "__main__":

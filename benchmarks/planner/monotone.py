@@ -10,17 +10,14 @@ instead of one. Pair n is the same in every run: its random numbers come from n.
 
 from __future__ import annotations
 
-import json
 import random
-import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from benchmarks.planner.grid import SMALL, one_device
-from benchmarks.records import answer_missing, arguments, read, replace_part
+from benchmarks.planner.grid import ONE_DEVICE, workload_on
+from benchmarks.records import Record, arguments, ask_or_write, versions_of
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import HOST_ADAM, NVME_READ, NVME_WRITE, compute, d2h, h2d
@@ -29,8 +26,7 @@ from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.planning import plan
 from tierplan.planner.search.lesser import lesser_of_catalog
 from tierplan.sim.output.text import markdown_table
-from tierplan.sim.workloads.models import load_workload
-from tierplan.sim.workloads.workload import Training, Workload
+from tierplan.sim.workloads.workload import Workload
 
 MACHINES: Mapping[str, tuple[str, ...]] = {
     "desktop-4090": ("gpt-1.3b", "gpt-6.7b", "gpt-13b"),
@@ -39,9 +35,6 @@ MACHINES: Mapping[str, tuple[str, ...]] = {
     "server-8xh100": ("gpt-6.7b", "gpt-30b"),
     "laptop": ("gpt-0.35b", "gpt-1.3b"),
 }
-MEDIUM = SMALL | {"n_embd": 1024, "n_layer": 24, "n_positions": 1024}
-"""GPT-2 medium."""
-CONFIGS = {"gpt-1.3b": SMALL, "gpt-0.35b": MEDIUM}
 STREAMS = {
     "drives": (NVME_READ, NVME_WRITE),
     "link": (h2d(0), d2h(0)),
@@ -61,18 +54,12 @@ PART = "monotone"
 def question(rng: random.Random) -> tuple[str, Workload, Machine]:
     """A model on a machine, often one where memory binds: its name, and both."""
     name = rng.choice(list(MACHINES))
-    machine = one_device(load_machine(name, ()))
+    machine = load_machine(name, (ONE_DEVICE,))
     model, batch = rng.choice(MACHINES[name]), rng.choice((2, 4, 8, 16, 32))
     less = {t.name: rng.choice((0.5, 0.75, 1.0)) for t in machine.tiers if t.kind != "nvme"}
     machine = with_capacity(machine, {t.name: int(t.capacity_bytes * less.get(t.name, 1.0)) for t in machine.tiers})
-    dtype = "bf16" if "matmul_bf16_flops" in machine.stream(compute(0)).rates else "fp16"
-    training = Training(per_device_train_batch_size=batch, sequence_length=1024, dtype=dtype)
-    with tempfile.TemporaryDirectory() as folder:
-        source: str | Path = model
-        if model in CONFIGS:
-            source = Path(folder) / "config.json"
-            source.write_text(json.dumps(CONFIGS[model]))
-        return f"{model}, batch {batch}, {name} {sorted(less.values())}", load_workload(source, training), machine
+    what = f"{model}, batch {batch}, {name} {sorted(less.values())}"
+    return what, workload_on(machine, model, batch), machine
 
 
 def more_of(machine: Machine, rng: random.Random) -> tuple[str, Machine]:
@@ -152,10 +139,10 @@ def ratio(record: Mapping[str, Any]) -> float:
     return float("inf") if more_s is None else float(more_s / less_s)
 
 
-def table(records: list[dict[str, Any]]) -> str:
+def table(records: list[Record]) -> str:
     head = ("more of", "pairs", "of these never slower by construction", "slower", "by over 0.5 %", "at most by")
     rows = []
-    kinds: dict[str, list[dict[str, Any]]] = {}
+    kinds: dict[str, list[Record]] = {}
     for r in records:
         kinds.setdefault(r["more"].split(" x ")[0], []).append(r)
     kinds = dict(sorted(kinds.items())) | {"all": records}
@@ -168,25 +155,19 @@ def table(records: list[dict[str, Any]]) -> str:
     num_cut = sum(r.get("cut_by_clock", False) for r in records)
     cut = f" In {num_cut} of them the clock ended a search before its budget was spent." if num_cut else ""
     table = markdown_table(head, rows, right=range(1, 6))
-    return "\n".join([*table, "", f"Version {', '.join(sorted({r['version'] for r in records}))}.{cut}"])
+    return "\n".join([*table, "", f"Version {versions_of(records)}.{cut}"])
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("results", type=Path)
     parser.add_argument("--pairs", type=int, default=PAIRS, metavar="N", help="up to this number")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="from this number on")
-    parser.add_argument("--seconds", type=float, default=float("inf"), metavar="S", help="none is begun after these")
-    parser.add_argument("--table", type=Path, help="write the table into this page instead of running")
-    args = parser.parse_args()
-    if args.table:
-        replace_part(args.table, PART, table(read(args.results)))
-        return
-    answer_missing(
-        args.results,
-        (({"number": number}, partial(pair, number)) for number in range(args.first, args.pairs)),
+    ask_or_write(
+        parser,
+        PART,
+        lambda args: (({"number": number}, partial(pair, number)) for number in range(args.first, args.pairs)),
         lambda r: f"{r['number']}: {r['question']}: {r['more']}: {ratio(r):.4f}",
-        limit_s=args.seconds,
+        table,
     )
 
 

@@ -11,18 +11,17 @@ step from an idle machine to the end of its last op, as Harmony's estimator coun
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.records import arguments, replace_part
-from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import PackPlan, Plan
 from tierplan.planner.planning import plan
 from tierplan.planner.policies import decide
 from tierplan.sim.output.text import markdown_table
 from tierplan.sim.pricing import simulate_on
-from tierplan.sim.workloads.workload import Workload
 from tierplan.validation.published.reproduce import profiled, published
 
 PART = "packs"
@@ -39,27 +38,19 @@ class Answer:
     contention: str
     compute_s: float
     policies_s: Mapping[str, float]
+    best_policy: str
     harmony_alone_s: float
     plan: Plan
     step_s: float
     alone_s: float
 
-    @property
-    def best_policy(self) -> str:
-        return min(self.policies_s, key=lambda name: self.policies_s[name])
 
-
-def scenario(model: str, *, fixed_shares: bool) -> tuple[Workload, Machine]:
-    """A published profile, and Harmony's machine with the memory that its search may use."""
-    table, contention = published("harmony"), "fixed shares" if fixed_shares else "max-min"
+def answer(model: str, contention: str, *, time_limit_s: float, seed: int) -> Answer:
+    """On a published profile, and Harmony's machine with the memory that its search may use."""
+    table = published("harmony")
     settings = {**table["system"], "model": model, "devices": 4, "search": True, "contention": contention}
     workload, machine, _ = profiled(table, settings)
-    tiers = (replace(t, capacity_bytes=DEVICE_BYTES) if t.kind == "device" else t for t in machine.tiers)
-    return workload, replace(machine, tiers=tuple(tiers))
-
-
-def answer(model: str, *, fixed_shares: bool, time_limit_s: float, seed: int) -> Answer:
-    workload, machine = scenario(model, fixed_shares=fixed_shares)
+    machine = with_capacity(machine, {t.name: DEVICE_BYTES for t in machine.tiers if t.kind == "device"})
     result = plan(
         workload, machine, policies=HARMONY, batches="shared", time_limit_s=time_limit_s, seed=seed
     )  # policies that would train four times the batch are left out
@@ -68,9 +59,10 @@ def answer(model: str, *, fixed_shares: bool, time_limit_s: float, seed: int) ->
     chosen = decide(best, workload, machine)
     return Answer(
         model=model,
-        contention="fixed shares" if fixed_shares else "max-min",
+        contention=contention,
         compute_s=result.lower_bound_s,
         policies_s=policies,
+        best_policy=best,
         harmony_alone_s=simulate_on(lower(chosen, workload, machine), machine).duration_s,
         plan=result.plan,
         step_s=result.step_s,
@@ -102,9 +94,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     answers = [
-        answer(model, fixed_shares=fixed, time_limit_s=args.time_limit, seed=args.seed)
+        answer(model, contention, time_limit_s=args.time_limit, seed=args.seed)
         for model in ("bert96", "gpt2-10b")
-        for fixed in (True, False)
+        for contention in ("fixed shares", "max-min")
     ]
     text = "\n".join(table(answers))
     if args.page:

@@ -11,12 +11,10 @@ from __future__ import annotations
 from contextlib import ExitStack
 from unittest import mock
 
-from benchmarks.planner.grid import MACHINES, SEQUENCE, one_device
-from tierplan.hwmodels import load_machine
+from benchmarks.planner.grid import MACHINES, question
 from tierplan.planner.planning import plan
 from tierplan.planner.results import PlanResult
-from tierplan.sim.workloads.models import load_workload
-from tierplan.sim.workloads.workload import Training
+from tierplan.sim.output.text import markdown_table
 
 TIME_LIMIT_S = 10.0
 SCENARIOS = (
@@ -28,26 +26,22 @@ SCENARIOS = (
 
 
 def answer(label: str, model: str, batch: int, *, in_parts: bool) -> PlanResult:
-    machine = one_device(load_machine(*MACHINES[label]))
-    training = Training(per_device_train_batch_size=batch, sequence_length=SEQUENCE, dtype="bf16")
     with ExitStack() as stack:
         if not in_parts:
             for module in ("moves", "from_program"):
                 stack.enter_context(mock.patch(f"tierplan.planner.search.{module}.with_shards", lambda plan, *_: plan))
-        return plan(load_workload(model, training), machine, time_limit_s=TIME_LIMIT_S)
+        return plan(*question(*MACHINES[label], model, batch), time_limit_s=TIME_LIMIT_S)
 
 
 def main() -> None:
-    print("| machine | model | batch | bound, s | whole, s | gap | in shards, s | gap | shards |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    head = ("machine", "model", "batch", "bound, s", "whole, s", "gap", "in shards, s", "gap", "shards")
+    rows = []
     for label, model, batch in SCENARIOS:
         whole, split = (answer(label, model, batch, in_parts=in_parts) for in_parts in (False, True))
+        found = [cell for r in (whole, split) for cell in (f"{r.step_s:.2f}", f"{100 * r.gap:.1f} %")]
         shards = max(unit.state_shards for unit in split.plan.units)
-        print(
-            f"| {label} | {model} | {batch} | {split.lower_bound_s:.2f} | {whole.step_s:.2f} | "
-            f"{whole.gap * 100:.1f} % | {split.step_s:.2f} | {split.gap * 100:.1f} % | {shards} |",
-            flush=True,
-        )
+        rows.append((label, model, str(batch), f"{split.lower_bound_s:.2f}", *found, str(shards)))
+    print("\n".join(markdown_table(head, rows, right=range(2, 9))))
 
 
 if __name__ == "__main__":
