@@ -26,15 +26,17 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import ceil
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from benchmarks.records import append, arguments, read
+from benchmarks.records import Record, append, arguments, read
 from tierplan.sim.output.text import format_error, format_s, markdown_table
 from tierplan.validation.calibration.transfer import Transfer, transfer_lines
+from tierplan.validation.comparison.compare import ninth_decile
 
 RESULTS = Path("benchmarks/results/commands-campaign.jsonl")
 TRANSFERS = RESULTS.with_name("calibration-transfer.jsonl")
@@ -96,132 +98,116 @@ COMBINATIONS = (
 )  # fmt: skip
 
 
-def tierplan(*words: str, env: dict[str, str], allowed: Sequence[int] = (0,)) -> str:
-    """What the command prints. Raises `RuntimeError` with its error where it fails."""
-    command = [sys.executable, "-c", "from tierplan.cli import main; raise SystemExit(main())", *words]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    if done.returncode not in allowed:
-        raise RuntimeError(f"tierplan {' '.join(words)}: {done.stderr.strip()[-500:]}")
-    return done.stdout
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hour:
+    """Rows that are run one after the other, on one measurement of the machine."""
+
+    home: Path
+    name: str
+    results: Path
+    devices: int = 1
+    calibrate_s: float = 180.0
+    measure_s: float = 60.0
+
+    def tierplan(self, *words: object) -> str:
+        """What the command prints. Raises `RuntimeError` with its error where it fails."""
+        command = [sys.executable, "-c", "from tierplan.cli import main; raise SystemExit(main())", *map(str, words)]
+        own = {"XDG_CONFIG_HOME": str(self.home / "config"), "XDG_DATA_HOME": str(self.home / "data")}
+        done = subprocess.run(command, env={**os.environ, **own}, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"tierplan {command[3]}: {done.stderr.strip()[-500:]}")
+        return done.stdout
+
+    def keep(self, row: Record) -> None:
+        append(self.results, row)
+        print(line(row), flush=True)
 
 
 @contextmanager
 def other_job(is_there: bool) -> Iterator[None]:
     """Another program on one core, if there is one."""
-    if not is_there:
-        yield
-        return
-    busy = subprocess.Popen([sys.executable, "-c", BUSY])
+    busy = subprocess.Popen([sys.executable, "-c", BUSY]) if is_there else None
     try:
         yield
     finally:
-        busy.kill()
-        busy.wait()
+        if busy:
+            busy.kill()
+            busy.wait()
 
 
-def keep(results: Path, row: dict[str, Any]) -> None:
-    append(results, row)
-    print(line(row), flush=True)
-
-
-def now() -> dict[str, Any]:
+def now() -> Record:
     return {"when": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", "load": os.getloadavg()[0]}
 
 
-def run_demos(home: Path, hour: str, results: Path, env: dict[str, str], times: int) -> None:
+def run_demos(hour: Hour, times: int) -> None:
     """The demo, until the results have so many rows of it in this hour."""
-    hour = f"{hour}, demo"
-    for k in range(sum(row["hour"] == hour for row in read(results)) + 1, times + 1):
-        row = {"hour": hour, "group": "demo", "policy": f"planner, time {k}", **now()}
-        said = json.loads(tierplan("demo", "--out", str(home / "demo"), "--json", env=env))
+    name = f"{hour.name}, demo"
+    for k in range(sum(row["hour"] == name for row in read(hour.results)) + 1, times + 1):
+        row = {"hour": name, "group": "demo", "policy": f"planner, time {k}", **now()}
+        said = json.loads(hour.tierplan("demo", "--out", hour.home / "demo", "--json"))
         step_s = {"predicted": said["predicted_step_s"], "measured": said["measured_step_s"]}
         kept = {name: said[name] for name in KEPT if name in said}
-        keep(results, {**row, "step_s": step_s, "step_error_frac": said["step_error"], **kept, "s": said["seconds"]})
+        hour.keep({**row, "step_s": step_s, "step_error_frac": said["step_error"], **kept, "s": said["seconds"]})
 
 
-def measured_link(devices: int, env: dict[str, str]) -> tuple[str, ...]:
+def measured_link(devices: int) -> list[str]:
     """What ranks on this machine send each other while they compute, as settings of a machine."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={devices}"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, "-m", "benchmarks.link_of_ranks"], env={**env, "OMP_NUM_THREADS": "1"}, capture_output=True,
-        text=True, check=True,
-    )  # fmt: skip
+        [*command, "-m", "benchmarks.link_of_ranks"], env=env, capture_output=True, text=True, check=True
+    )
     rate, latency_s = json.loads(done.stdout.strip().splitlines()[-1])
     link = (f"gpu.count={devices}", f"link.collective={rate} B/s", f"link.collective_latency={latency_s} s")
-    return tuple(word for setting in link for word in ("--set", setting))
+    return [word for setting in link for word in ("--set", setting)]
 
 
-def run_hour(
-    home: Path,
-    hour: str,
-    results: Path,
-    env: dict[str, str],
-    *,
-    calibrate_s: float,
-    measure_s: float,
-    devices: int = 1,
-    runs: int = 1,
-) -> None:
-    """All runs of all rows of this hour that are not in the results."""
-    nvme, link = str(home / "nvme"), home / "link.json"
-    policies = POLICIES if devices == 1 else tuple(DEVICES_POLICIES)
+def run_hour(hour: Hour, runs: int) -> None:
+    """So many runs of each row of this hour, less those that are in the results."""
+    home, nvme, link = hour.home, hour.home / "nvme", hour.home / "link.json"
     if not (home / "config" / "tierplan" / "machines" / "here.toml").exists():
-        tierplan("machine", "measure", "--budget-s", str(measure_s), "--nvme", nvme, env=env)
-    text = home / "text.txt"
-    text.write_text("".join(path.read_text() for path in sorted(Path(os.__file__).parent.glob("*.py"))[:60]))
-    times = Counter(key_of(row) for row in read(results))
-    if devices > 1 and not link.exists():
-        link.write_text(json.dumps(measured_link(devices, env)))
-    for k, group in itertools.product(range(runs), COMBINATIONS):
-        if devices > 1 and group.name not in DEVICES_COMBINATIONS:
-            continue
-        missing = [policy for policy in policies if times[hour, group.name, policy] <= k]
+        hour.tierplan("machine", "measure", "--budget-s", hour.measure_s, "--nvme", nvme)
+    text = "".join(path.read_text() for path in sorted(Path(os.__file__).parent.glob("*.py"))[:60])
+    (home / "text.txt").write_text(text)
+    groups, policies, settings = COMBINATIONS, POLICIES, []
+    if hour.devices > 1:
+        groups = tuple(group for group in COMBINATIONS if group.name in DEVICES_COMBINATIONS)
+        policies = tuple(DEVICES_POLICIES)
+        if not link.exists():
+            link.write_text(json.dumps(measured_link(hour.devices)))
+        settings = json.loads(link.read_text())
+    times = Counter(key_of(row) for row in read(hour.results))
+    for k, group in itertools.product(range(runs), groups):
+        missing = [policy for policy in policies if times[hour.name, group.name, policy] <= k]
         if not missing:
             continue
-        model = home / f"{group.name}.json"
+        model, calibration = home / f"{group.name}.json", home / f"{group.name}.calibration.json"
         model.write_text(json.dumps(group.config))
-        asked = ["--model", str(model), "--batch", str(group.batch), "--seq", str(group.seq), "--dtype", group.dtype]
-        asked += [*group.more, *(json.loads(link.read_text()) if devices > 1 else ())]
-        calibration = home / f"{group.name}.calibration.json"
+        asked = ["--model", model, "--batch", group.batch, "--seq", group.seq, "--dtype", group.dtype]
+        asked += [*group.more, *settings]
         if not calibration.exists():
-            print(f"{hour}/{group.name}: calibrating", flush=True)
-            how = [*THREADS, "--budget-s", str(calibrate_s), "--nvme", nvme, "-o", str(calibration)]
-            tierplan("calibrate", *asked, *how, env=env)
-        asked += ["--calibration", str(calibration)]
+            print(f"{hour.name}/{group.name}: calibrating", flush=True)
+            how = [*THREADS, "--budget-s", hour.calibrate_s, "--nvme", nvme, "-o", calibration]
+            hour.tierplan("calibrate", *asked, *how)
         for policy in missing:
-            named = {"hour": hour, "group": group.name, "policy": policy}
-            keep(results, {**named, **run_row(home, asked, model, policy, text, env, devices)})
+            named = {"hour": hour.name, "group": group.name, "policy": policy}
+            hour.keep({**named, **run_row(hour, model, policy, [*asked, "--calibration", calibration])})
 
 
-def run_row(
-    home: Path, asked: list[str], model: Path, policy: str, text: Path, env: dict[str, str], devices: int = 1
-) -> dict[str, Any]:
+def run_row(hour: Hour, model: Path, policy: str, asked: Sequence[object]) -> Record:
     """One run of a row: predicted, where it has not been, run and compared; or why not."""
     row = f"{model.stem}.{policy.replace(' ', '.')}"
-    plan, told, out = home / f"{row}.plan.json", home / f"{row}.told.json", home / "run"
+    plan, told, out = hour.home / f"{row}.plan.json", hour.home / f"{row}.told.json", hour.home / "run"
     when = now()
     try:
-        if told.exists():
-            said = told.read_text()
-        elif policy == "planner":
-            plain = json.loads(tierplan("simulate", "--policy", "in-memory", *asked, "--json", env=env))
-            capacity = int(plain["peak_bytes"]["gpu0"] * PLANNER_FRAC)
-            said = tierplan("plan", *asked, "--set", f"gpu.capacity={capacity} B", "-o", str(plan), "--json", env=env)
-        else:
-            name, _, _ = policy.partition(" ")
-            options = [word for option in DEVICES_POLICIES.get(policy, ()) for word in ("--option", option)]
-            if name in SHARES_BATCHES:  # as many micro-batches as the others have on all devices, and twice as many
-                options += ["--accumulation", str(2 * devices)]
-            said = tierplan("simulate", "--policy", name, *options, *asked, "-o", str(plan), "--json", env=env)
-        told.write_text(said)
+        if not told.exists():
+            told.write_text(predicted(hour, policy, asked, plan))
         shutil.rmtree(out, ignore_errors=True)
-        num_steps = max(STEPS // devices, ceil(RUN_S / json.loads(said)["step_s"]))
-        data = ["--data", str(text), "--steps", str(num_steps), "--out", str(out), "--no-export", *THREADS]
-        several = ("--devices", str(devices)) if devices > 1 else ()
-        tierplan("run", str(plan), "--model", str(model), *data, *several, env=env)
-        compared = json.loads(
-            tierplan("compare", str(plan), str(out), "-o", str(home / "report.html"), "--json", env=env)
-        )
+        num_steps = max(STEPS // hour.devices, ceil(RUN_S / json.loads(told.read_text())["step_s"]))
+        data = ["--data", hour.home / "text.txt", "--steps", num_steps, "--out", out, "--no-export", *THREADS]
+        several = ("--devices", hour.devices) if hour.devices > 1 else ()
+        hour.tierplan("run", plan, "--model", model, *data, *several)
+        compared = json.loads(hour.tierplan("compare", plan, out, "-o", hour.home / "report.html", "--json"))
     except RuntimeError as error:
         return {**when, "why_not": str(error)}
     peaks = (tier["peak_bytes"] for tier in compared["tiers"])
@@ -230,12 +216,25 @@ def run_row(
     return {**when, "step_s": compared["step_s"], "peak_error_frac": error_frac, **kept}
 
 
-def key_of(row: dict[str, Any]) -> tuple[str, str, str]:
+def predicted(hour: Hour, policy: str, asked: Sequence[object], plan: Path) -> str:
+    """What is said of the plan that is written there."""
+    if policy == "planner":
+        plain = json.loads(hour.tierplan("simulate", "--policy", "in-memory", *asked, "--json"))
+        capacity = int(plain["peak_bytes"]["gpu0"] * PLANNER_FRAC)
+        return hour.tierplan("plan", *asked, "--set", f"gpu.capacity={capacity} B", "-o", plan, "--json")
+    name, _, _ = policy.partition(" ")
+    options = [word for option in DEVICES_POLICIES.get(policy, ()) for word in ("--option", option)]
+    if name in SHARES_BATCHES:  # as many micro-batches as the others have on all devices, and twice as many
+        options += ["--accumulation", str(2 * hour.devices)]
+    return hour.tierplan("simulate", "--policy", name, *options, *asked, "-o", plan, "--json")
+
+
+def key_of(row: Record) -> tuple[str, str, str]:
     """Runs with the same one are runs of one row."""
     return row["hour"], row["group"], row["policy"]
 
 
-def line(row: dict[str, Any]) -> str:
+def line(row: Record) -> str:
     head = f"{row['hour']}/{row['group']}/{row['policy']}"
     if "why_not" in row:
         return f"{head}: no answer: {row['why_not']}"
@@ -291,37 +290,30 @@ COMMANDS_HEAD = (
 )
 
 
-def median_of(runs: Sequence[dict[str, Any]], name: str) -> float | None:
+def median_of(runs: Sequence[Record], name: str) -> float | None:
     """Of the runs that have it."""
     return median(values) if (values := [run[name] for run in runs if run.get(name) is not None]) else None
 
 
-def page(runs: Sequence[dict[str, Any]], devices: int = 1) -> str:
+def page(runs: Sequence[Record], devices: int = 1) -> str:
     """The page: figures by hour, and every row: what the median of its runs is. Each run has its own interval."""
     lines = list(COMMANDS_HEAD if devices == 1 else RANKS_HEAD)
     runs = sorted(runs, key=lambda run: [*dict.fromkeys(map(key_of, runs))].index(key_of(run)))
     rows = {key: list(of_row) for key, of_row in itertools.groupby(runs, key_of)}
     answered = {key: [run for run in of_row if "why_not" not in run] for key, of_row in rows.items()}
-    figures = [
-        (
-            "hour",
-            "rows",
-            "runs",
-            "answered",
-            *("raw, median", "9 in 10", "normalised, median", "9 in 10"),
-            "runs in interval",
-        )
-    ]
+    figures = []
     for hour in dict.fromkeys(hour for hour, _, _ in rows):
         good = [of_row for key, of_row in answered.items() if key[0] == hour and of_row]
         num_rows, num_runs = sum(key[0] == hour for key in rows), sum(run["hour"] == hour for run in runs)
         cells = [hour, *map(str, (num_rows, num_runs, sum(map(len, good))))]
         for name in ("step_error_frac", "normalised_error_frac"):
             errors = sorted(abs(error) for of_row in good if (error := median_of(of_row, name)) is not None)
-            cells += [percent(median(errors)), percent(errors[-(-9 * len(errors) // 10) - 1])] if errors else ["-", "-"]
+            cells += [percent(median(errors)), percent(ninth_decile(errors))] if errors else ["-", "-"]
         inside = [bool(run["in_interval"]) for of_row in good for run in of_row]
         figures.append((*cells, f"{sum(inside)} of {len(inside)}"))
-    lines += markdown_table(figures[0], figures[1:], right=range(1, 9))
+    head = ("hour", "rows", "runs", "answered", *("raw, median", "9 in 10", "normalised, median", "9 in 10"),
+            "runs in interval")  # fmt: skip
+    lines += markdown_table(head, figures, right=range(1, 9))
     if checked := [row for row in runs if "peak_error_frac" in row]:
         most, agree = max(row["peak_error_frac"] for row in checked), sum(row["bytes_agree"] for row in checked)
         lines += [
@@ -371,13 +363,13 @@ def main() -> None:
         return
     home = (args.out / args.hour).absolute()
     home.mkdir(parents=True, exist_ok=True)
-    env = {**os.environ, "XDG_CONFIG_HOME": str(home / "config"), "XDG_DATA_HOME": str(home / "data")}
+    given = {name: getattr(args, name) for name in ("results", "devices", "calibrate_s", "measure_s")}
+    hour = Hour(home=home, name=args.hour, **given)
     with other_job("loaded" in args.hour):
         if args.demos:
-            run_demos(home, args.hour, args.results, env, args.demos)
+            run_demos(hour, args.demos)
         else:
-            given = {"calibrate_s": args.calibrate_s, "measure_s": args.measure_s}
-            run_hour(home, args.hour, args.results, env, **given, devices=args.devices, runs=args.runs)
+            run_hour(hour, args.runs)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.records import arguments, replace_part
 from tierplan.hwmodels.names import DEVICE, HOST, NVME
 from tierplan.planner.plan_rules import PlanError
+from tierplan.planner.results import PlanResult
 from tierplan.sim.output.text import format_s, markdown_table
 from tierplan.studies.evaluate import best_plan
 from tierplan.studies.study import Point
@@ -28,67 +29,55 @@ WAYS: Mapping[str, dict[str, Any]] = {
     "QLoRA": {**LORA, "base": "nf4-double"},
 }
 TOKENS = 10e6
-SEQUENCES = (16,)
+SEQUENCES, LENGTH = 16, 1024
 PART = "four ways"
-
-
 HEAD = ("model", "way", "sequences", "GPU, GiB", "host, GiB", "drive, GiB", "step", "tokens/s", "hours", "limited by")
+TIERS = {DEVICE: "tab:green", HOST: "tab:blue", NVME: "tab:grey"}
 
 
-class Found(NamedTuple):
-    """A way and its plan; None where nothing fits."""
-
-    model: str
-    way: str
-    sequences: int
-    plan: Any
-
-
-def found() -> Iterator[Found]:
-    """What `tierplan plan` and `advise` say of each way."""
+def found() -> Iterator[tuple[str, str, PlanResult | None]]:
+    """What `tierplan plan` and `advise` say of each way; None where nothing fits."""
     for model in MODELS:
         for way, settings in WAYS.items():
-            for num in SEQUENCES:
-                try:
-                    plan = best_plan(Point(model=model, machine=MACHINE, sequences=num, **settings)).result
-                except PlanError:
-                    plan = None
-                print(model, way, num, plan, flush=True)
-                yield Found(model, way, num, plan)
+            try:
+                plan = best_plan(Point(model=model, machine=MACHINE, sequences=SEQUENCES, **settings)).result
+            except PlanError:
+                plan = None
+            print(model, way, plan, flush=True)
+            yield model, way, plan
 
 
-def row(one: Found) -> tuple[str, ...]:
-    head = (one.model, one.way, str(one.sequences))
-    if one.plan is None:
-        return (*head, "does not fit", *[""] * 5)
-    peaks = (f"{one.plan.steady.peak_bytes.get(tier, 0) / 2**30:.1f}" for tier in (DEVICE, HOST, NVME))
-    hours = hours_of(one)
-    return (*head, *peaks, format_s(one.plan.step_s), f"{1e-3 * TOKENS / hours / 3.6:,.0f}", f"{hours:,.1f}",
-            one.plan.limited_by)  # fmt: skip
+def row(model: str, way: str, plan: PlanResult | None) -> tuple[str, ...]:
+    if plan is None:
+        return (model, way, str(SEQUENCES), "does not fit", *[""] * 6)
+    peaks = (f"{gib:.1f}" for gib in held_gib(plan))
+    speed = (f"{SEQUENCES * LENGTH / plan.step_s:,.0f}", f"{hours_of(plan):,.1f}")
+    return (model, way, str(SEQUENCES), *peaks, format_s(plan.step_s), *speed, plan.limited_by)
 
 
-def hours_of(one: Found) -> float:
-    return float(one.plan.step_s * TOKENS / (1024 * one.sequences) / 3600)
+def held_gib(plan: PlanResult) -> list[float]:
+    return [plan.steady.peak_bytes.get(tier, 0) / 2**30 for tier in TIERS]
 
 
-def picture(rows: list[Found], path: Path) -> None:
+def hours_of(plan: PlanResult) -> float:
+    return plan.step_s * TOKENS / (LENGTH * SEQUENCES) / 3600
+
+
+def picture(rows: list[tuple[str, str, PlanResult | None]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.subplots(2, len(MODELS), sharex="col")
-    for column, model in enumerate(MODELS):
-        best = {way: [f for f in rows if f.model == model and f.way == way and f.plan] for way in WAYS}
-        fits = {way: min(own, key=hours_of) for way, own in best.items() if own}
-        above, below = axes[0][column], axes[1][column]
-        base = dict.fromkeys(fits, 0.0)
-        for tier, colour in ((DEVICE, "tab:green"), (HOST, "tab:blue"), (NVME, "tab:grey")):
-            sizes = {way: f.plan.steady.peak_bytes.get(tier, 0) / 2**30 for way, f in fits.items()}
-            above.bar(list(sizes), list(sizes.values()), bottom=list(base.values()), color=colour, label=tier)
-            base = {way: base[way] + size for way, size in sizes.items()}
-        below.bar(list(fits), [hours_of(f) for f in fits.values()], color="tab:orange")
+    for (above, below), model in zip(axes.T, MODELS, strict=True):
+        fits = {way: plan for of, way, plan in rows if of == model and plan}
+        base = [0.0] * len(fits)
+        for k, (tier, colour) in enumerate(TIERS.items()):
+            sizes = [held_gib(plan)[k] for plan in fits.values()]
+            above.bar(list(fits), sizes, bottom=base, color=colour, label=tier)
+            base = [a + b for a, b in zip(base, sizes, strict=True)]
+        bars = below.bar(list(fits), [hours_of(plan) for plan in fits.values()], color="tab:orange")
+        below.bar_label(bars, fmt="%.1f", fontsize=8)
         below.tick_params(axis="x", labelrotation=15)
-        for way, f in fits.items():
-            below.annotate(f"{hours_of(f):.1f}", (way, hours_of(f)), ha="center", va="bottom", fontsize=8)
         below.margins(y=0.2)
         above.set_title(model)
     axes[0][0].set_ylabel("most held, GiB")
@@ -102,7 +91,7 @@ def main() -> None:
     parser.add_argument("--page", type=Path, required=True)
     page = parser.parse_args().page
     rows = list(found())
-    table = "\n".join(markdown_table(HEAD, map(row, rows), right=range(2, 9)))
+    table = "\n".join(markdown_table(HEAD, [row(*one) for one in rows], right=range(2, 9)))
     replace_part(page, PART, f"\n{table}\n")
     picture(rows, page.parent / "figures" / "finetuning-ways.png")
 

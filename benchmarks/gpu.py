@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import importlib.util
+import itertools
 import json
 import os
 import shutil
@@ -145,17 +146,14 @@ def environment() -> None:
 
 def beside_plain(device: str, out: Path, width: int, blocks: int, *, steps: int = 12, turns: int = 5) -> None:
     """Steps of plain PyTorch over those of schedules of the same model, in turns; and a timeline of each schedule."""
-    import itertools
-
     import torch
 
-    from benchmarks.runtime.speed import config, machine
-    from tierplan.planner.lowering import lower
-    from tierplan.planner.plan import UnitPlan, UnitwisePlan
+    from benchmarks.models import gpt2
+    from benchmarks.trainings import machine, schedule_of
+    from tierplan.planner.plan import UnitPlan
     from tierplan.runtime.execution.device import open_device
     from tierplan.runtime.reference import train_plainly
     from tierplan.runtime.tracing.models import build_model, example_batch
-    from tierplan.runtime.tracing.trace import trace_config
     from tierplan.runtime.trainer import Trainer
     from tierplan.sim.output.perfetto import write_perfetto
     from tierplan.sim.workloads.workload import Training
@@ -165,14 +163,12 @@ def beside_plain(device: str, out: Path, width: int, blocks: int, *, steps: int 
         sequence_length=64 if width < 512 else 256, per_device_train_batch_size=1 if width < 512 else 8,
         dtype="fp32" if where == "cpu" else "bf16", backend=where,
     )  # fmt: skip
-    raw = config(width, blocks)
-    workload = trace_config("beside", raw, training)
-    on_host = UnitPlan(params="host", grads="host", states="host")
+    raw = gpt2(width, blocks)
     plans = {
         "all kept": UnitPlan(),
         "all recomputed": UnitPlan(acts="recompute"),
         "states in host memory": UnitPlan(states="host", grads="host"),
-        "all but activations in host memory": on_host,
+        "all but activations in host memory": UnitPlan(params="host", grads="host", states="host"),
         "all in host memory": UnitPlan(params="host", grads="host", states="host", acts="host", input="host"),
     }
     batches = itertools.repeat(example_batch(build_model(raw, training).config, training))
@@ -190,10 +186,7 @@ def beside_plain(device: str, out: Path, width: int, blocks: int, *, steps: int 
         steps_s["plain"].append(median_s(ends_s))
         del plain
         for name, choice in plans.items():
-            kept = UnitPlan(params=choice.params, grads=choice.grads, states=choice.states)
-            units = tuple(choice if unit.kind == "block" else kept for unit in workload.units)
-            plan = UnitwisePlan(policy="beside", units=units, semantics="in-backward")
-            schedule = lower(plan, workload, machine(1 << 36, 1 << 37))
+            schedule = schedule_of(raw, choice, training, machine(1 << 36, 1 << 37))
             with Trainer(schedule, build_model(raw, training), device=open_device(device)) as trainer:
                 trainer.run(batches, steps)
                 result = trainer.result()
@@ -214,11 +207,11 @@ def beside_plain(device: str, out: Path, width: int, blocks: int, *, steps: int 
 def calibrate(device: str, out: Path, batch: int, seq: int, *, is_tiny: bool) -> None:
     """By commands: a calibration on the machine as it was measured, a plan's prediction from it, a run, and what
     `compare` says of them."""
-    from benchmarks.runtime.speed import config
+    from benchmarks.models import gpt2
     from tierplan.cli import main as tierplan
 
     model, text, machine = out / "model.json", out / "text.txt", str(out / "machine.toml")
-    model.write_text(json.dumps(config(64, 2) if is_tiny else config(1024, 16)))
+    model.write_text(json.dumps(gpt2(64, 2) if is_tiny else gpt2(1024, 16)))
     text.write_text(Path(__file__).read_text() * 20)
     dtype = ("--dtype", "fp32", "--backend", "cpu") if device == "cpu" else ("--dtype", "bf16", "--backend", "cuda")
     asked = ["--model", str(model), "--machine", machine, "--batch", str(batch), "--seq", str(seq), *dtype]

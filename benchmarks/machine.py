@@ -1,6 +1,6 @@
 """Do the measured rates agree with other tools, and do fitted limits tell mixes that were not fitted?
 
-    python benchmarks/machine.py --nvme-dir /mnt/nvme/scratch [--pairs 15] [--json FILE]
+    python -m benchmarks.machine --nvme-dir /mnt/nvme/scratch [--pairs 15] [--json FILE]
 
 Everything is paired: the two things that are compared run right after one another, in turn, and the median of their
 ratios counts, since a shared machine drifts by more than the differences sought.
@@ -14,22 +14,19 @@ ratios counts, since a shared machine drifts by more than the differences sought
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import torch
-
+from benchmarks.models import MIB
+from benchmarks.records import Record, about, arguments, in_turns, save
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.execution.threads import limit_this_thread
 from tierplan.runtime.measure.limits import Fit, LimitPrior, Mix, fit_limits
@@ -38,23 +35,10 @@ from tierplan.runtime.measure.machine import measure_description
 from tierplan.runtime.measure.timing import StreamThreads
 from tierplan.runtime.memory.arena import map_host
 
-MIB = 1 << 20
 WINDOW_S = 1.0
 DRIVE = ("nvme.read", "nvme.write")
 MIXES = ((1, 1), (3, 1), (1, 3), (6, 1), (1, 6))
 """Read bytes : written bytes."""
-
-
-def ratios(first: Callable[[], float], second: Callable[[], float], pairs: int) -> list[float]:
-    """first / second, of runs in turn; which goes first alternates."""
-    found = []
-    for turn in range(pairs):
-        if turn % 2:
-            b, a = second(), first()
-        else:
-            a, b = first(), second()
-        found.append(a / b)
-    return found
 
 
 def fio(
@@ -85,7 +69,8 @@ def drives_against_fio(
     results = {}
     for stream in DRIVE:
         ours = partial(alone, threads, typical[stream], WINDOW_S)
-        results[stream] = ratios(ours, partial(fio, path, stream.split(".")[1], size_bytes, 8 * MIB, 2), pairs)
+        theirs = partial(fio, path, stream.split(".")[1], size_bytes, 8 * MIB, 2)
+        results[stream] = [a / b for a, b in in_turns(ours, theirs, pairs)]
     return results
 
 
@@ -99,12 +84,9 @@ def copies_against_plain(threads: StreamThreads, typical: dict[str, Load], pairs
     source, target = map_host(size), map_host(size)
     source.fill_(1)
     target.fill_(1)
-    plain = Load("gpu0.h2d", "bytes", float(size), partial(_copy, target, source))
-    return ratios(partial(alone, threads, typical["gpu0.h2d"], 0.3), partial(alone, threads, plain, 0.3), pairs)
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    target.copy_(source)
+    plain = Load("gpu0.h2d", "bytes", float(size), lambda: target.copy_(source))
+    ours, theirs = (partial(alone, threads, load, 0.3) for load in (typical["gpu0.h2d"], plain))
+    return [a / b for a, b in in_turns(ours, theirs, pairs)]
 
 
 def fitted_drive(threads: StreamThreads, typical: dict[str, Load], rounds: int) -> Fit:
@@ -170,7 +152,7 @@ def mixes(
     return results
 
 
-def twice(folder: Path, budget_s: float) -> dict[str, object]:
+def twice(folder: Path, budget_s: float) -> Record:
     """Of two measurements in a row, the numbers that lie further apart than twice the larger of their spreads."""
     first, second = (measure_description(folder, budget_s=budget_s) for _ in range(2))
     outside, compared = [], 0
@@ -186,7 +168,7 @@ def twice(folder: Path, budget_s: float) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--nvme-dir", type=Path, required=True)
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument(
@@ -194,12 +176,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    report: dict[str, object] = {
-        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "machine": f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}, {platform.system()}",
-        "load_average": os.getloadavg(),
-        "pairs": args.pairs,
-    }
+    report = {**about(), "pairs": args.pairs}
     sizes = Sizes(file_bytes=(4 * MIB, 32 * MIB, 512 * MIB), file_area_bytes=2048 * MIB)
     with loads((args.nvme_dir,), sizes, device=Device(), dtypes=("fp32",)) as (found, _):
         largest = {s: max((x for x in found if x.stream == s), key=lambda x: x.amount) for s in (*DRIVE, "gpu0.h2d")}
@@ -223,11 +200,10 @@ def main() -> None:
     if args.twice_s:
         report["twice"] = twice(args.nvme_dir, args.twice_s)
         print("twice:", report["twice"])
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    save(args.json, report)
 
 
-def show(report: dict[str, object], name: str, rows: Sequence[float]) -> None:
+def show(report: Record, name: str, rows: Sequence[float]) -> None:
     low, high = min(rows), max(rows)
     print(f"{name}: median {statistics.median(rows):.3f} of {len(rows)}, from {low:.3f} to {high:.3f}", flush=True)
     report[name] = {"median": statistics.median(rows), "ratios": list(rows)}

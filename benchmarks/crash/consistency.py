@@ -18,6 +18,7 @@ Models are tiny, since what is tested is the order of operations. Bits are compa
 
 from __future__ import annotations
 
+import argparse
 import errno
 import json
 import os
@@ -32,8 +33,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -44,10 +44,10 @@ from xxhash import xxh3_64_hexdigest
 from benchmarks.crash.mistakes import PLANTED
 from benchmarks.crash.states import Crash, Disk, Recorder, crashes
 from benchmarks.models import gpt2
-from benchmarks.records import arguments, replace_part, save
-from benchmarks.runtime.speed import machine
+from benchmarks.records import Record, about, arguments, replace_part, save
+from benchmarks.trainings import machine, schedule_of
 from tierplan.planner.lowering import lower
-from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.plan import UnitPlan
 from tierplan.planner.policies import decide
 from tierplan.runtime.checkpoint.commits import CommitError, CommitLog, verify_commit
 from tierplan.runtime.checkpoint.weights import hollow_model, random_weights
@@ -133,15 +133,13 @@ class Case:
 def case(name: str) -> Case:
     raw, lora = SHAPES[ADAPTERS[name][0]] if name in ADAPTERS else (RAW, "")
     training = replace(TRAINING, lora=lora, optimizer="adamw:states=8bit" if name == EIGHT_BITS else "adamw")
-    workload = trace_config("tiny", raw, training)
     place = machine(1 << 30, 1 << 30)
     if name in POLICIES:
+        workload = trace_config("tiny", raw, training)
         plan = decide(POLICIES[name][0], workload, place, POLICIES[name][1])
         return Case(name=name, schedule=lower(plan, workload, place), raw=raw)
     choice = UNITWISE.get(name, UNITWISE["everything on NVMe"])
-    kept = replace(choice, acts="keep")
-    units = tuple(choice if u.kind == "block" else kept for u in workload.units)
-    schedule = lower(UnitwisePlan(policy=name, units=units), workload, place)
+    schedule = schedule_of(raw, choice, training, place)
     return Case(name=name, schedule=schedule, raw=raw, num_drives=2 if name == "two drives" else 1)
 
 
@@ -397,6 +395,17 @@ def prefixes(
     return found
 
 
+def tried(part: str, name: str, folder: Path, k: int, args: argparse.Namespace) -> Record:
+    """What is found by one part of the benchmark, of the plan or mistake of this name, which is the k-th."""
+    if part == "prefixes":
+        return prefixes(name, folder, every=args.every, seed=k)
+    if part == "planted":
+        shown_by, mistake = PLANTED[name]
+        return prefixes(shown_by, folder, planted=mistake, generations=1, resume_every=20, stop_at_first=True)
+    count, num = getattr(args, part), len(POLICIES) + len(UNITWISE)
+    return {"kills": kills, "faults": faults}[part](name, count * (k + 1) // num - count * k // num, folder, k)
+
+
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--only", nargs="+", choices=("kills", "faults", "prefixes", "planted"))
@@ -409,34 +418,19 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="write the figures of the JSON file into this page")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    found: dict[str, Any] = {}
-    if args.json and args.json.exists():
-        found = json.loads(args.json.read_text(encoding="utf-8"))
+    found: Record = json.loads(args.json.read_text(encoding="utf-8")) if args.json and args.json.exists() else {}
     wanted = args.only or (() if args.page else ("planted", "faults", "kills", "prefixes"))
     began_s = time.monotonic()
-    names = [*POLICIES, *UNITWISE]
+    names = {"prefixes": RECORDED, "planted": PLANTED}
     for part in wanted:
         rows = found.setdefault(part, {})
-        every_one = {"kills": names, "faults": names, "prefixes": RECORDED, "planted": PLANTED}[part]
-        for k, name in enumerate(every_one):
+        for k, name in enumerate(names.get(part, (*POLICIES, *UNITWISE))):
             if name in rows or time.monotonic() - began_s > args.limit_s:
                 continue
             with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-                share = partial(lambda count, k: count * (k + 1) // len(names) - count * k // len(names), k=k)
-                if part == "kills":
-                    rows[name] = kills(name, share(args.kills), Path(folder), k)
-                elif part == "faults":
-                    rows[name] = faults(name, share(args.faults), Path(folder), k)
-                elif part == "prefixes":
-                    rows[name] = prefixes(name, Path(folder), every=args.every, seed=k)
-                else:
-                    shown_by, mistake = PLANTED[name]
-                    rows[name] = prefixes(
-                        shown_by, Path(folder), planted=mistake, generations=1, resume_every=20, stop_at_first=True
-                    )
+                rows[name] = tried(part, name, Path(folder), k, args)
             print(part, name, rows[name], flush=True)
-            found |= {"machine": platform.machine(), "python": platform.python_version(), "torch": torch.__version__}
-            found["date"] = datetime.now(UTC).isoformat(timespec="seconds")
+            found |= {**about(), "python": platform.python_version(), "torch": torch.__version__}
             save(args.json, found)
     if args.page:
         replace_part(args.page, PART, "\n".join(lines(found, args.json)))

@@ -15,8 +15,6 @@ from tierplan.runtime.execution.places import Places
 from tierplan.runtime.memory import files
 from tierplan.runtime.memory.store import Store
 
-__all__ = ["PLANTED"]
-
 
 @contextmanager
 def without_sync_of(part: str) -> Iterator[None]:

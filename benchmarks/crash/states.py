@@ -17,17 +17,17 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from tierplan.runtime.memory import files
 
-__all__ = ["Crash", "Disk", "Event", "Recorder", "crashes"]
-
 PAGE_BYTES = 4096
 FILES = "tierplan.runtime.memory.files"
+Real = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,11 +143,14 @@ class Recorder:
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
         """Operations inside are noted."""
-        names = ("write_at", "grow_file", "sync_file", "sync_folder", "open_file", "rename_file", "remove_file")
+        stand_ins = (
+            self.write_at, self.grow_file, self.sync_file, self.sync_folder, self.open_file, self.rename_file,
+            self.remove_file, self.make_folder,
+        )  # fmt: skip
         with ExitStack() as stack:
-            for name in (*names, "make_folder"):
-                stand_in = getattr(self, f"_{name}")(getattr(files, name))
-                stack.enter_context(mock.patch(f"{FILES}.{name}", stand_in))
+            for stand_in in stand_ins:
+                real = getattr(files, stand_in.__name__)
+                stack.enter_context(mock.patch(f"{FILES}.{stand_in.__name__}", partial(stand_in, real)))
             yield self
 
     def acknowledge(self, num_steps: int) -> None:
@@ -169,88 +172,63 @@ class Recorder:
     def _number(self, found: os.stat_result) -> int:
         return self._numbers.get(found.st_ino, found.st_ino)
 
-    def _around(self, event: Event, action: Callable[[], None]) -> None:
+    @contextmanager
+    def _around(self, event: Event) -> Iterator[None]:
         number = self._begin(event)
-        action()
+        yield
         self._end(number)
 
-    def _synced(self, event: Callable[[frozenset[int]], Event], action: Callable[[], None]) -> None:
+    @contextmanager
+    def _synced(self, event: Event) -> Iterator[None]:
         with self._lock:
             covers = frozenset(self._ended)
-        action()
-        self._begin(event(covers))
+        yield
+        self._begin(replace(event, covers=covers))
 
-    # One stand-in for each function, made from the function.
+    # Stand-ins for the functions of the same names, which are given first.
 
-    def _write_at(self, real: Callable[..., None]) -> Callable[..., None]:
-        def write_at(fd: int, path: Path, views: Sequence[memoryview], offset: int, **how: bool) -> None:
-            data = b"".join(bytes(view) for view in views)
-            event = Event(what="write", file=self._number(os.fstat(fd)), offset_bytes=offset, data=data)
-            self._around(event, lambda: real(fd, path, views, offset, **how))
+    def write_at(self, real: Real, fd: int, path: Path, views: Sequence[memoryview], offset: int, **how: bool) -> None:
+        data = b"".join(bytes(view) for view in views)
+        with self._around(Event(what="write", file=self._number(os.fstat(fd)), offset_bytes=offset, data=data)):
+            real(fd, path, views, offset, **how)
 
-        return write_at
+    def grow_file(self, real: Real, fd: int, path: Path, size_bytes: int) -> None:
+        with self._around(Event(what="grow", file=self._number(os.fstat(fd)), size_bytes=size_bytes)):
+            real(fd, path, size_bytes)
 
-    def _grow_file(self, real: Callable[..., None]) -> Callable[..., None]:
-        def grow_file(fd: int, path: Path, size_bytes: int) -> None:
-            event = Event(what="grow", file=self._number(os.fstat(fd)), size_bytes=size_bytes)
-            self._around(event, lambda: real(fd, path, size_bytes))
+    def sync_file(self, real: Real, fd: int, path: Path) -> None:
+        with self._synced(Event(what="sync", file=self._number(os.fstat(fd)))):
+            real(fd, path)
 
-        return grow_file
-
-    def _sync_file(self, real: Callable[..., None]) -> Callable[..., None]:
-        def sync_file(fd: int, path: Path) -> None:
-            number = self._number(os.fstat(fd))
-            self._synced(lambda covers: Event(what="sync", file=number, covers=covers), lambda: real(fd, path))
-
-        return sync_file
-
-    def _sync_folder(self, real: Callable[..., None]) -> Callable[..., None]:
-        def sync_folder(path: Path) -> None:
-            name = self._folder(path)
-            self._synced(lambda covers: Event(what="sync folder", path=name, covers=covers), lambda: real(path))
-
-        return sync_folder
-
-    def _folder(self, path: Path) -> str:
+    def sync_folder(self, real: Real, path: Path) -> None:
         resolved = path.resolve()
-        return resolved.relative_to(self.root).as_posix() if resolved.is_relative_to(self.root) else ".."
-
-    def _open_file(self, real: Callable[..., int]) -> Callable[..., int]:
-        def open_file(path: Path, flags: int) -> int:
-            is_new = bool(flags & os.O_CREAT) and not path.exists()
-            fd = real(path, flags)
-            if is_new:
-                number = self._numbers[os.fstat(fd).st_ino] = next(self._new)
-                self._end(self._begin(Event(what="link", path=self._name(path), file=number)))
-            return fd
-
-        return open_file
-
-    def _rename_file(self, real: Callable[..., None]) -> Callable[..., None]:
-        def rename_file(source: Path, target: Path) -> None:
-            event = Event(
-                what="link", path=self._name(target), file=self._number(source.stat()), old=self._name(source)
-            )
-            self._around(event, lambda: real(source, target))
-
-        return rename_file
-
-    def _remove_file(self, real: Callable[..., None]) -> Callable[..., None]:
-        def remove_file(path: Path) -> None:
-            if path.exists():
-                self._around(Event(what="unlink", path=self._name(path)), lambda: real(path))
-
-        return remove_file
-
-    def _make_folder(self, real: Callable[..., None]) -> Callable[..., None]:
-        def make_folder(path: Path) -> None:
-            missing = [p for p in (path, *path.parents) if not p.exists()]
-            for parent in reversed(missing):
-                name = parent.resolve().relative_to(self.root).as_posix()
-                self._end(self._begin(Event(what="folder", path=name)))
+        name = resolved.relative_to(self.root).as_posix() if resolved.is_relative_to(self.root) else ".."
+        with self._synced(Event(what="sync folder", path=name)):
             real(path)
 
-        return make_folder
+    def open_file(self, real: Real, path: Path, flags: int) -> int:
+        is_new = bool(flags & os.O_CREAT) and not path.exists()
+        fd: int = real(path, flags)
+        if is_new:
+            number = self._numbers[os.fstat(fd).st_ino] = next(self._new)
+            self._end(self._begin(Event(what="link", path=self._name(path), file=number)))
+        return fd
+
+    def rename_file(self, real: Real, source: Path, target: Path) -> None:
+        number, old = self._number(source.stat()), self._name(source)
+        with self._around(Event(what="link", path=self._name(target), file=number, old=old)):
+            real(source, target)
+
+    def remove_file(self, real: Real, path: Path) -> None:
+        if path.exists():
+            with self._around(Event(what="unlink", path=self._name(path))):
+                real(path)
+
+    def make_folder(self, real: Real, path: Path) -> None:
+        for parent in reversed([p for p in (path, *path.parents) if not p.exists()]):
+            name = parent.resolve().relative_to(self.root).as_posix()
+            self._end(self._begin(Event(what="folder", path=name)))
+        real(path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

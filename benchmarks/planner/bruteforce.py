@@ -72,7 +72,7 @@ def shown(record: Record) -> str:
 
 
 def table(records: list[Record]) -> str:
-    counted = [r for r in records if counts(r)]
+    counted = [r for r in records if counts(r)][:INSTANCES]
     worse = [r for r in counted if ratio(r) > WITHIN]
     above = [ratio(r) for r in counted if 0 < ratio(r) < float("inf")]
     lines = [

@@ -9,23 +9,21 @@ agrees with all. The median of the ratios of neighbouring turns, and its quartil
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from datetime import UTC, datetime
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 from xxhash import xxh3_64
 
-from benchmarks.records import Record, arguments, replace_part, save
-from benchmarks.runtime.speed import GIB, batches, config, machine, make
+from benchmarks.models import GIB, gpt2
+from benchmarks.records import Record, about, arguments, in_turns, replace_part, save, spread
+from benchmarks.trainings import batches, num_parameters, trainer_of
 from tierplan.planner.plan import UnitPlan
-from tierplan.runtime.checkpoint.weights import hollow_model, random_weights
 from tierplan.runtime.trainer import Trainer
+from tierplan.sim.output.text import markdown_table
 
 CHOICES = {
     "states": UnitPlan(grads="host", states="nvme"),
@@ -56,30 +54,28 @@ class NoDigest:
         return Agreeing()
 
 
-def cost(choice: UnitPlan, folder: Path, *, turns: int, width: int, num_blocks: int) -> dict[str, object]:
+def step_s(trainer: Trainer, digest: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of a step with this for a checksum, by the clock and of processors."""
+    with mock.patch("tierplan.runtime.memory.store.xxh3_64", digest):
+        began = time.perf_counter(), time.process_time()
+        trainer.run(batches(), 1)
+        return time.perf_counter() - began[0], time.process_time() - began[1]
+
+
+def cost(choice: UnitPlan, folder: Path, *, turns: int, width: int, num_blocks: int) -> Record:
     """Ratios of step times and of processor times, by turns."""
-    raw = config(width, num_blocks)
-    schedule, training, num_parameters = make(raw, choice, machine(4 * GIB, 3 * GIB))
-    model = hollow_model(raw, training)
-    digests = {"with": xxh3_64, "without": NoDigest}
-    rows: dict[str, list[tuple[float, float]]] = {name: [] for name in digests}
-    with Trainer(schedule, model, nvme_dir=folder, weights=random_weights(model, seed=0)) as trainer:
+    with trainer_of(gpt2(width, num_blocks), choice, folder, host_bytes=3 * GIB) as trainer:
         trainer.run(batches(), 3)
-        for turn in range(turns):
-            for name in sorted(digests, reverse=bool(turn % 2)):
-                with mock.patch("tierplan.runtime.memory.store.xxh3_64", digests[name]):
-                    began = time.perf_counter(), time.process_time()
-                    trainer.run(batches(), 1)
-                    rows[name].append((time.perf_counter() - began[0], time.process_time() - began[1]))
-    found: dict[str, object] = {
-        "num_parameters": num_parameters,
-        "bytes_per_step": sum(size for stream, size in schedule.bytes_moved().items() if stream.startswith("nvme.")),
-        "step_s": statistics.median(step_s for step_s, _ in rows["with"]),
-    }
+        with_, without = (partial(step_s, trainer, digest) for digest in (xxh3_64, NoDigest))
+        rows = list(in_turns(with_, without, turns))
+        moved = trainer.schedule.bytes_moved()
+        found: Record = {
+            "num_parameters": num_parameters(trainer),
+            "bytes_per_step": sum(size for stream, size in moved.items() if stream.startswith("nvme.")),
+            "step_s": statistics.median(a[0] for a, _ in rows),
+        }
     for k, name in enumerate(("step", "processor")):
-        ratios = [a[k] / b[k] for a, b in zip(rows["with"], rows["without"], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        found |= {f"{name}_ratio": middle, f"{name}_quartiles": [low, high], f"{name}_ratios": ratios}
+        found |= {f"{name}_{what}": value for what, value in spread([a[k] / b[k] for a, b in rows]).items()}
     return found
 
 
@@ -92,7 +88,7 @@ def main() -> None:
     for name in args.only:
         found[name] = cost(CHOICES[name], args.nvme_dir, turns=args.turns, width=args.width, num_blocks=args.blocks)
         print(name, {k: v for k, v in found[name].items() if not k.endswith("ratios")}, flush=True)
-    keep(args, found, PART, lines)
+    keep(args, found, PART, HEAD, cells)
 
 
 def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
@@ -108,35 +104,32 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return args
 
 
-def keep(args: argparse.Namespace, plans: Record, part: str, lines: Callable[[Record, Path], Iterable[str]]) -> None:
+def keep(
+    args: argparse.Namespace, plans: Record, part: str, head: Sequence[str], cells: Callable[[Record], tuple[str, ...]]
+) -> None:
     """Writes what each plan costs, and a part of the page, where somebody named files for them."""
-    about = {"machine": platform.machine(), "cores": os.cpu_count(), "load_average": os.getloadavg()}
-    record = {**about, "date": datetime.now(UTC).isoformat(timespec="seconds"), "plans": plans}
+    record = {**about(), "plans": plans}
     save(args.json, record)
     if args.page:
-        replace_part(args.page, part, "\n".join(lines(record, args.json)))
+        replace_part(args.page, part, table(record, args.json, head, cells))
 
 
-def source_line(record: Mapping[str, Any], source: Path) -> str:
+def table(record: Record, source: Path, head: Sequence[str], cells: Callable[[Record], tuple[str, ...]]) -> str:
+    """The part of the page."""
     load = f"load average {record['load_average'][0]:.1f} on {record['cores']} cores"
-    return f"From `{source.as_posix()}`, {record['date'][:10]}, {load}:"
+    rows = [(name, *cells(one)) for name, one in record["plans"].items()]
+    lines = markdown_table(head, rows, right=range(1, len(head)))
+    return "\n".join([f"From `{source.as_posix()}`, {record['date'][:10]}, {load}:", "", *lines])
 
 
 PART = "cost of checksums"
+HEAD = ("on the drive", "bytes in a step", "step with over without: median (middle half)", "processor time")
 
 
-def lines(record: Mapping[str, Any], source: Path) -> Iterator[str]:
-    """The part of the page."""
-    yield source_line(record, source)
-    yield ""
-    yield "| on the drive | bytes in a step | step with over without: median (middle half) | processor time |"
-    yield "|---|--:|--:|--:|"
-    for name, one in record["plans"].items():
-        low, high = one["step_quartiles"]
-        yield (
-            f"| {name} | {one['bytes_per_step'] / 1e9:.2f} GB | {one['step_ratio']:.3f} ({low:.3f} to {high:.3f}) of "
-            f"{len(one['step_ratios'])} | {one['processor_ratio']:.3f} |"
-        )
+def cells(one: Record) -> tuple[str, ...]:
+    low, high = one["step_quartiles"]
+    ratio = f"{one['step_ratio']:.3f} ({low:.3f} to {high:.3f}) of {len(one['step_ratios'])}"
+    return f"{one['bytes_per_step'] / 1e9:.2f} GB", ratio, f"{one['processor_ratio']:.3f}"
 
 
 if __name__ == "__main__":

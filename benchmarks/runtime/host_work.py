@@ -7,14 +7,13 @@ One core and its own time; the two take turns, and the median of the ratios and 
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from math import prod
 
 import torch
 
-from benchmarks.records import arguments
+from benchmarks.records import arguments, in_turns, spread
 from tierplan.runtime.optim.adam import OptimizerSettings, update_states
 from tierplan.runtime.optim.states import layout_of
 from tierplan.sim.workloads.optimizers import STATE_FORMATS
@@ -49,9 +48,8 @@ def main() -> None:
     plain = updates("adamw", has_master=True)
     for states in STATE_FORMATS[1:]:
         other = updates(f"adamw:states={states}", has_master=False)
-        ratios = [other() / plain() for _ in range(turns)]
-        low, median, high = statistics.quantiles(ratios, n=4)
-        print(f"{states:16} {median:6.1f}   ({low:.1f} to {high:.1f})")
+        found = spread([coded_s / plain_s for coded_s, plain_s in in_turns(other, plain, turns)])
+        print("{:16} {:6.1f}   ({:.1f} to {:.1f})".format(states, found["ratio"], *found["quartiles"]))
 
 
 if __name__ == "__main__":

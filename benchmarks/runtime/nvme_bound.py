@@ -32,19 +32,20 @@ run over what the simulator makes of it when each op takes as long as it did, wh
 from __future__ import annotations
 
 import itertools
-import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
-from benchmarks.models import gpt2
-from benchmarks.records import arguments, save
+from benchmarks.models import GIB, VOCABULARY, gpt2
+from benchmarks.records import Record, about, arguments, save
+from benchmarks.trainings import batches
 from tierplan.hwmodels.build import build_machine
 from tierplan.hwmodels.machine import Cost, Machine
+from tierplan.hwmodels.names import DEVICE, HOST, NVME_READ, NVME_WRITE
+from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner.lowering import lower
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
@@ -68,11 +69,9 @@ from tierplan.sim.trace import Span
 from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.validation.comparison.steps import cut_steps
 
-GIB = 2**30
 SEQUENCE_LENGTH = 32
-VOCABULARY = 512
 MARGIN = 1.5
-DRIVE = ("nvme.read", "nvme.write")
+DRIVE = (NVME_READ, NVME_WRITE)
 STRETCHES = (float("inf"), 2.5, 1.5, 1.0, 0.7)
 """Of the planner's: how much of the updates backward has time for; the rest is late."""
 PARTS = (1, 4)
@@ -102,12 +101,10 @@ class Configuration:
 
     def on(self, machine: Machine) -> Machine:
         """The machine with this much memory."""
-        sizes = {"gpu0": self.device_bytes, "host": self.host_bytes}
-        tiers = tuple(replace(t, capacity_bytes=sizes.get(t.name, t.capacity_bytes)) for t in machine.tiers)
-        return replace(machine, tiers=tiers)
+        return with_capacity(machine, {DEVICE: self.device_bytes, HOST: self.host_bytes})
 
 
-GPT2 = gpt2(1024, 12, positions=256, vocabulary=VOCABULARY)
+GPT2 = gpt2(1024, 12)
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": VOCABULARY,
     "max_position_embeddings": 256, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12,
@@ -119,6 +116,7 @@ OPT = {
     "num_attention_heads": 16, "dropout": 0.0, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1,
 }  # fmt: skip
 
+SMALL = {"device_bytes": GIB // 4, "host_bytes": GIB // 2}
 CONFIGURATIONS = (
     Configuration(
         name="states",
@@ -131,31 +129,22 @@ CONFIGURATIONS = (
         name="parameters and states",
         config=LLAMA,
         places=UnitPlan(params="nvme", grads="host", states="nvme"),
-        device_bytes=GIB // 4,
-        host_bytes=GIB // 2,
+        **SMALL,
     ),
     Configuration(
         name="parameters, gradients and states",
         config=OPT,
         places=UnitPlan(params="nvme", grads="nvme", states="nvme"),
-        device_bytes=GIB // 4,
-        host_bytes=GIB // 2,
         max_grad_norm=1.0,
+        **SMALL,
     ),
     Configuration(
         name="parameters, activations and states",
         config=GPT2,
         places=UnitPlan(params="nvme", grads="host", states="nvme", acts="nvme", input="nvme"),
-        device_bytes=GIB // 4,
-        host_bytes=GIB // 2,
+        **SMALL,
     ),
-    Configuration(
-        name="what the planner puts there",
-        config=LLAMA,
-        places=None,
-        device_bytes=GIB // 4,
-        host_bytes=GIB // 2,
-    ),
+    Configuration(name="what the planner puts there", config=LLAMA, places=None, **SMALL),
 )
 
 
@@ -219,7 +208,7 @@ class Ratios:
     def over_drive(self) -> list[float]:
         return [a / b for a, b in zip(self.step_s, self.drive_s, strict=True)]
 
-    def record(self) -> dict[str, object]:
+    def record(self) -> Record:
         total_s = sum(self.step_s)
         return {
             "step_s": total_s / len(self.step_s),
@@ -265,7 +254,7 @@ def drive_margin(streams: Mapping[str, StreamTime]) -> float:
 # ---- one configuration ----
 
 
-def run(configuration: Configuration, machine: Machine, nvme_dir: Path, *, predict_only: bool) -> dict[str, object]:
+def run(configuration: Configuration, machine: Machine, nvme_dir: Path, *, predict_only: bool) -> Record:
     """Plans, predicts and trains one configuration; what was found, as JSON values."""
     workload, place = configuration.workload(), configuration.on(machine)
     plan = quickest(configuration, workload, place)
@@ -275,7 +264,7 @@ def run(configuration: Configuration, machine: Machine, nvme_dir: Path, *, predi
     predicted = ratios_between(steady.trace.spans, [begin_s * 1e9, end_s * 1e9])
     margin = drive_margin(stream_times(steady.trace, steady.window_s))
     num_late = sum(unit.late_update for unit in plan.units)
-    found: dict[str, object] = {
+    found: Record = {
         "plan": {
             "windows": [plan.prefetch_params_units, plan.prefetch_acts_units, plan.prefetch_states_units],
             "state_shards": max(unit.state_shards for unit in plan.units),
@@ -314,11 +303,9 @@ def run(configuration: Configuration, machine: Machine, nvme_dir: Path, *, predi
 
 def train(configuration: Configuration, training: Training, schedule: Schedule, nvme_dir: Path) -> RunResult:
     """Trains from random weights on the same text again and again."""
-    ids = torch.randint(0, VOCABULARY, (1, SEQUENCE_LENGTH), generator=torch.Generator().manual_seed(1))
-    batches = itertools.repeat({"input_ids": ids, "labels": ids})
     model = hollow_model(dict(configuration.config), training)
     with Trainer(schedule, model, nvme_dir=nvme_dir, weights=random_weights(model, seed=0)) as trainer:
-        trainer.run(batches, WARMUP_STEPS + STEPS + 1)
+        trainer.run(batches(SEQUENCE_LENGTH), WARMUP_STEPS + STEPS + 1)
         return trainer.result()
 
 
@@ -329,13 +316,11 @@ def _shown(ratios: Ratios) -> str:
     )
 
 
-def busiest(nvme_dir: Path, *, predict_only: bool = False) -> dict[str, object]:
+def busiest(nvme_dir: Path, *, predict_only: bool = False) -> Record:
     """All configurations on this machine, as it is measured now."""
     machine = build_machine(measure_description(nvme_dir, budget_s=30, device="cpu", dtypes=("bf16", "fp32")))
     rates = {s.name: {kind: rate.points[-1][1] for kind, rate in s.rates.items()} for s in machine.streams}
-    found: dict[str, object] = {
-        "machine": {"rates_per_s": rates, "limits": {x.name: x.limit for x in machine.shared_limits}}
-    }
+    found: Record = {"machine": {"rates_per_s": rates, "limits": {x.name: x.limit for x in machine.shared_limits}}}
     for configuration in CONFIGURATIONS:
         found[configuration.name] = run(configuration, machine, nvme_dir, predict_only=predict_only)
     return found
@@ -349,15 +334,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     args.nvme_dir.mkdir(parents=True, exist_ok=True)
-    record: dict[str, object] = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "load_average_before": os.getloadavg(),
-        **busiest(args.nvme_dir, predict_only=args.predict_only),
-        "load_average_after": os.getloadavg(),
-    }
-    save(args.json, record)
+    found = busiest(args.nvme_dir, predict_only=args.predict_only)
+    save(args.json, {**about(), "torch": torch.__version__, **found})
 
 
 if __name__ == "__main__":

@@ -17,13 +17,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.records import arguments
-from benchmarks.runtime.speed import GIB, batches, config, machine, make
+from benchmarks.models import gpt2
+from benchmarks.records import arguments, in_turns, spread
+from benchmarks.trainings import batches, trainer_of
 from tierplan.planner.plan import UnitPlan
-from tierplan.runtime.checkpoint.weights import hollow_model, random_weights
 from tierplan.runtime.trainer import Trainer
 
 CHOICES = {
@@ -81,15 +82,14 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[*CHOICES], choices=[*CHOICES], metavar="NAME")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    raw = config(args.width, args.blocks, length=LENGTH)
+    raw = gpt2(args.width, args.blocks)
     with ExitStack() as stack:
-        turns, num_ops = {}, {}
+        trainers = {}
         for name in args.only:
-            schedule, training, _ = make(raw, CHOICES[name], machine(4 * GIB, 4 * GIB), dtype="fp32", length=LENGTH)
-            model, folder = hollow_model(raw, training), stack.enter_context(tempfile.TemporaryDirectory())
-            weights = random_weights(model, seed=0)
-            trainer = Trainer(schedule, model, nvme_dir=Path(folder), weights=weights, num_threads=1, trace_steps=20)
-            turns[name], num_ops[name] = on_schedule(stack.enter_context(trainer), batches(LENGTH)), len(schedule.ops)
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            settings: dict[str, Any] = {"length": LENGTH, "dtype": "fp32", "num_threads": 1, "trace_steps": 20}
+            trainers[name] = stack.enter_context(trainer_of(raw, CHOICES[name], folder, **settings))
+        turns = {name: on_schedule(trainer, batches(LENGTH)) for name, trainer in trainers.items()}
         from transformers import AutoConfig, AutoModelForCausalLM
 
         torch.manual_seed(0)
@@ -97,20 +97,16 @@ def main() -> None:
         for turn in (plain, *turns.values()):
             turn()
             turn()
-        ratios: dict[str, list[tuple[float, float]]] = {name: [] for name in turns}
-        plain_s = []
-        for k in range(args.turns):
-            for name, turn in turns.items():
-                a, b = (turn(), plain()) if k % 2 else (plain(), turn())[::-1]
-                ratios[name].append((a[0] / b[0], a[1] / b[1]))
-                plain_s.append(b[0] / STEPS)
-    print(f"plain training: a step of {1000 * statistics.median(plain_s):.1f} ms")
-    for name, pairs in ratios.items():
-        (low, middle, high), cores = (statistics.quantiles(list(column), n=4) for column in zip(*pairs, strict=True))
-        print(
-            f"{name}: {num_ops[name]} ops, {middle:.2f} times plain training's step ({low:.2f} to {high:.2f}); "
-            f"on cores {cores[1]:.2f}"
-        )
+        for name, turn in turns.items():
+            pairs = list(in_turns(turn, plain, args.turns))
+            wall, cores = (spread([a[k] / b[k] for a, b in pairs]) for k in range(2))
+            plain_ms = 1000 * statistics.median(b[0] for _, b in pairs) / STEPS
+            print(
+                f"{name}: {len(trainers[name].schedule.ops)} ops, {wall['ratio']:.2f} times plain training's step of "
+                f"{plain_ms:.1f} ms ({wall['quartiles'][0]:.2f} to {wall['quartiles'][1]:.2f}); "
+                f"on cores {cores['ratio']:.2f}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

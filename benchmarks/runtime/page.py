@@ -14,10 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.models import GIB
 from benchmarks.records import arguments, read, replace_part
+from tierplan.sim.output.text import markdown_table
 
 PART = "speed of the runtime"
-GIB = 2**30
 
 
 def lines(runtime: Mapping[str, Any], peers: Sequence[Mapping[str, Any]], *, names: Sequence[str]) -> Iterator[str]:
@@ -28,6 +29,7 @@ def lines(runtime: Mapping[str, Any], peers: Sequence[Mapping[str, Any]], *, nam
     yield ""
     if "busiest" in runtime:
         yield from _busiest({k: v for k, v in runtime["busiest"].items() if k != "machine"})
+        yield ""
     if "fio" in runtime:
         parts = [
             f"{verb}s {found['ratio']:.2f} (half of {len(found['ratios'])} turns from {found['quartiles'][0]:.2f} to "
@@ -45,48 +47,45 @@ def lines(runtime: Mapping[str, Any], peers: Sequence[Mapping[str, Any]], *, nam
     yield from _peers(peers)
 
 
-def _busiest(found: Mapping[str, Any]) -> Iterator[str]:
-    yield (
-        "| on the drive | drive / next stream, alone | step over busiest, predicted | measured | whole run | over the "
-        "drive, predicted | measured | the runtime adds |"
-    )
-    yield "|---|--:|--:|--:|--:|--:|--:|--:|"
+def _busiest(found: Mapping[str, Any]) -> list[str]:
+    head = ("on the drive", "drive / next stream, alone", "step over busiest, predicted", "measured", "whole run",
+            "over the drive, predicted", "measured", "the runtime adds")  # fmt: skip
+    rows = []
     for name, one in found.items():
         predicted, measured = one["predicted"], one["measured"]
-        cells = (
-            name if one["is_nvme_bound"] else f"{name} (not NVMe-bound then)",
-            f"{one['drive_margin']:.1f}",
-            f"{predicted['over_busiest']:.2f} ({predicted['busiest_stream']})",
-            f"{measured['over_busiest']:.2f} ({measured['busiest_stream']})",
-            f"{measured['over_busiest_whole']:.2f}",
-            f"{predicted['over_drive']:.2f}",
-            f"{measured['over_drive']:.2f}",
-            f"{one['runtime_adds_frac'] * 100:.1f} %",
+        rows.append(
+            (
+                name if one["is_nvme_bound"] else f"{name} (not NVMe-bound then)",
+                f"{one['drive_margin']:.1f}",
+                *(f"{times['over_busiest']:.2f} ({times['busiest_stream']})" for times in (predicted, measured)),
+                f"{measured['over_busiest_whole']:.2f}",
+                *(f"{times['over_drive']:.2f}" for times in (predicted, measured)),
+                f"{one['runtime_adds_frac'] * 100:.1f} %",
+            )
         )
-        yield f"| {' | '.join(cells)} |"
-    yield ""
+    return markdown_table(head, rows, right=range(1, 8))
 
 
-def _peers(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _peers(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """A row a pair: how often tierplan's steps are as fast, and as what they would be were nothing waited for."""
-    yield (
-        "| the other system | parameters, tokens | cap | its step over tierplan's | at most, by tierplan's busiest "
-        "stream | peak memory, tierplan beside it |"
-    )
-    yield "|---|---|---|---|---|---|"
+    head = ("the other system", "parameters, tokens", "cap", "its step over tierplan's",
+            "at most, by tierplan's busiest stream", "peak memory, tierplan beside it")  # fmt: skip
+    cells = []
     for row in sorted(rows, key=lambda row: (row["about"]["tierplan"]["num_parameters"], row["settings"]["cap_gib"])):
         ratios, peaks, settings = sorted(row["ratios"]), row["peak_rss_bytes"], row["settings"]
         ours, theirs = row["about"]["tierplan"], row["about"][row["worker"]]
         busiest, busy_s = max(ours["busy_s"].items(), key=lambda item: item[1])
-        cells = (
-            f"{row['pair']}{' (' + theirs['deepspeed'] + ')' if 'deepspeed' in theirs else ''}",
-            f"{ours['num_parameters'] / 1e6:.0f} M, {settings['dtype']}, {settings['batch']} x {settings['length']}",
-            f"{settings['cap_gib']:g} GiB" if settings["cap_gib"] else "none",
-            f"{row['ratio']:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}, {len(ratios)} turns)",
-            f"{row['ratio'] * row['median_step_s']['tierplan'] / busy_s:.2f} ({busiest})",
-            f"{peaks['tierplan'] / GIB:.2f} beside {peaks[row['worker']] / GIB:.2f} GiB",
+        cells.append(
+            (
+                f"{row['pair']}{' (' + theirs['deepspeed'] + ')' if 'deepspeed' in theirs else ''}",
+                "{:.0f} M, {dtype}, {batch} x {length}".format(ours["num_parameters"] / 1e6, **settings),
+                f"{settings['cap_gib']:g} GiB" if settings["cap_gib"] else "none",
+                f"{row['ratio']:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}, {len(ratios)} turns)",
+                f"{row['ratio'] * row['median_step_s']['tierplan'] / busy_s:.2f} ({busiest})",
+                f"{peaks['tierplan'] / GIB:.2f} beside {peaks[row['worker']] / GIB:.2f} GiB",
+            )
         )
-        yield f"| {' | '.join(cells)} |"
+    return markdown_table(head, cells)
 
 
 def main() -> None:

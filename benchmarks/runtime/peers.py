@@ -23,7 +23,6 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import resource
 import shutil
 import socket
@@ -32,23 +31,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.models import gpt2
-from benchmarks.records import append, arguments, read
+from benchmarks.models import GIB, MIB, VOCABULARY, gpt2
+from benchmarks.records import Record, about, append, arguments, read, spread
 
-MIB = 2**20
-GIB = 2**30
-VOCABULARY = 512
 LEARNING_RATE = 1e-4
 MARGIN = 4096
 """Elements that DeepSpeed's swap buffers are larger than the largest parameter."""
 
 Steps = Callable[[int], list[float]]
 """Makes so many optimizer steps and returns their losses."""
-Worker = Callable[[argparse.Namespace, Mapping[str, Any], Path], tuple[Steps, Callable[[], dict[str, Any]]]]
+Working = tuple[Steps, Callable[[], Record]]
+"""And what there is to say in the end."""
 
 IN_MEMORY = {"params": "device", "grads": "device", "states": "device"}
 STATES_IN_HOST = {"params": "device", "grads": "host", "states": "host"}
@@ -124,38 +120,32 @@ def one_by_one(step: Callable[[], float]) -> Steps:
     return lambda count: [step() for _ in range(count)]
 
 
-def with_tierplan(
-    args: argparse.Namespace, settings: Mapping[str, Any], folder: Path
-) -> tuple[Steps, Callable[[], dict[str, Any]]]:
-    from benchmarks.runtime.speed import machine
-    from tierplan.planner.lowering import lower
-    from tierplan.planner.plan import UnitPlan, UnitwisePlan
+def with_tierplan(args: argparse.Namespace, settings: Mapping[str, Any], folder: Path) -> Working:
+    from benchmarks.trainings import machine, schedule_of
+    from tierplan.planner.plan import UnitPlan
     from tierplan.runtime.execution.executor import traced_steps
     from tierplan.runtime.optim.adam import OptimizerSettings
-    from tierplan.runtime.tracing.trace import trace_config
     from tierplan.runtime.trainer import Trainer
     from tierplan.sim.workloads.workload import Training
 
     training = Training(
         per_device_train_batch_size=args.batch, sequence_length=args.length, dtype=args.dtype, backend="cpu"
     )
-    workload = trace_config("benchmark", config(args), training)
     again = {"acts": "recompute"} if settings.get("checkpoint") else {}
-    homes = settings["homes"]
-    units = tuple(UnitPlan(**homes, **(again if u.kind == "block" else {})) for u in workload.units)
-    plan = UnitwisePlan(policy="benchmark", units=units, prefetch_params_units=2, prefetch_states_units=3)
     place = machine(int(args.device_mib * MIB), int(args.host_mib * MIB))
-    optimizer = OptimizerSettings(lr=LEARNING_RATE)
+    windows = {"prefetch_params_units": 2, "prefetch_states_units": 3}
+    schedule = schedule_of(config(args), UnitPlan(**settings["homes"], **again), training, place, **windows)
     losses: list[float] = []
-    schedule = lower(plan, workload, place)
+    model = make_model(args, {})
     trainer = Trainer(
         schedule,
-        make_model(args, {}),
+        model,
         nvme_dir=folder,
-        optimizer=optimizer,
+        optimizer=OptimizerSettings(lr=LEARNING_RATE),
         on_step=lambda step, loss: losses.append(loss),
         trace_steps=traced_steps(schedule),
     )
+    num_parameters = sum(p.numel() for p in model.parameters())
     batches = itertools.repeat({k: v for k, v in make_batch(args).items() if k != "use_cache"})
 
     def steps(count: int) -> list[float]:
@@ -172,7 +162,7 @@ def with_tierplan(
             if int(span.key[1:].partition("/")[0]) >= args.warmup:
                 busy_s[span.stream] = busy_s.get(span.stream, 0.0) + span.duration_ns / 1e9
         return {
-            "num_parameters": workload.num_parameters,
+            "num_parameters": num_parameters,
             "busy_s": {stream: s / (num_traced - args.warmup) for stream, s in busy_s.items()},
             "peak_bytes": dict(result.peak_bytes),
         }
@@ -180,9 +170,7 @@ def with_tierplan(
     return steps, finish
 
 
-def plainly(
-    args: argparse.Namespace, settings: Mapping[str, Any], folder: Path
-) -> tuple[Steps, Callable[[], dict[str, Any]]]:
+def plainly(args: argparse.Namespace, settings: Mapping[str, Any], folder: Path) -> Working:
     """PyTorch's fused AdamW with an fp32 master copy, whose states are in memory or in files that are mapped."""
     import torch
 
@@ -225,9 +213,7 @@ def plainly(
     return one_by_one(step), dict
 
 
-def with_fsdp(
-    args: argparse.Namespace, settings: Mapping[str, Any], folder: Path
-) -> tuple[Steps, Callable[[], dict[str, Any]]]:
+def with_fsdp(args: argparse.Namespace, settings: Mapping[str, Any], folder: Path) -> Working:
     import torch
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
@@ -258,9 +244,7 @@ def with_fsdp(
     return one_by_one(step), dict
 
 
-def with_deepspeed(
-    args: argparse.Namespace, settings: Mapping[str, Any], folder: Path
-) -> tuple[Steps, Callable[[], dict[str, Any]]]:
+def with_deepspeed(args: argparse.Namespace, settings: Mapping[str, Any], folder: Path) -> Working:
     use_one_rank()
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed  # type: ignore[import-not-found]
@@ -310,12 +294,7 @@ def with_deepspeed(
     return one_by_one(step), lambda: {"deepspeed": deepspeed.__version__, "settings": told}
 
 
-WORKERS: Mapping[str, Worker] = {
-    "tierplan": with_tierplan,
-    "plain": plainly,
-    "fsdp": with_fsdp,
-    "deepspeed": with_deepspeed,
-}
+WORKERS = {"tierplan": with_tierplan, "plain": plainly, "fsdp": with_fsdp, "deepspeed": with_deepspeed}
 
 
 def work(args: argparse.Namespace) -> None:
@@ -425,25 +404,22 @@ def compare(args: argparse.Namespace, name: str) -> dict[str, Any]:
                 seconds[c.name].append(answer["s"] / args.steps)
                 losses[c.name] += answer["losses"]
                 peaks[c.name] = answer["peak_rss"]
-        about = {c.name: c.end() for c in contenders}
+        said = {c.name: c.end() for c in contenders}
     finally:
         for c in contenders:
             c.kill()
             shutil.rmtree(args.nvme_dir / c.name, ignore_errors=True)
-    ratios = [t / o for t, o in zip(seconds[worker], seconds["tierplan"], strict=True)]
+    ratios = spread([t / o for t, o in zip(seconds[worker], seconds["tierplan"], strict=True)])
     return {
         "pair": name,
         "worker": worker,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
-        "load_average": os.getloadavg(),
+        **about(),
         "settings": settings_of(args),
         "median_step_s": {name: statistics.median(s) for name, s in seconds.items()},
-        "ratio": statistics.median(ratios),
-        "ratios": ratios,
+        **ratios,
         "peak_rss_bytes": peaks,
         "losses": losses,
-        "about": about,
+        "about": said,
     }
 
 

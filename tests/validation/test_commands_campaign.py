@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import commands_campaign
-from benchmarks.commands_campaign import page
+from benchmarks.commands_campaign import Hour, page
 
 
 def run_of(policy: str, measured_s: float, is_inside: bool = True) -> dict[str, object]:
@@ -44,14 +44,15 @@ def test_each_row_has_a_plan_of_its_own_and_one_for_all_its_runs(
 ) -> None:
     said: list[tuple[str, ...]] = []
 
-    def tierplan(*words: str, env: dict[str, str]) -> str:
-        said.append(words)
+    def tierplan(_: Hour, *words: object) -> str:
+        said.append(tuple(map(str, words)))
         tiers = [{"peak_bytes": {"predicted": 1, "measured": 1}}]
         return json.dumps({"step_s": 1.0, "tiers": tiers, **dict.fromkeys(commands_campaign.KEPT)})
 
-    monkeypatch.setattr(commands_campaign, "tierplan", tierplan)
+    monkeypatch.setattr(Hour, "tierplan", tierplan)
+    hour = Hour(home=tmp_path, name="noon", results=tmp_path / "results.jsonl")
     for policy in ("fuyou", "in-memory", "fuyou", "zero-2 optimizer=host"):
-        run = commands_campaign.run_row(tmp_path, [], tmp_path / "gpt2.json", policy, tmp_path / "text", {})
+        run = commands_campaign.run_row(hour, tmp_path / "gpt2.json", policy, [])
         assert "why_not" not in run
     planned = [words[words.index("-o") + 1] for words in said if words[0] == "simulate"]
     trained = [words[1] for words in said if words[0] == "run"]

@@ -18,6 +18,7 @@ from tierplan.hwmodels.names import DEVICE, HOST
 from tierplan.sim.output.text import format_bytes, format_error, format_frac, format_s, markdown_table
 from tierplan.validation.campaign.artifact import Artifact
 from tierplan.validation.campaign.spec import CampaignError
+from tierplan.validation.comparison.compare import ninth_decile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +67,7 @@ def summarise(artifacts: Sequence[Artifact]) -> Summary:
         num_answered=len(answered),
         missing_runs=missing_runs,
         median_error_frac=median(errors),
-        p90_error_frac=errors[max(0, -(-9 * len(errors) // 10) - 1)],
+        p90_error_frac=ninth_decile(errors),
         mean_signed_error_frac=sum(a.error_frac for a in answered) / len(answered),
         within_10_frac=sum(e <= 0.10 for e in errors) / num_runs,
         median_first_error_frac=median(abs(a.first_error_frac) for a in answered),

@@ -19,6 +19,7 @@ import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import ceil
 from statistics import fmean
 
 import numpy as np
@@ -47,6 +48,11 @@ class Pair:
         if self.measured == 0:
             return 0.0 if self.predicted == 0 else None
         return self.predicted / self.measured - 1.0
+
+
+def ninth_decile(errors: Sequence[float]) -> float:
+    """Of sorted errors, the one that nine in ten do not exceed."""
+    return errors[ceil(0.9 * len(errors)) - 1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

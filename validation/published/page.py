@@ -13,7 +13,8 @@ from pathlib import Path
 from statistics import median
 
 from tierplan.sim.output.text import columns, markdown_table
-from tierplan.validation.published.reproduce import Report, Row, is_step_time, ninth_decile
+from tierplan.validation.comparison.compare import ninth_decile
+from tierplan.validation.published.reproduce import Report, Row, is_step_time
 
 BEGIN = "<!-- published figures: written by `tierplan reproduce --write`, do not edit -->"
 END = "<!-- end of published figures -->"

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from importlib import resources
 from itertools import combinations
-from math import ceil
 from statistics import median
 from typing import Any
 
@@ -36,6 +35,7 @@ from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
 from tierplan.sim.workloads.models import load_workload, workload_of
 from tierplan.sim.workloads.workload import Training, Workload
+from tierplan.validation.comparison.compare import ninth_decile
 from tierplan.validation.published.workloads import layered_workload, tensor_parallel_workload
 
 Settings = Mapping[str, Any]
@@ -175,11 +175,6 @@ class Report:
         from scipy.stats import kendalltau
 
         return float(kendalltau([row.value for row in rows], [row.predicted for row in rows]).statistic)
-
-
-def ninth_decile(errors: Sequence[float]) -> float:
-    """Of sorted errors, the one that nine in ten do not exceed."""
-    return errors[ceil(0.9 * len(errors)) - 1]
 
 
 def is_step_time(row: Row) -> bool:

@@ -12,7 +12,7 @@ from benchmarks.records import read
 from benchmarks.runtime import nvme_bound
 from benchmarks.runtime import page as runtime_page
 from benchmarks.runtime.nvme_bound import CONFIGURATIONS, Configuration, Ratios, covered_s, ratios_between
-from benchmarks.runtime.speed import machine
+from benchmarks.trainings import machine
 from tierplan.planner.lowering import lower
 from tierplan.sim.analysis.explain import stream_times
 from tierplan.sim.analysis.steady import steady_state
