@@ -11,13 +11,12 @@ largest model that fits.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import TYPE_CHECKING
 
 from tierplan.commands.options import scenario
 from tierplan.commands.options.arguments import amount, finite, new_file, option, whole
-from tierplan.commands.options.terminal import say
+from tierplan.commands.options.terminal import tell
 
 if TYPE_CHECKING:
     from tierplan.studies.advise import Advice
@@ -47,12 +46,7 @@ def run(args: argparse.Namespace) -> int:
     advice = ask(args, progress=sys.stderr.isatty() and not args.json)
     if args.out:
         write_advice(args.out, advice)
-    if args.json:
-        print(json.dumps(advice.record()))
-    else:
-        say(*advice_lines(advice))
-        if args.out:
-            print(f"\n{args.out}")
+    tell(args, advice.record(), [*advice_lines(advice), *(["", args.out] if args.out else [])])
     return 0 if advice.fits else 3
 
 

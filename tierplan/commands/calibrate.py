@@ -12,7 +12,6 @@ versions.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import time
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from tierplan.commands.options import scenario
 from tierplan.commands.options.arguments import add_device, finite, new_file, new_folder, option, whole
-from tierplan.commands.options.terminal import progress_bar, say
+from tierplan.commands.options.terminal import progress_bar, tell
 from tierplan.sim.output.text import columns, format_error, format_s, wrapped
 
 if TYPE_CHECKING:
@@ -87,13 +86,11 @@ def run(args: argparse.Namespace) -> int:
         calibration = session.run()
     target = args.output or own_path(calibration)
     calibration.save(target)
-    if args.json:
-        about = {"devices": num_ranks, "devices_of_machine": of_machine, "file": str(target)}
-        print(json.dumps({**asdict(calibration), "half_width": calibration.half_width, **about}, indent=1))
-        return 130 if is_stopped() else 0
+    about = {"devices": num_ranks, "devices_of_machine": of_machine, "file": str(target)}
     stopped = ["interrupted: it is made from the turns until then"] if is_stopped() else []
     use = f"use it with --calibration {target}" if args.output else "predictions that it suits are made from it"
-    say(*where, *calibration_lines(calibration), *stopped, *wrapped(f"written to {target}; {use}"))
+    lines = [*where, *calibration_lines(calibration), *stopped, *wrapped(f"written to {target}; {use}")]
+    tell(args, {**asdict(calibration), "half_width": calibration.half_width, **about}, lines)
     return 130 if stopped else 0
 
 

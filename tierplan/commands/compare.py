@@ -9,11 +9,10 @@ simulated again on the machine that it was made for, which stands in it.
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 
 from tierplan.commands.options.arguments import PICTURES, add_set, existing_file, new_file, option, whole
-from tierplan.commands.options.terminal import say, working
+from tierplan.commands.options.terminal import tell, working
 from tierplan.hwmodels.names import parse_stream, parts_used
 from tierplan.sim.output.text import columns, format_s, wrapped
 
@@ -91,10 +90,8 @@ def run(args: argparse.Namespace) -> int:
         from tierplan.sim.output.perfetto import write_perfetto
 
         write_perfetto({"predicted": steady.trace, "measured": measured}, args.perfetto)
-    if args.json:
-        basis = {**asdict(machine.basis), "text": text}
-        print(json.dumps({**comparison.record(), **devices, "basis": basis, "causes": causes, "what_to_do": advice}))
-        return 0
+    basis = {**asdict(machine.basis), "text": text}
+    record = {**comparison.record(), **devices, "basis": basis, "causes": causes, "what_to_do": advice}
     step = comparison.step_s
     rows = [("", "predicted", "measured", "error"), pair_row("step", step, format_s)]
     if comparison.slowdown is not None and comparison.step_s_at_slowdown is not None:
@@ -103,13 +100,16 @@ def run(args: argparse.Namespace) -> int:
     rows += [pair_row(f"busy {s.stream}", s.busy_s, format_s) for s in comparison.streams]
     low_s, high_s = machine.basis.interval_s(step.predicted)
     interval = f"9 in 10 between {format_s(low_s)} and {format_s(high_s)} were predicted; by: {text}"
-    say(
+    lines = [
         *([f"on {where}"] if gpus else []),
         *wrapped(verdict(comparison)),
         *columns(rows, right=(1, 2, 3)),
         *wrapped(f"  {interval}"),
-    )
-    print("  bytes per stream agree exactly" if comparison.bytes_agree else "  bytes per stream do not all agree")
-    say("measured minus predicted, the largest parts:", *(line for text in causes for line in wrapped(f"  {text}")))
-    say(*wrapped(advice), args.output)
+        "  bytes per stream agree exactly" if comparison.bytes_agree else "  bytes per stream do not all agree",
+        "measured minus predicted, the largest parts:",
+        *(line for cause in causes for line in wrapped(f"  {cause}")),
+        *wrapped(advice),
+        args.output,
+    ]
+    tell(args, record, lines)
     return 0

@@ -13,7 +13,6 @@ Example:
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from tierplan.commands.options import scenario
 from tierplan.commands.options.arguments import PICTURES, new_file, option
-from tierplan.commands.options.terminal import say, say_nameplate
+from tierplan.commands.options.terminal import nameplate_lines, tell
 from tierplan.hwmodels.names import HOST, NVME, device_index
 from tierplan.planner.plan_rules import PLANNER
 from tierplan.sim.output.text import columns, format_bytes, format_s, in_short, wrapped
@@ -61,26 +60,21 @@ def run(args: argparse.Namespace) -> int:
         from tierplan.studies.policy_plot import plot_policies
 
         plot_policies(predictions, args.plot)
-    if args.json:
-        print(json.dumps({prediction.policy: prediction.record() for prediction in predictions}, indent=2))
-    else:
-        tokens = (point.sequences or point.batch * point.accumulation) * point.seq
-        num, has = machine.num_devices, machine.own_devices
-        fewer = [p for p in predictions if 0 < p.devices < num]
-        of = f"{num} of its {has}" if num < has else f"{num}"
-        gpus = ", ".join([f"{of} GPUs", *(f"{p.policy} on {p.devices}" for p in fewer)])
-        where = f"{machine.name}, {gpus}" if max(num, has) > 1 else machine.name
-        say(*wrapped(f"{predictions[0].model} on {where}, {tokens:,} tokens per step; memory in GiB"))
-        say(policy_table(predictions, point.semantics))
-        if num > has:
-            say(*wrapped(next((p.devices_note for p in predictions if p.devices == num), "")))
-        for p in predictions:
-            if p.fits and p.tokens != tokens:
-                own = "since each of its devices has micro-batches of its own"
-                say(*wrapped(f"{p.policy}: {p.tokens:,} tokens per step, {own}"))
-        say_nameplate(*predictions)
-        if args.plot:
-            print(f"picture: {args.plot}")
+    tokens = (point.sequences or point.batch * point.accumulation) * point.seq
+    num, has = machine.num_devices, machine.own_devices
+    fewer = [p for p in predictions if 0 < p.devices < num]
+    of = f"{num} of its {has}" if num < has else f"{num}"
+    gpus = ", ".join([f"{of} GPUs", *(f"{p.policy} on {p.devices}" for p in fewer)])
+    where = f"{machine.name}, {gpus}" if max(num, has) > 1 else machine.name
+    lines = wrapped(f"{predictions[0].model} on {where}, {tokens:,} tokens per step; memory in GiB")
+    lines.append(policy_table(predictions, point.semantics))
+    if num > has:
+        lines += wrapped(next((p.devices_note for p in predictions if p.devices == num), ""))
+    other = "tokens per step, since each of its devices has micro-batches of its own"
+    others = [f"{p.policy}: {p.tokens:,} {other}" for p in predictions if p.fits and p.tokens != tokens]
+    lines += [line for text in others for line in wrapped(text)]
+    lines += [*nameplate_lines(*predictions), *([f"picture: {args.plot}"] if args.plot else [])]
+    tell(args, {prediction.policy: prediction.record() for prediction in predictions}, lines)
     return 0
 
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import shutil
 from pathlib import Path
 
 from tierplan.commands.options.arguments import new_folder, option, whole
-from tierplan.commands.options.terminal import progress_bar
+from tierplan.commands.options.terminal import progress_bar, tell
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,5 +48,5 @@ def run(args: argparse.Namespace) -> int:
     finally:
         if own_nvme:
             shutil.rmtree(out / "nvme", ignore_errors=True)
-    print(json.dumps(result.record(), indent=2) if args.json else demo_summary(result, out))
+    tell(args, result.record(), [demo_summary(result, out)])
     return 0

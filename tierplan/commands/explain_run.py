@@ -12,12 +12,11 @@ trace of PyTorch's profiler: with either of the last two the parts that are to b
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
 
 from tierplan.commands.options import scenario
 from tierplan.commands.options.arguments import existing_file, finite, option
-from tierplan.commands.options.terminal import say, working
+from tierplan.commands.options.terminal import tell, working
 from tierplan.planner.training_files.configured import Configured
 
 
@@ -67,8 +66,5 @@ def run(args: argparse.Namespace) -> int:
     with working("simulating"):
         explanation = explain_run(point, configured, measured)
         _ = explanation.expected.limits
-    if args.json:
-        print(json.dumps(explanation.record(), indent=2))
-    else:
-        say(*explanation_lines(explanation))
+    tell(args, explanation.record(), explanation_lines(explanation))
     return 0 if explanation.expected_s is not None else 3

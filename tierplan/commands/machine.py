@@ -12,7 +12,6 @@ tierplan machine import --fio fio.json --base desktop-4090 -o mine.toml
 from __future__ import annotations
 
 import argparse
-import json
 import tomllib
 from collections import Counter
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ from pathlib import Path
 from statistics import median
 
 from tierplan.commands.options.arguments import add_device, add_set, existing_file, finite, new_file, new_folder, option
-from tierplan.commands.options.terminal import progress_bar, say
+from tierplan.commands.options.terminal import progress_bar, tell
 from tierplan.hwmodels.build import build_machine
 from tierplan.hwmodels.catalog import (
     HERE,
@@ -146,15 +145,12 @@ def _list(args: argparse.Namespace) -> int:
             parts[folder][name] = {"name": part.name, "basis": values[rate].basis, "date": part.date, **entry}
             cells = [_cell(values.get(f"{section}.{key}"), unit) for _, key, unit in keys]
             lists[folder].append((name, *cells, values[rate].basis, part.date))
-    if args.json:
-        print(json.dumps({"machines": machines, **parts}, indent=1))
-        return 0
-    if args.sources:
-        say(*columns([(str(count), source) for source, count in sources.most_common()]))
-        return 0
-    say("Machines", *columns(list(machines.items())))
+    lines = ["Machines", *columns(list(machines.items()))]
     for folder, heading, keys in zip(PARTS.values(), HEADINGS, LISTED, strict=True):
-        say("", *wrapped(heading), *columns(lists[folder], right=range(1, 1 + len(keys))))
+        lines += ["", *wrapped(heading), *columns(lists[folder], right=range(1, 1 + len(keys)))]
+    if args.sources:
+        lines = columns([(str(count), source) for source, count in sources.most_common()])
+    tell(args, {"machines": machines, **parts}, lines)
     return 0
 
 
@@ -177,33 +173,28 @@ def _curves(args: argparse.Namespace) -> int:
     errors = list(curve_errors({name: load_part("gpu", name) for name in catalog_names("gpus")}, curves))
     own = median(e.own for e in errors)
     by_relative = median(e.by_relative for e in errors if e.by_relative is not None)
-    if args.json:
-        rows = [asdict(e) for e in errors]
-        print(json.dumps({"median_own": own, "median_by_relative": by_relative, "gpus": rows}, indent=1))
-        return 0
-    far = ["-" if e.by_relative is None else f"{e.by_relative * 100:.1f} %" for e in errors]
-    cells = [
-        (e.gpu, str(e.steps), f"{e.own * 100:.1f} %", other, e.relative or "-")
-        for e, other in zip(errors, far, strict=True)
+    rows = [("GPU", "steps", "own table", "relative's", "relative")]
+    for e in errors:
+        other = "-" if e.by_relative is None else f"{e.by_relative * 100:.1f} %"
+        rows.append((e.gpu, str(e.steps), f"{e.own * 100:.1f} %", other, e.relative or "-"))
+    lines = [
+        *("Matmuls and attention in steps of GPT and Llama, 1 to 70B: median error", ""),
+        *columns(rows, right=(1, 2, 3)),
+        "",
+        f"median over GPUs: {own * 100:.1f} % with the own table, {by_relative * 100:.1f} % from a relative's",
     ]
-    say("Matmuls and attention in steps of GPT and Llama, 1 to 70B: median error", "")
-    say(*columns([("GPU", "steps", "own table", "relative's", "relative"), *cells], right=(1, 2, 3)), "")
-    say(f"median over GPUs: {own * 100:.1f} % with the own table, {by_relative * 100:.1f} % from a relative's")
+    tell(args, {"median_own": own, "median_by_relative": by_relative, "gpus": [asdict(e) for e in errors]}, lines)
     return 0
 
 
 def _show(args: argparse.Namespace) -> int:
     description = load_description(args.machine, args.overrides)
     machine = build_machine(description)
-    if args.json:
-        keys = {key.name: {"unit": key.unit, "meaning": key.meaning} for key in KEYS.values()}
-        print(json.dumps(keys if args.keys else _record(machine), indent=1))
-        return 0
-    say(*wrapped(f"{description.name}: {description.summary}"), "")
+    record, lines = _record(machine), [*numbers(description), "", *structure(machine)]
     if args.keys:
-        say(*columns([(key.name, key.unit, key.meaning) for key in KEYS.values()]))
-        return 0
-    say(*numbers(description), "", *structure(machine))
+        record = {key.name: {"unit": key.unit, "meaning": key.meaning} for key in KEYS.values()}
+        lines = columns([(key.name, key.unit, key.meaning) for key in KEYS.values()])
+    tell(args, record, [*wrapped(f"{description.name}: {description.summary}"), "", *lines])
     return 0
 
 
@@ -268,11 +259,7 @@ def _measure(args: argparse.Namespace) -> int:
         )
     target = args.output or here_path()
     write_atomically(target, write_description(description))
-    if args.json:
-        record = _record(build_machine(description))
-        print(json.dumps({**record, "notes": description.notes, "file": str(target)}, indent=1, default=str))
-        return 0
-    say(*numbers(description), "", *structure(build_machine(description)))
+    machine = build_machine(description)
     noted = description.notes
     remarks = [
         f"drives: {noted['drives']}",
@@ -284,8 +271,9 @@ def _measure(args: argparse.Namespace) -> int:
     if noisy:
         remarks.append(f"{len(noisy)} numbers vary by more than a quarter: {', '.join(noisy)}")
         remarks.append("measure again when it is quiet, or with --thorough")
-    say(*(line for remark in remarks for line in wrapped(remark)))
-    print(f"written to {target}" + ("" if args.output else "; use it with --machine here"))
+    written = f"written to {target}" + ("" if args.output else "; use it with --machine here")
+    lines = [*numbers(description), "", *structure(machine), *(line for text in remarks for line in wrapped(text))]
+    tell(args, {**_record(machine), "notes": description.notes, "file": str(target)}, [*lines, written])
     return 0
 
 
@@ -296,11 +284,8 @@ def _detect(args: argparse.Namespace) -> int:
         values, switches = {**base.values, **found.values}, found.switches or base.switches
         whole = replace(base, name=Path(args.output).stem, values=values, switches=switches, part_values={})
         write_atomically(args.output, write_description(whole))
-    if args.json:
-        print(json.dumps({**asdict(found), "file": args.output}, indent=1))
-        return 0
-    say(f"nearest machine of the catalog: {found.base}; what this system says:")
-    say(
+    lines = [
+        f"nearest machine of the catalog: {found.base}; what this system says:",
         *columns([(name, q.text(KEYS[name]), q.source) for name, q in found.values.items()]),
         *(
             f"[[switch]] {s.name}: {', '.join(s.members)}: {s.limit / 1e9:.3g} GB/s, {s.source}"
@@ -308,10 +293,11 @@ def _detect(args: argparse.Namespace) -> int:
         ),
         "",
         "could not be found out:",
-    )
-    say(*(f"  {line}" for text in found.unknown for line in wrapped(text, 78)))
+        *(f"  {line}" for text in found.unknown for line in wrapped(text, 78)),
+    ]
     if args.output:
-        print(f"written to {args.output}: what is not listed above is {found.base}'s")
+        lines.append(f"written to {args.output}: what is not listed above is {found.base}'s")
+    tell(args, {**asdict(found), "file": args.output}, lines)
     return 0
 
 
@@ -332,11 +318,8 @@ def _with_parts(base: Description, values: Mapping[str, Quantity], summary: str)
 def _share(args: argparse.Namespace) -> int:
     text = share(load_description(args.machine), f"{datetime.now(UTC):%Y-%m}", args.step and step_of(args.step))
     write_atomically(args.output, text)
-    if args.json:
-        print(json.dumps({**tomllib.loads(text), "file": str(args.output)}, indent=1, default=str))
-        return 0
-    print(text)
-    print(f"written to {args.output}; for everybody: a pull request that adds it to hwmodels/catalog/community/")
+    request = "for everybody: a pull request that adds it to hwmodels/catalog/community/"
+    tell(args, {**tomllib.loads(text), "file": args.output}, [text, f"written to {args.output}; {request}"])
     return 0
 
 
@@ -364,10 +347,7 @@ def _import(args: argparse.Namespace) -> int:
     description = override(description, args.overrides)
     write_atomically(args.output, write_description(description))
     machine = build_machine(load_description(str(args.output)))
-    if args.json:
-        print(json.dumps({**_record(machine), "imported": list(values), "file": args.output}, indent=1))
-        return 0
-    say(*(f"{name} = {quantity.value}" for name, quantity in values.items()))
-    say(*structure(machine))
-    print(f"written to {args.output}")
+    shown = [f"{name} = {quantity.value}" for name, quantity in values.items()]
+    record = {**_record(machine), "imported": list(values), "file": args.output}
+    tell(args, record, [*shown, *structure(machine), f"written to {args.output}"])
     return 0

@@ -12,12 +12,11 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 
 from tierplan.commands.options import scenario
 from tierplan.commands.options.arguments import PICTURES, finite, new_file, option, whole
-from tierplan.commands.options.terminal import say, say_nameplate, working
+from tierplan.commands.options.terminal import nameplate_lines, tell, working
 
 EXIT_INFEASIBLE = 3
 
@@ -41,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tierplan.commands.advise import ask
     from tierplan.planner.infeasible import InfeasiblePlan
     from tierplan.studies.answer import answer_lines, answer_record, impossible_record, question_text, write_timeline
     from tierplan.studies.evaluate import best_plan
@@ -54,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     except InfeasiblePlan as error:
         if not args.json:
             raise
-        print(json.dumps(impossible_record(error), indent=2))
+        tell(args, impossible_record(error), ())
         return EXIT_INFEASIBLE
     result, workload, machine = best.result, best.workload, best.machine
     if args.output:
@@ -76,22 +74,22 @@ def run(args: argparse.Namespace) -> int:
                 drive_lifetime_years=args.drive_lifetime_years,
             )
         plot_frontier(points, args.frontier, workload, machine)
-    advice = ask(args, progress=sys.stderr.isatty()) if args.explain else None
-    if args.json:
-        bought = {} if advice is None else {"changes": [change.record() for change in advice.changes]}
-        print(json.dumps({**answer_record(best), **bought}, indent=2))
-        return 0
     training = workload.training
-    print(f"{workload.name} on {result.prediction.where}")
     batch, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
-    print(question_text(point, batch, accumulation, training.dtype))
-    say(*answer_lines(best))
-    if advice is not None:
+    record = answer_record(best)
+    lines = [
+        f"{workload.name} on {result.prediction.where}",
+        question_text(point, batch, accumulation, training.dtype),
+        *answer_lines(best),
+    ]
+    if args.explain:
+        from tierplan.commands.advise import ask
         from tierplan.studies.advice_text import change_lines
 
-        say("", *change_lines(advice))
-    for what, where in (("plan", args.output), ("timeline", args.timeline), ("picture", args.frontier)):
-        if where:
-            print(f"{what}: {where}")
-    say_nameplate(result.prediction)
+        advice = ask(args, progress=sys.stderr.isatty())
+        record["changes"] = [change.record() for change in advice.changes]
+        lines += ["", *change_lines(advice)]
+    written = {"plan": args.output, "timeline": args.timeline, "picture": args.frontier}
+    lines += [f"{what}: {where}" for what, where in written.items() if where]
+    tell(args, record, [*lines, *nameplate_lines(result.prediction)])
     return 0

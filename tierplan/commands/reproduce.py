@@ -12,11 +12,10 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 
 from tierplan.commands.options.arguments import new_file, option
-from tierplan.commands.options.terminal import say
+from tierplan.commands.options.terminal import tell
 from tierplan.sim.output.text import wrapped
 
 
@@ -29,9 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     option(parser, "--json", "print one JSON object")
     option(parser, "--write FILE", "write tables and pictures into this page, between its markers", new_file())
-
-
-FIGURES = ("mean_abs_error", "median_abs_error", "ninth_decile", "max_abs_error", "kendall_tau", "rankings")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,22 +50,10 @@ def run(args: argparse.Namespace) -> int:
         reports += [reproduce_points(name, progress=show) for name in measured]
     if args.write:
         update_page(reports, args.write)
-    if args.json:
-        record = {
-            report.system: {
-                "source": report.source,
-                "constants": list(report.constants),
-                "answered": report.coverage[0],
-                "asked": report.coverage[1],
-                **{name: getattr(report, name) for name in FIGURES},
-                "rows": [row.record() for row in report.rows],
-            }
-            for report in reports
-        }
-        print(json.dumps(record, indent=2))
-        return 0
+    lines: list[str] = []
     for report in reports:
-        say(*wrapped(summary_text(report)))
-        say(*(f"  {line}" for constant in report.constants for line in wrapped(f"calibrated: {constant}", 78)))
-        say(table_text(report), "")
+        lines += wrapped(summary_text(report))
+        lines += [f"  {line}" for constant in report.constants for line in wrapped(f"calibrated: {constant}", 78)]
+        lines += [table_text(report), ""]
+    tell(args, {report.system: report.record() for report in reports}, lines)
     return 0

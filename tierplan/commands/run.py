@@ -16,11 +16,11 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from pathlib import Path
 
 from tierplan.commands.options.arguments import add_device, existing_file, finite, new_folder, option, whole
+from tierplan.commands.options.terminal import tell
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         from tierplan.runtime.checkpoint.commits import verify_commit
 
         whole = verify_commit(args.out, args.nvme or ())
-        print(json.dumps({"whole": True, "what": whole}) if args.json else whole)
+        tell(args, {"whole": True, "what": whole}, [whole])
         return 0
     wanted = {"PLAN": args.plan, "--model": args.model, "--data": args.data, "--steps": args.steps}
     if missing := [name for name, value in wanted.items() if value is None]:
@@ -108,5 +108,5 @@ def run(args: argparse.Namespace) -> int:
         is_first = ranks is None or ranks.rank == 0
         done = run_job(job, show_progress=is_first, ranks=ranks)
         if is_first:
-            print(json.dumps(done.record(), indent=1) if args.json else done.summary())
+            tell(args, done.record(), [done.summary()])
         return 130 if done.was_stopped else 0

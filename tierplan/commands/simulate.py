@@ -12,13 +12,12 @@ Examples:
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from tierplan.commands.options import scenario
 from tierplan.commands.options.arguments import PICTURES, new_file, option
-from tierplan.commands.options.terminal import say, say_nameplate, working
+from tierplan.commands.options.terminal import nameplate_lines, tell, working
 from tierplan.sim.output.text import columns, format_bytes, format_s, in_short, wrapped
 
 if TYPE_CHECKING:
@@ -70,13 +69,10 @@ def run(args: argparse.Namespace) -> int:
         from tierplan.studies.answer import write_timeline
 
         write_timeline(prediction, args.timeline)
-    if args.json:
-        print(json.dumps({**prediction.record(), "nameplate": list(prediction.nameplate)}, indent=2))
-    else:
-        say(text_of(prediction))
-        say_nameplate(prediction)
-        if args.output:
-            print(f"schedule: {args.output}" if prediction.fits else f"{args.output} was not written")
+    lines = [text_of(prediction), *nameplate_lines(prediction)]
+    if args.output:
+        lines.append(f"schedule: {args.output}" if prediction.fits else f"{args.output} was not written")
+    tell(args, {**prediction.record(), "nameplate": list(prediction.nameplate)}, lines)
     return 0 if prediction.fits else 3
 
 
@@ -155,14 +151,13 @@ def _largest(args: argparse.Namespace, options: dict[str, object]) -> int:
     machine = machine_of(point)
     with working("looking for the largest model"):
         largest = largest_model(args.policy, machine, training_of(point, machine), options)
-    if args.json:
-        print(json.dumps(largest.record(), indent=2))
-    elif largest.fits is None:
-        print(f"{args.policy}: not even {largest.next_model} fits on {machine.name}\n  {largest.next_why_not}")
+    if largest.fits is None:
+        lines = [f"{args.policy}: not even {largest.next_model} fits on {machine.name}", f"  {largest.next_why_not}"]
+    elif largest.next_model:
+        beyond = f"the next size, {largest.next_model}, does not fit: {largest.next_why_not}"
     else:
-        say(text_of(largest.fits))
-        if largest.next_model:
-            print(f"the next size, {largest.next_model}, does not fit: {largest.next_why_not}")
-        else:
-            print("this is the deepest that was looked at: larger models may fit too, give theirs with --model")
+        beyond = "this is the deepest that was looked at: larger models may fit too, give theirs with --model"
+    if largest.fits is not None:
+        lines = [text_of(largest.fits), beyond]
+    tell(args, largest.record(), lines)
     return 0 if largest.fits is not None else 3

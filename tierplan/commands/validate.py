@@ -13,13 +13,12 @@ Every run leaves one JSON file in OUT. To add the runs of another machine to a t
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
 from tierplan.commands.options.arguments import add_device, finite, new_file, new_folder, option
-from tierplan.commands.options.terminal import say
+from tierplan.commands.options.terminal import tell
 from tierplan.hwmodels import load_machine
 from tierplan.sim.trace import write_atomically
 
@@ -50,15 +49,13 @@ def run(args: argparse.Namespace) -> int:
             raise FileNotFoundError(f"--table {args.table}: no such folder; give one that holds artifacts")
         return _show(args, load_artifacts(args.table))
     campaign = load_campaign(args.campaign)
-    if args.list and args.json:
-        print(json.dumps({group.name: [run.name for run in group.runs] for group in campaign.groups}, indent=1))
-        return 0
     if args.list:
+        lines = []
         for group in campaign.groups:
-            print(f"{group.name}: batch {group.batch}, {group.seq} tokens, {group.dtype}")
-            for r in group.runs:
-                print(f"  {r.name}")
-        print(f"{campaign.num_runs} runs of {campaign.steps} steps")
+            lines.append(f"{group.name}: batch {group.batch}, {group.seq} tokens, {group.dtype}")
+            lines += [f"  {r.name}" for r in group.runs]
+        lines.append(f"{campaign.num_runs} runs of {campaign.steps} steps")
+        tell(args, {group.name: [run.name for run in group.runs] for group in campaign.groups}, lines)
         return 0
 
     from tierplan.runtime.execution.device import device_named
@@ -93,7 +90,7 @@ def _transfer(args: argparse.Namespace) -> int:
     lines = transfer_lines(found)
     if args.output:
         write_atomically(args.output, "\n".join(lines) + "\n")
-    print(json.dumps([asdict(t) for t in found]) if args.json else "\n".join(lines))
+    tell(args, [asdict(t) for t in found], lines)
     return 0
 
 
@@ -102,8 +99,5 @@ def _show(args: argparse.Namespace, artifacts: list) -> int:  # type: ignore[typ
 
     if args.output:
         write_atomically(args.output, campaign_markdown(artifacts))
-    if args.json:
-        print(json.dumps(asdict(summarise(artifacts))))
-    else:
-        say(*summary_lines(artifacts))
+    tell(args, asdict(summarise(artifacts)), summary_lines(artifacts))
     return 0

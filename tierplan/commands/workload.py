@@ -10,7 +10,6 @@ tierplan workload deepspeed ds.json --model gpt-13b   what a DeepSpeed configura
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -18,7 +17,7 @@ from itertools import groupby
 
 from tierplan.commands.options import scenario
 from tierplan.commands.options.arguments import existing_file, option
-from tierplan.commands.options.terminal import say, working
+from tierplan.commands.options.terminal import tell, working
 from tierplan.sim.output.text import columns, digits, format_bytes, format_count, wrapped
 from tierplan.sim.workloads.workload import Training, Unit, Workload, WorkloadError
 
@@ -66,29 +65,19 @@ def _list(args: argparse.Namespace) -> int:
     from tierplan.sim.workloads.models import SUPPORTED, named_models
 
     models = named_models()
-    if args.json:
-        print(json.dumps(models, indent=1))
-        return 0
     from_where = {name: str(c.get("source", "its paper")).rpartition(".co/")[2] for name, c in models.items()}
     rows = [(name, str(c["model_type"]), from_where[name]) for name, c in models.items()]
-    say(*columns([("name", "model_type", "from"), *rows]))
-    print(f"\nBy closed forms: {', '.join(SUPPORTED)}. Every other transformer class of `transformers` is traced.")
+    forms = f"By closed forms: {', '.join(SUPPORTED)}. Every other transformer class of `transformers` is traced."
+    tell(args, models, [*columns([("name", "model_type", "from"), *rows]), "", forms])
     return 0
 
 
 def _show(args: argparse.Namespace) -> int:
     workload = _read(args.model, scenario.read_training(args), args)
-    if args.json:
-        print(json.dumps(asdict(workload), indent=1))
-        return 0
-    if args.unit:
-        unit = next((u for u in workload.units if u.name == args.unit), None)
-        if unit is None:
-            names = ", ".join(u.name for u in workload.units)
-            raise WorkloadError(f"there is no unit {args.unit!r} in {workload.name}; it has {names}")
-        say(*unit_lines(unit))
-        return 0
-    say(*table_lines(workload))
+    units = {u.name: u for u in workload.units}
+    if args.unit and args.unit not in units:
+        raise WorkloadError(f"there is no unit {args.unit!r} in {workload.name}; it has {', '.join(units)}")
+    tell(args, asdict(workload), unit_lines(units[args.unit]) if args.unit else table_lines(workload))
     return 0
 
 
@@ -96,16 +85,10 @@ def _deepspeed(args: argparse.Namespace) -> int:
     deepspeed = scenario.read_configured(args, args.file, scenario.read_training(args))
     t = deepspeed.training
     workload = _read(args.model, t, args)
-    if args.json:
-        print(json.dumps({**asdict(deepspeed), "workload": asdict(workload)}, indent=1, default=str))
-        return 0
-    print(f"{args.file}: policy {deepspeed.policy}", *(f"{k}={v}" for k, v in deepspeed.options.items()))
+    lines = [" ".join([f"{args.file}: policy {deepspeed.policy}", *(f"{k}={v}" for k, v in deepspeed.options.items())])]
     if deepspeed.devices is not None:
-        print(f"  on {deepspeed.devices} GPU{'s' * (deepspeed.devices > 1)}, by {deepspeed.why_devices}")
-    for note in deepspeed.notes:
-        print(f"  {note}")
-    print()
-    say(*table_lines(workload))
+        lines.append(f"  on {deepspeed.devices} GPU{'s' * (deepspeed.devices > 1)}, by {deepspeed.why_devices}")
+    lines += [f"  {note}" for note in deepspeed.notes]
     options = "".join(f" --option {k}={v}" for k, v in deepspeed.options.items())
     words = ["--batch", t.per_device_train_batch_size, "--accumulation", t.gradient_accumulation_steps]
     words += ["--seq", t.sequence_length, "--dtype", t.dtype]
@@ -117,10 +100,12 @@ def _deepspeed(args: argparse.Namespace) -> int:
     words += [] if deepspeed.devices is None else ["--devices", deepspeed.devices]
     words += ["--no-master-weights"] * (not t.master_weights) + ["--exact"] * args.exact
     words += [word for pattern in args.freeze or () for word in ("--freeze", pattern)]
-    print(
-        f"\nTo simulate it: tierplan simulate --policy {deepspeed.policy}{options} --model {args.model} "
+    simulate = (
+        f"To simulate it: tierplan simulate --policy {deepspeed.policy}{options} --model {args.model} "
         f"{shlex.join(str(word) for word in words)} --machine X"
     )
+    record = {**asdict(deepspeed), "workload": asdict(workload)}
+    tell(args, record, [*lines, "", *table_lines(workload), "", simulate])
     return 0
 
 

@@ -93,6 +93,7 @@ class Row:
         return self.predicted - nearest if self.quantity in DIFFERENCES else self.predicted / nearest - 1
 
 
+FIGURES = ("mean_abs_error", "median_abs_error", "ninth_decile", "max_abs_error", "kendall_tau", "rankings")
 SAME_SPEED = 0.01
 """Measured speeds that differ by less may be in another order in the next run: such a pair has none."""
 PEAKS: Mapping[str, float] = {"peak_gb": 1e9, "peak_gib": 2.0**30}
@@ -110,6 +111,17 @@ class Report:
     rows: tuple[Row, ...]
     constants: tuple[str, ...]
     """What was calibrated, with its value and source; the same for all rows of a machine."""
+
+    def record(self) -> dict[str, object]:
+        """The report as JSON values."""
+        return {
+            "source": self.source,
+            "constants": list(self.constants),
+            "answered": self.coverage[0],
+            "asked": self.coverage[1],
+            **{name: getattr(self, name) for name in FIGURES},
+            "rows": [row.record() for row in self.rows],
+        }
 
     @property
     def checked(self) -> tuple[Row, ...]:

@@ -1,14 +1,17 @@
 """What commands print: plain text in a pipe; on a terminal in colour, with a sign of life while they work.
 
 say("tokens/s 1,200", *columns(rows))       lines of text
+tell(args, record, lines)                   these, or with --json the record
 with working("planning"): ...               a clock on the error stream, for what may take over two seconds
 with progress_bar() as progress: ...        a bar there, for what says how far it is: progress("measuring", 0.3)
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -27,11 +30,11 @@ COLOURS = (
 """Of what stands in a line, by the colour's name."""
 
 
-def say_nameplate(*predictions: Prediction) -> None:
-    """Says which numbers of the machine nobody measured, of the parts that one of these plans uses."""
+def nameplate_lines(*predictions: Prediction) -> list[str]:
+    """Which numbers of the machine nobody measured, of the parts that one of these plans uses."""
     running = [p for p in predictions if p.fits] or predictions
-    if names := dict.fromkeys(name for p in running for name in p.nameplate):
-        say(*wrapped(f"from data sheets rather than measured: {', '.join(names)}"))
+    names = dict.fromkeys(name for p in running for name in p.nameplate)
+    return wrapped(f"from data sheets rather than measured: {', '.join(names)}") if names else []
 
 
 def say(*lines: str) -> None:
@@ -47,6 +50,14 @@ def say(*lines: str) -> None:
     for pattern in COLOURS:
         shown.highlight_regex(f"(?m){pattern}")
     Console(soft_wrap=True, highlight=False).print(shown)
+
+
+def tell(args: argparse.Namespace, record: object, lines: Iterable[str]) -> None:
+    """Prints what was found: as JSON where `--json` is given, else as lines."""
+    if args.json:
+        print(json.dumps(record, indent=1, default=str))
+    else:
+        say(*lines)
 
 
 @contextmanager
