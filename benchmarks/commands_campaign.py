@@ -145,9 +145,8 @@ def run_demos(hour: Hour, times: int) -> None:
     for k in range(sum(row["hour"] == name for row in read(hour.results)) + 1, times + 1):
         row = {"hour": name, "group": "demo", "policy": f"planner, time {k}", **now()}
         said = json.loads(hour.tierplan("demo", "--out", hour.home / "demo", "--json"))
-        step_s = {"predicted": said["predicted_step_s"], "measured": said["measured_step_s"]}
-        kept = {name: said[name] for name in KEPT if name in said}
-        hour.keep({**row, "step_s": step_s, "step_error_frac": said["step_error"], **kept, "s": said["seconds"]})
+        kept = {name: said[name] for name in ("step_s", *KEPT) if name in said}
+        hour.keep({**row, **kept, "s": said["seconds"]})
 
 
 def measured_link(devices: int) -> list[str]:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from tierplan.commands.options.arguments import PICTURES, add_set, existing_file, new_file, option, whole
 from tierplan.commands.options.terminal import tell, working
 from tierplan.hwmodels.names import parse_stream, parts_used
-from tierplan.sim.output.text import columns, format_s, wrapped
+from tierplan.sim.output.text import format_s, wrapped
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,9 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tierplan.validation.comparison.compare import Pair, compare
+    from tierplan.validation.comparison.compare import compare
     from tierplan.validation.comparison.run_folder import load_run, read_schedule
-    from tierplan.validation.comparison.words import at_slowdown, causes_in_words, pair_row, what_to_do
+    from tierplan.validation.comparison.words import at_slowdown, causes_in_words, figure_lines, what_to_do
     from tierplan.validation.report.report import verdict, write_report
 
     schedule, machine = read_schedule(args.plan, args.machine, args.overrides, any_machine=args.other_machine)
@@ -92,18 +92,12 @@ def run(args: argparse.Namespace) -> int:
         write_perfetto({"predicted": steady.trace, "measured": measured}, args.perfetto)
     basis = {**asdict(machine.basis), "text": text}
     record = {**comparison.record(), **devices, "basis": basis, "causes": causes, "what_to_do": advice}
-    step = comparison.step_s
-    rows = [("", "predicted", "measured", "error"), pair_row("step", step, format_s)]
-    if comparison.slowdown is not None and comparison.step_s_at_slowdown is not None:
-        at = f"at the run's slowdown, {comparison.slowdown:.2f}"
-        rows.append(pair_row(at, Pair(comparison.step_s_at_slowdown, step.measured), format_s))
-    rows += [pair_row(f"busy {s.stream}", s.busy_s, format_s) for s in comparison.streams]
-    low_s, high_s = machine.basis.interval_s(step.predicted)
-    interval = f"9 in 10 between {format_s(low_s)} and {format_s(high_s)} were predicted; by: {text}"
+    low_s, high_s = map(format_s, machine.basis.interval_s(comparison.step_s.predicted))
+    interval = f"9 in 10 between {low_s} and {high_s} were predicted; by: {text}"
     lines = [
         *([f"on {where}"] if gpus else []),
         *wrapped(verdict(comparison)),
-        *columns(rows, right=(1, 2, 3)),
+        *figure_lines(comparison),
         *wrapped(f"  {interval}"),
         "  bytes per stream agree exactly" if comparison.bytes_agree else "  bytes per stream do not all agree",
         "measured minus predicted, the largest parts:",

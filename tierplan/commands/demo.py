@@ -12,9 +12,15 @@ import importlib.util
 import os
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tierplan.commands.options.arguments import new_folder, option, whole
 from tierplan.commands.options.terminal import progress_bar, tell
+from tierplan.hwmodels.names import DEVICE
+from tierplan.sim.output.text import columns, format_bytes, format_s
+
+if TYPE_CHECKING:
+    from tierplan.validation.demo.demo import DemoResult
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
         raise RuntimeError(f"the demo needs {missing[0]}, which is not installed; install tierplan[runtime]")
-    from tierplan.validation.demo.demo import demo_summary, run_demo
+    from tierplan.validation.demo.demo import run_demo
 
     out, own_nvme = Path(args.out), args.nvme is None
     try:
@@ -48,5 +54,43 @@ def run(args: argparse.Namespace) -> int:
     finally:
         if own_nvme:
             shutil.rmtree(out / "nvme", ignore_errors=True)
-    tell(args, result.record(), [demo_summary(result, out)])
+    tell(args, result.record(), summary_lines(result, out))
     return 0
+
+
+def summary_lines(result: DemoResult, out: Path) -> list[str]:
+    """The result on one screen."""
+    from tierplan.studies.answer import placements
+    from tierplan.validation.comparison.words import figure_lines
+    from tierplan.validation.demo.demo import about
+
+    c, facts = result.comparison, about(result)
+    assert c.interval_s is not None
+    low_s, high_s = map(format_s, c.interval_s)
+    losses, weights = (
+        "equal bit for bit" if is_equal else "DIFFERENT"
+        for is_equal in (result.losses == result.reference_losses, result.weights_equal)
+    )
+    return [
+        f"{facts['Model']}; {facts['Batch']}",
+        f"plain training in memory holds {format_bytes(result.in_memory_measured_bytes)} (tracked), "
+        f"{format_bytes(result.in_memory_device_bytes)} (predicted); "
+        f"the device budget is {format_bytes(result.machine.tier(DEVICE).capacity_bytes)}: it does not fit",
+        *columns(placements(result.planned)),
+        "",
+        *figure_lines(
+            c,
+            *((f"peak {t.tier}", t.peak_bytes, format_bytes) for t in c.tiers),
+            *((f"moved {stream}", pair, format_bytes) for stream, pair in sorted(c.moved_bytes.items())),
+        ),
+        f"90 % interval of the step, from the pace of the calibration to that of the run: {low_s} to {high_s}; it lies "
+        + ("within" if c.in_interval else "OUTSIDE"),
+        "",
+        f"losses with the plan   {' '.join(f'{loss:.3f}' for loss in result.losses)}",
+        f"losses in memory       {' '.join(f'{loss:.3f}' for loss in result.reference_losses)}   {losses}",
+        f"weights after {len(result.losses)} steps: {weights}; bytes moved: "
+        + ("exact" if c.bytes_agree else "DIFFERENT"),
+        *result.notes,
+        f"{sum(result.seconds.values()):.0f} s: " + ", ".join(f"{k} {v:.0f}" for k, v in result.seconds.items()),
+        f"report: {out / 'report.html'}; timeline for ui.perfetto.dev: {out / 'timeline.json'}",
+    ]

@@ -80,7 +80,7 @@ def answer_lines(best: BestPlan) -> list[str]:
             ("uses only", f"{format_frac(part)} of {of} ({kind})")
             for of, kind, part in getattr(result.plan, "parts", ())
         ),
-        *_placements(result),
+        *placements(result),
         *_on_devices(result),
         *(("peak" if k == 0 else "", text) for k, text in enumerate(peaks)),
     ]
@@ -232,7 +232,7 @@ def _on_devices(result: PlanResult) -> list[tuple[str, str]]:
             return []
 
 
-def _placements(result: PlanResult) -> list[tuple[str, str]]:
+def placements(result: PlanResult) -> list[tuple[str, str]]:
     """How many units have what where, and what happens to activations."""
     if not isinstance(result.plan, UnitwisePlan):
         return []

@@ -8,7 +8,7 @@ from itertools import chain
 
 from tierplan.hwmodels.machine import Machine, PredictionBasis
 from tierplan.hwmodels.names import COMPUTE
-from tierplan.sim.output.text import format_error, format_s
+from tierplan.sim.output.text import columns, format_error, format_s
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
 from tierplan.validation.calibration.dispatch import core_slowdown, slowdown_in, slowdown_of, steady_at
@@ -45,10 +45,19 @@ def at_slowdown(comparison: Comparison, schedule: Schedule, machine: Machine, me
     return replace(comparison, slowdown=slowdown_of(COMPUTE, slowdown), step_s_at_slowdown=step_s)
 
 
-def pair_row(name: str, pair: Pair, show: Callable[[float], str]) -> tuple[str, ...]:
-    """A row of a table for a terminal: predicted, measured, error."""
-    measured = "-" if pair.measured is None else show(pair.measured)
-    return name, show(pair.predicted), measured, format_error(pair.error_frac)
+def figure_lines(comparison: Comparison, *more: tuple[str, Pair, Callable[[float], str]]) -> list[str]:
+    """A table for a terminal of predicted, measured and error: the step, how busy streams were, and more figures."""
+    step = comparison.step_s
+    pairs = [("step", step, format_s)]
+    if comparison.slowdown is not None and comparison.step_s_at_slowdown is not None:
+        at_slowdown = Pair(comparison.step_s_at_slowdown, step.measured)
+        pairs.append((f"at the run's slowdown, {comparison.slowdown:.2f}", at_slowdown, format_s))
+    pairs += [(f"busy {s.stream}", s.busy_s, format_s) for s in comparison.streams]
+    rows = [("", "predicted", "measured", "error")]
+    for name, pair, show in (*pairs, *more):
+        measured = "-" if pair.measured is None else show(pair.measured)
+        rows.append((name, show(pair.predicted), measured, format_error(pair.error_frac)))
+    return columns(rows, right=(1, 2, 3))
 
 
 def causes_in_words(comparison: Comparison) -> list[str]:

@@ -12,9 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sysconfig
-import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -37,15 +35,15 @@ from tierplan.planner.results import PlanResult
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.output.perfetto import write_perfetto
 from tierplan.sim.output.plots import plot_timelines
-from tierplan.sim.output.text import columns, format_bytes, format_count, format_frac, format_s
+from tierplan.sim.output.text import format_bytes, format_count, format_frac
 from tierplan.sim.schedule_file import save_schedule
 from tierplan.sim.trace import Trace, write_atomically
 from tierplan.sim.workloads.models import load_workload, workload_of
 from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.validation.calibration.budgets import capacity_for
 from tierplan.validation.calibration.known import calibration_config
-from tierplan.validation.comparison.compare import Comparison, Pair, compare
-from tierplan.validation.comparison.words import at_slowdown, pair_row
+from tierplan.validation.comparison.compare import Comparison, compare
+from tierplan.validation.comparison.words import at_slowdown
 from tierplan.validation.report.pictures import typical_steps
 from tierplan.validation.report.report import write_report
 
@@ -60,9 +58,6 @@ DEVICE_FRAC = 0.25
 """Of what plain in-memory training holds: too little for it and for all optimizer states, enough for a plan."""
 STATES_FRAC = 0.1
 """Of all optimizer states find room in host memory beside what must pass through it; others must go to NVMe."""
-
-SAID = ("interval_s", "in_interval", "slowdown", "step_s_at_slowdown", "normalised_error_frac")
-"""Of the comparison, in the demo's record."""
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and the part of it that is done, 0 to 1."""
@@ -88,32 +83,16 @@ class DemoResult:
     """Wall time by phase."""
 
     def record(self) -> dict[str, object]:
-        """The result as one JSON object; see docs/file-formats.md."""
-        c = self.comparison
+        """The result as one JSON object: that of `tierplan compare --json`, and what else was found."""
+        others = ("losses", "reference_losses", "weights_equal", "in_memory_device_bytes", "in_memory_measured_bytes",
+                  "notes", "seconds")  # fmt: skip
         return {
-            "predicted_step_s": c.step_s.predicted,
-            "measured_step_s": c.step_s.measured,
-            "step_error": c.step_error_frac,
-            **{name: getattr(c, name) for name in SAID},
-            "predicted_busy_s": {s.stream: s.busy_s.predicted for s in c.streams},
-            "measured_busy_s": {s.stream: s.busy_s.measured for s in c.streams},
-            "predicted_peak_bytes": {t.tier: int(t.peak_bytes.predicted) for t in c.tiers},
-            "measured_peak_bytes": {t.tier: t.peak_bytes.measured for t in c.tiers},
-            "capacity_bytes": {t.tier: t.capacity_bytes for t in c.tiers},
-            "predicted_bytes": {stream: int(pair.predicted) for stream, pair in c.moved_bytes.items()},
-            "measured_bytes": {stream: pair.measured for stream, pair in c.moved_bytes.items()},
-            "bytes_agree": c.bytes_agree,
-            "losses": list(self.losses),
-            "reference_losses": list(self.reference_losses),
+            **self.comparison.record(),
+            **{name: getattr(self, name) for name in others},
             "losses_equal": self.losses == self.reference_losses,
-            "weights_equal": self.weights_equal,
-            "in_memory_device_bytes": self.in_memory_device_bytes,
-            "in_memory_measured_bytes": self.in_memory_measured_bytes,
             "lower_bound_s": self.planned.lower_bound_s,
             "gap": self.planned.gap,
             "num_parameters": self.workload.num_parameters,
-            "notes": list(self.notes),
-            "seconds": dict(self.seconds),
         }
 
 
@@ -171,25 +150,11 @@ def run_demo(
     measure_s: float = MEASURE_S,
     progress: Progress = lambda what, part: None,
 ) -> DemoResult:
-    """Measures, calibrates, plans, simulates, trains and compares.
+    """Measures, calibrates, plans, simulates, trains and compares; both trainings take so many steps.
 
     Leaves `report.html`, `timeline.png`, `timeline.json` (for Perfetto), `result.json`, the schedule and both traces in
-    the folder `out`.
-
-    Parameters
-    ----------
-    nvme_dir
-        Folder of the NVMe tier; one in `out` if not given.
-    steps
-        Training steps of each of the two trainings, 4 or more.
-    num_threads
-        Cores for the model's kernels. The others are left to copies, the optimizer and file I/O.
-    seed
-        Of weights and batches.
-    measure_s
-        Seconds to measure the machine.
-    progress
-        Called with what is being done, and the part of it that is done.
+    the folder `out`. The model's kernels get `num_threads` cores; the others are left to copies, the optimizer and file
+    I/O.
     """
     from tierplan.runtime.data.synthetic import seeded_model
     from tierplan.runtime.data.text import TokenBatches
@@ -205,8 +170,8 @@ def run_demo(
     load = os.getloadavg()[0]
     seconds: dict[str, float] = {}
     nvme = nvme_dir or out / "nvme"
-    _check_folder(out)
-    _check_folder(nvme)
+    nvme.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     training = Training(per_device_train_batch_size=BATCH, sequence_length=SEQUENCE, dtype="fp32", backend="cpu")
     modelled = load_workload(demo_config(), training)
     fewer = workload_of(modelled.name, calibration_config(modelled.config), training)
@@ -293,18 +258,6 @@ def _timed(name: str, seconds: dict[str, float]) -> Iterator[None]:
     seconds[name] = time.monotonic() - began
 
 
-def _check_folder(folder: Path) -> None:
-    """Makes the folder and a file in it, so that what cannot work fails now and not after a minute."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as probe:
-            probe.write(b"x")
-    except OSError as error:
-        raise OSError(
-            error.errno, f"cannot write to {folder}: {error.strerror}; give another folder with --out or --nvme"
-        ) from error
-
-
 def _write(out: Path, result: DemoResult, measured: Trace) -> None:
     save_schedule(result.planned.schedule, out / "schedule.json")
     predicted = result.planned.steady.trace
@@ -319,7 +272,7 @@ def _write(out: Path, result: DemoResult, measured: Trace) -> None:
         predicted,
         measured,
         title="tierplan demo: predicted and measured",
-        about=_about(result),
+        about=about(result),
         losses=result.losses,
         reference_losses=result.reference_losses,
         notes=result.notes,
@@ -328,7 +281,7 @@ def _write(out: Path, result: DemoResult, measured: Trace) -> None:
     write_atomically(out / "result.json", json.dumps(result.record(), indent=2))
 
 
-def _about(result: DemoResult) -> dict[str, str]:
+def about(result: DemoResult) -> dict[str, str]:
     training = result.workload.training
     return {
         "Model": f"GPT-2 architecture, {format_count(result.workload.num_parameters)} parameters, "
@@ -351,59 +304,3 @@ def load_notes(load: float, cores: int) -> list[str]:
     if load <= max(1.25, cores / 2):
         return []
     return [f"other programs ran when this began (load {load:.1f} on {cores} cores): times vary with what they do"]
-
-
-def demo_summary(result: DemoResult, out: Path) -> str:
-    """The result on one screen."""
-    c = result.comparison
-    about = _about(result)
-    lines = [
-        f"{about['Model']}; {about['Batch']}",
-        f"plain training in memory holds {format_bytes(result.in_memory_measured_bytes)} (tracked), "
-        f"{format_bytes(result.in_memory_device_bytes)} (predicted); "
-        f"the device budget is {format_bytes(result.machine.tier(DEVICE).capacity_bytes)}: it does not fit",
-        f"plan: {_where(result)}",
-        "",
-    ]
-    rows = [("", "predicted", "measured", "error"), pair_row("step", c.step_s, format_s)]
-    assert c.interval_s is not None
-    assert c.slowdown is not None
-    assert c.step_s_at_slowdown is not None
-    rows.append(
-        pair_row(f"  for a slowdown of {c.slowdown:.2f}", Pair(c.step_s_at_slowdown, c.step_s.measured), format_s)
-    )
-    low_s, high_s = map(format_s, c.interval_s)
-    rows += [pair_row(f"busy {s.stream}", s.busy_s, format_s) for s in c.streams]
-    rows += [pair_row(f"peak {t.tier}", t.peak_bytes, format_bytes) for t in c.tiers]
-    rows += [pair_row(f"moved {stream}", pair, format_bytes) for stream, pair in sorted(c.moved_bytes.items())]
-    equal = "equal bit for bit" if result.losses == result.reference_losses else "DIFFERENT"
-    weights = "equal bit for bit" if result.weights_equal else "DIFFERENT"
-    moved = "exact" if c.bytes_agree else "DIFFERENT"
-    lines += [
-        *columns(rows, right=(1, 2, 3)),
-        f"90 % interval of the step, from the pace of the calibration to that of the run: {low_s} to {high_s}; it lies "
-        + ("within" if c.in_interval else "OUTSIDE"),
-        "",
-        f"losses with the plan   {' '.join(f'{loss:.3f}' for loss in result.losses)}",
-        f"losses in memory       {' '.join(f'{loss:.3f}' for loss in result.reference_losses)}   {equal}",
-        f"weights after {len(result.losses)} steps: {weights}; bytes moved: {moved}",
-        *result.notes,
-        f"{sum(result.seconds.values()):.0f} s: " + ", ".join(f"{k} {v:.0f}" for k, v in result.seconds.items()),
-        f"report: {out / 'report.html'}; timeline for ui.perfetto.dev: {out / 'timeline.json'}",
-    ]
-    return "\n".join(lines)
-
-
-def _where(result: DemoResult) -> str:
-    """What the plan decided, in one line: units by place of states, saved tensors by action."""
-    plan = result.planned.plan
-    if not isinstance(plan, UnitwisePlan):
-        return f"all parameters and optimizer states in host memory ({plan.kind})"
-    states = Counter(choice.states for choice in plan.units)
-    actions: Counter[str] = Counter()
-    for unit, choice in zip(result.workload.units, plan.units, strict=True):
-        for tensor in unit.saved:
-            actions[choice.action(tensor.index)] += tensor.size_bytes
-    places = ", ".join(f"{count} on {place}" for place, count in sorted(states.items()))
-    acts = ", ".join(f"{action} {format_bytes(size)}" for action, size in sorted(actions.items()))
-    return f"optimizer states of {len(plan.units)} units: {places}; saved tensors: {acts}"

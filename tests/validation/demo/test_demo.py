@@ -14,6 +14,7 @@ import pytest
 
 from tests.toys import toy_machine, toy_workload
 from tierplan.cli import main
+from tierplan.commands.demo import summary_lines
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.runtime.measure import machine
@@ -22,7 +23,7 @@ from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.validation.calibration import session
 from tierplan.validation.demo import demo
-from tierplan.validation.demo.demo import byte_tokens, demo_budgets, demo_summary, load_notes, run_demo
+from tierplan.validation.demo.demo import byte_tokens, demo_budgets, load_notes, run_demo
 
 
 def test_budgets_are_too_small_for_training_in_memory_and_for_states_in_host_memory() -> None:
@@ -76,25 +77,25 @@ def test_the_whole_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = Sizes(hidden=(128, 256), block_hidden=256, tokens=64, area_bytes=64 << 20, file_area_bytes=256 << 20)
     monkeypatch.setattr(machine, "_plan", lambda *settings: (3, sizes))
     result = run_demo(tmp_path, steps=4, measure_s=5)
-    record = result.record()
+    record = json.loads((tmp_path / "result.json").read_text())
     assert record["losses"] == record["reference_losses"]
     assert record["weights_equal"]
-    assert record["predicted_bytes"] == record["measured_bytes"]
-    assert record["measured_bytes"]["nvme.read"] > 0
-    assert result.in_memory_measured_bytes > record["capacity_bytes"]["gpu0"]
-    for tier, capacity in record["capacity_bytes"].items():
-        assert record["measured_peak_bytes"][tier] <= capacity
-    assert json.loads((tmp_path / "result.json").read_text())["losses"] == record["losses"]
+    assert record["bytes_agree"]
+    assert record["moved_bytes"]["nvme.read"]["measured"] > 0
+    assert result.in_memory_measured_bytes > result.machine.tier("gpu0").capacity_bytes
+    for tier in record["tiers"]:
+        assert tier["peak_bytes"]["measured"] <= tier["capacity_bytes"]
     assert "<html" in (tmp_path / "report.html").read_text()
     timeline = json.loads((tmp_path / "timeline.json").read_text())
     assert len(timeline["traceEvents"]) > 100
-    summary = demo_summary(result, tmp_path)
+    summary = "\n".join(summary_lines(result, tmp_path))
     assert "equal bit for bit" in summary
     low_s, high_s = record["interval_s"]
-    paces_s = (record["predicted_step_s"], record["step_s_at_slowdown"])
+    predicted_s, measured_s = (record["step_s"][name] for name in ("predicted", "measured"))
+    paces_s = (predicted_s, record["step_s_at_slowdown"])
     assert low_s < min(paces_s) <= max(paces_s) < high_s, "of the calibration, and of the run"
-    assert low_s < record["predicted_step_s"] < high_s
-    assert record["in_interval"] == (low_s <= record["measured_step_s"] <= high_s)
+    assert low_s < predicted_s < high_s
+    assert record["in_interval"] == (low_s <= measured_s <= high_s)
     assert f"it lies {'within' if record['in_interval'] else 'OUTSIDE'}" in summary
     assert record["slowdown"] > 0
 
