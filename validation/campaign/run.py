@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from tierplan import __version__
 from tierplan.hwmodels.build import build_machine
@@ -103,6 +103,7 @@ def run_campaign(
             f"no run of campaign {campaign.name!r} has {only!r} in its group/name; `tierplan validate --list` names all"
         )
     setup = _Setup(
+        campaign=campaign,
         out_dir=Path(out_dir),
         scratch=Path(nvme_dir) / "tierplan-campaign",
         machine_name=machine_name or _machine_name(device),
@@ -114,7 +115,12 @@ def run_campaign(
         for group in campaign.groups:
             asked = [run for run in group.runs if only in f"{group.name}/{run.name}"]
             if missing := [run for run in asked if not artifact_path(out_dir, group, run).exists()]:
-                _run_group(campaign, group, missing, setup)
+                with ExitStack() as life:
+                    calibrated = _calibrate(setup, group, life)
+                    for batch in [missing] if campaign.interleaved else [[run] for run in missing]:
+                        for artifact in _execute(calibrated, batch):
+                            artifact.save(setup.out_dir / group.name / f"{artifact.run}.json")
+                            report(_line(artifact))
     finally:
         shutil.rmtree(setup.scratch, ignore_errors=True)
     paths = [artifact_path(out_dir, group, run) for group in campaign.groups for run in group.runs]
@@ -125,6 +131,7 @@ def run_campaign(
 class _Setup:
     """Where and how a campaign runs."""
 
+    campaign: Campaign
     out_dir: Path
     scratch: Path
     machine_name: str
@@ -133,15 +140,6 @@ class _Setup:
     report: Report
     checks: list[float] = field(default_factory=list)
     """Predicted over measured steps of the calibration plans, of all groups so far."""
-
-
-def _run_group(campaign: Campaign, group: Group, runs: Sequence[Run], setup: _Setup) -> None:
-    with ExitStack() as life:
-        calibrated = _calibrate(group, setup, life)
-        for batch in [runs] if campaign.interleaved else [[run] for run in runs]:
-            for artifact in _execute(campaign, group, batch, calibrated, setup):
-                artifact.save(setup.out_dir / group.name / f"{artifact.run}.json")
-                setup.report(_line(artifact))
 
 
 def _line(a: Artifact) -> str:
@@ -153,11 +151,16 @@ def _line(a: Artifact) -> str:
     )
 
 
-_Calibrated = tuple[Calibration, CalibrationSession]
-"""A group's calibration, and the session that measures how slow the machine is now."""
+class _Calibrated(NamedTuple):
+    """A group, its calibration, and the session that measures how slow the machine is now."""
+
+    setup: _Setup
+    group: Group
+    calibration: Calibration
+    session: CalibrationSession
 
 
-def _calibrate(group: Group, setup: _Setup, life: ExitStack) -> _Calibrated:
+def _calibrate(setup: _Setup, group: Group, life: ExitStack) -> _Calibrated:
     """Measures the machine and makes a calibration run. Its checks are added to those of the groups before it."""
     began = time.monotonic()
     setup.scratch.mkdir(parents=True, exist_ok=True)
@@ -178,21 +181,20 @@ def _calibrate(group: Group, setup: _Setup, life: ExitStack) -> _Calibrated:
     setup.checks.extend(calibration.checks.values())
     checks = ", ".join(f"{plan} {format_error(x - 1.0)}" for plan, x in calibration.checks.items())
     setup.report(f"{group.name}: calibrated in {time.monotonic() - began:.0f} s, {checks}")
-    return calibration, session
+    return _Calibrated(setup, group, calibration, session)
 
 
-def _execute(
-    campaign: Campaign, group: Group, runs: Sequence[Run], calibrated: _Calibrated, setup: _Setup
-) -> Iterator[Artifact]:
+def _execute(calibrated: _Calibrated, runs: Sequence[Run]) -> Iterator[Artifact]:
     """Predicts and trains these runs, turn by turn."""
+    campaign = calibrated.setup.campaign
     with ExitStack() as life:
-        executions = [_RunExecution(campaign, group, run, calibrated, setup, life) for run in runs]
+        executions = [_RunExecution(calibrated, run, life) for run in runs]
         turns = campaign.steps_by_turn
         for k, num_steps in enumerate(turns):
             for execution in executions:
                 execution.take_turn(num_steps, 1 if k else campaign.warmup_steps)
             if len(executions) > 1 and (k + 1) % TURNS_PER_REPORT == 0:
-                setup.report(f"{group.name}: {k + 1} of {len(turns)} turns")
+                calibrated.setup.report(f"{calibrated.group.name}: {k + 1} of {len(turns)} turns")
         slowdowns = [slowdown for execution in executions for slowdown in execution.slowdowns]
         for execution in executions:
             yield execution.artifact(median(slowdowns) if slowdowns else 1.0)
@@ -201,15 +203,13 @@ def _execute(
 class _RunExecution:
     """One run: its prediction, its training, and how slow the machine was before each turn."""
 
-    def __init__(
-        self, campaign: Campaign, group: Group, run: Run, calibrated: _Calibrated, setup: _Setup, life: ExitStack
-    ) -> None:
-        self._campaign, self._checks = campaign, setup.checks
-        self._calibration, self._session = calibrated
+    def __init__(self, calibrated: _Calibrated, run: Run, life: ExitStack) -> None:
+        setup, group, self._calibration, self._session = calibrated
+        self._campaign, self._checks = setup.campaign, setup.checks
         config, training = group.model_config(run.blocks), _training(group, run, setup.device)
         workload = trace_config(f"{group.name}, {run.blocks} blocks", config, training)
         self._artifact = Artifact(
-            campaign=campaign.name,
+            campaign=setup.campaign.name,
             group=group.name,
             run=run.name,
             model=f"{workload.model_type}, {run.blocks} blocks, {format_count(workload.num_parameters)} parameters",
@@ -218,7 +218,7 @@ class _RunExecution:
             when=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
             versions={"tierplan": __version__, **versions(), "Python": platform.python_version()},
             answered=False,
-            campaign_runs=campaign.run_names,
+            campaign_runs=setup.campaign.run_names,
         )
         self.slowdowns: list[float] = []
         """By turn: seconds per step of the calibration model right before it, over those in the calibration run."""
