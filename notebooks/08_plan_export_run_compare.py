@@ -80,13 +80,7 @@ twin = copy.deepcopy(model)
 tokens = torch.randint(256, (STEPS, 4, 64))
 batches = [{"input_ids": t, "labels": t} for t in tokens]
 result = tp.train(schedule, model, batches, steps=STEPS, nvme_dir=".")
-comparison = tp.compare(
-    schedule,
-    planned.steady.trace,
-    result.trace,
-    predicted_step_s=planned.step_s,
-    moved_bytes={stream: moved / STEPS for stream, moved in result.moved_bytes.items()},
-)
+comparison = tp.compare(schedule, planned.steady.trace, result.trace, predicted_step_s=planned.step_s)
 tp.write_report("report.html", comparison, planned.steady.trace, result.trace, losses=result.losses, schedule=schedule)
 plot_timelines(typical_steps(planned.steady.trace, result.trace, comparison.warmup_steps))
 

@@ -143,17 +143,10 @@ def advise(
     num_workers: int | None = None,
     progress: bool = False,
 ) -> Advice:
-    """The advice for what a point trains.
+    """The advice for what a point trains, `tokens` in all.
 
-    Parameters
-    ----------
-    tokens
-        What is to be trained in all; by default one billion.
-    quick
-        The planner searches for a moment only, with something bought among plans of the same kind as that for the
-        machine as it is; no second card is planned, and no largest model is looked for.
-    num_workers
-        Processes, by default one per core.
+    Where it is to be `quick`, the planner searches for a moment only, with something bought among plans of the same
+    kind as that for the machine as it is; no second card is planned, and no largest model is looked for.
     """
     prices = prices or PriceList()
     description = load_description(point.machine, point.settings)

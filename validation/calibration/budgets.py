@@ -37,18 +37,7 @@ def capacity_for(level: str, tier: str, plan: Plan, workload: Workload, machine:
     Roomy is what the plan holds when no op waits for memory in the tier. Tight is the least with which its schedule
     completes, to 1 %, found by bisection. Middle lies half-way. All have 2 % to spare.
 
-    Parameters
-    ----------
-    level
-        `roomy`, `middle` or `tight`.
-    tier
-        The tier whose capacity is wanted.
-    plan, workload
-        What is to be trained, and how.
-    machine
-        Other tiers have the capacities that they have here.
-
-    Raises `OutOfMemory` where the other tiers are too small.
+    Other tiers have the machine's capacities. Raises `OutOfMemory` where these are too small.
     """
     peak = peak_bytes(tier, plan, workload, machine)
     if level == "roomy":

@@ -177,16 +177,10 @@ def calibrate(
     machine: Machine,
     measurements: Mapping[str, PlanMeasurement],
 ) -> Calibration:
-    """Fits a calibration to the measurements of all plans (`measurement_of`), and checks it on each plan.
+    """Fits a calibration to the measurements of all plans (`measurement_of`) by name, and checks it on each plan.
 
-    Parameters
-    ----------
-    modelled, profiled
-        The calibration model before and after its units were timed.
-    machine
-        As it was described.
-    measurements
-        By name of the plan; `plans.IN_MEMORY` must be there.
+    The calibration model's workload is `modelled` before and `profiled` after its units were timed; the machine is as
+    it was described.
     """
     measurements, typical = with_typical_stretch(measurements)
     calibration, _ = _fit(modelled, profiled, machine, measurements)

@@ -76,16 +76,8 @@ def place_for(
 ) -> CalibratedPlace:
     """The machine for what is to be trained: calibrated by a file, or by the best of the user's own that suits.
 
-    Parameters
-    ----------
-    workload
-        Makes what is trained, untimed; called only where there is a calibration to look at.
-    which
-        A file, `AUTO` or `NONE`.
-    unchanged
-        The machine before `--set`, with one device: what was calibrated.
-
-    Raises `CalibrationError` for a file that does not suit.
+    The untimed `workload` is made only where there is a calibration to look at. `unchanged` is the machine before
+    `--set`, with one device: what was calibrated. Raises `CalibrationError` for a file that does not suit.
     """
     base = unchanged or described
     if which == NONE:

@@ -88,19 +88,12 @@ def _seconds_on_drives(
 def fit_rates(
     machine: Machine, measured: Sequence[tuple[Schedule, Mapping[str, float]]], *, drive_contention: float = 1.0
 ) -> Machine:
-    """The machine on which simulated ops take as long as the measured ones, summed over all schedules.
+    """The machine on which simulated ops take as long as the measured ones, by key, summed over all schedules.
 
     Each stream gets a latency, and a factor on its rate for each kind of work. Computations keep theirs: their seconds
     are in the schedule (work `s`). What a stream takes of a shared limit stays the same fraction of the limit, except
-    for one factor on what all other streams take of the limits of computation. It is chosen such that computation loses
-    as much time to them as was measured.
-
-    Parameters
-    ----------
-    measured
-        Schedules, each with the measured seconds of its ops by key.
-    drive_contention
-        Factor on what reads and writes take of limits that drives alone share: see `fit_drive_contention`.
+    for two factors: `drive_contention` (see `fit_drive_contention`), and one on what all other streams take of the
+    limits of computation. That is chosen such that computation loses as much time to them as was measured.
     """
     machine = with_drive_contention(machine, drive_contention)
     unrolled = [unroll(schedule, 3) for schedule, _ in measured]

@@ -37,14 +37,9 @@ class Transfer:
 def transfers(
     calibrations: Sequence[Calibration], machine: Machine, modelled: Callable[[Calibration], Workload]
 ) -> list[Transfer]:
-    """Every plan of every calibration on this machine, predicted from every calibration of the same dtype.
+    """Every plan of every calibration of this machine as it is described, predicted from every one of the same dtype.
 
-    Parameters
-    ----------
-    machine
-        As it was described when the calibrations were made; those of others are left out.
-    modelled
-        The untimed workload of a calibration's model.
+    `modelled` has the untimed workload of a calibration's model.
     """
     here = [c for c in calibrations if c.machine_sha256 == machine_sha256(machine)]
     ample, found = with_ample_memory(machine), []

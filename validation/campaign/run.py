@@ -76,22 +76,11 @@ def run_campaign(
     only: str = "",
     report: Report = lambda line: None,
 ) -> list[Artifact]:
-    """Executes all runs that have no artifact in `out_dir` yet; returns the artifacts of all runs, in order.
+    """Executes all runs that have no artifact in `out_dir` yet, and whose `group/name` contains `only`; returns the
+    artifacts of all runs, in order.
 
-    Parameters
-    ----------
-    nvme_dir
-        Folder on the drive that is the NVMe tier.
-    machine_name
-        Name of the machine in tables; by default its cores, memory and GPU.
-    measure_s
-        Seconds to measure the machine, once per group.
-    only
-        Execute only runs whose `group/name` contains this.
-    report
-        Called with lines about the progress.
-
-    Raises `CampaignError` where the campaign is for another device, or no run's name contains `only`.
+    The machine is measured for `measure_s` once per group. In tables it is called by its cores, memory and GPU if not
+    otherwise. Raises `CampaignError` where the campaign is for another device, or no run's name contains `only`.
     """
     if campaign.device == "cuda" and not device.startswith("cuda"):
         raise CampaignError(
@@ -263,14 +252,12 @@ class _RunExecution:
             steady, result = steady_at(predicted, self._machine, slowdown), self._training.trainer.result()
             interval_s = PredictionBasis("", interval_half_width(self._checks)).interval_s(steady.period_s)
             skipped_steps = tuple(sorted(k for k in self._training.skipped_steps if k >= campaign.warmup_steps))
-            per_step = {stream: moved / campaign.steps for stream, moved in result.moved_bytes.items()}
             comparison = compare(
                 predicted,
                 steady.trace,
                 result.trace,
                 predicted_step_s=steady.period_s,
                 interval_s=interval_s,
-                moved_bytes=per_step,
                 warmup_steps=campaign.warmup_steps,
                 skipped_steps=skipped_steps,
             )
@@ -289,7 +276,7 @@ class _RunExecution:
                 predicted_peak_bytes=dict(steady.peak_bytes),
                 measured_peak_bytes=dict(result.peak_bytes),
                 predicted_bytes=predicted.bytes_moved(),
-                measured_bytes=per_step,
+                measured_bytes={stream: pair.measured or 0.0 for stream, pair in comparison.moved_bytes.items()},
                 busy_s={s.stream: (s.predicted.busy_s, s.measured.busy_s) for s in comparison.streams},
                 kinds_s={f"{k.kind} on {k.stream}": (k.predicted_s, k.measured_s) for k in comparison.kinds},
                 causes=tuple((f"{c.kind} on {c.stream}" if c.stream else c.kind, c.seconds) for c in largest),

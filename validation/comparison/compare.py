@@ -186,22 +186,19 @@ def compare(
     *,
     predicted_step_s: float | None = None,
     interval_s: tuple[float, float] | None = None,
-    moved_bytes: Mapping[str, float] | None = None,
     warmup_steps: int = 2,
     skipped_steps: Collection[int] = (),
 ) -> Comparison:
     """The comparison of two traces of `schedule`, each of one step or several (keys `s<step>/<key>`).
 
+    The measured one says what moved in its `meta["bytes_per_step"]`, if the run counted it.
+
     Parameters
     ----------
-    schedule
-        One step, as it was simulated and run.
     predicted_step_s
         The step time in steady state, where the simulator has counted it; else the median of the predicted steps.
     interval_s
         The predicted 90 % interval of the step time.
-    moved_bytes
-        Bytes per step that the run counted, by stream; without it, `measured.meta["bytes_per_step"]` if it is there.
     warmup_steps
         Steps at the beginning of both traces that are left out of every figure, as long as one step remains.
     skipped_steps
@@ -212,9 +209,7 @@ def compare(
     steps_p, steps_m = cut_predicted(predicted, warmup_steps), cut_steps(measured, warmup_steps, skipped_steps)
     for trace, steps in ((predicted, steps_p), (measured, steps_m)):
         _check_same_ops(schedule, trace, steps)
-    if moved_bytes is None:
-        counted = measured.meta.get("bytes_per_step")
-        moved_bytes = counted if isinstance(counted, Mapping) else None
+    counted = measured.meta.get("bytes_per_step")
     kinds = _compare_kinds(schedule, steps_p, steps_m)
     step_s = Pair(steps_p.step_s if predicted_step_s is None else predicted_step_s, steps_m.step_s)
     durations = steps_m.durations_s
@@ -235,7 +230,7 @@ def compare(
             for t in schedule.tiers
         ),
         moved_bytes={
-            stream: Pair(moved, None if moved_bytes is None else moved_bytes.get(stream, 0))
+            stream: Pair(moved, counted.get(stream, 0) if isinstance(counted, Mapping) else None)
             for stream, moved in schedule.bytes_moved().items()
         },
         attribution=attribute(schedule, steps_p.ns_by_key(), steps_m.ns_by_key(), step_s.predicted, steps_m.step_s),

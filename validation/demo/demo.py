@@ -222,7 +222,6 @@ def run_demo(
         run.trace,
         predicted_step_s=planned.step_s,
         interval_s=planned.prediction.interval_s,
-        moved_bytes={stream: moved / steps for stream, moved in run.moved_bytes.items()},
     )
     comparison = over_both_slowdowns(at_slowdown(comparison, planned.schedule, machine, run.trace))
     result = DemoResult(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tierplan.sim.output.drawn import Excerpt
 from tierplan.sim.output.text import format_bytes, format_error, format_frac, format_s
@@ -22,36 +22,23 @@ def write_report(
     measured: Trace,
     *,
     title: str = "Predicted and measured",
-    about: Mapping[str, str] | Iterable[tuple[str, str]] = (),
+    about: Mapping[str, str] | None = None,
     losses: Sequence[float] = (),
     reference_losses: Sequence[float] = (),
     notes: Sequence[str] = (),
     schedule: Schedule | None = None,
 ) -> None:
-    """Writes the page to `path`.
+    """Writes the page to `path`: the comparison of the two traces, of which a typical step is drawn.
 
-    Parameters
-    ----------
-    comparison
-        Of the two traces.
-    predicted, measured
-        The traces, of which a typical step is drawn.
-    about
-        Facts to show beside the figures: model, machine, plan, date; in this order.
-    losses, reference_losses
-        Loss by step of the run, and of plain training in memory; no section without them.
-    notes
-        Sentences that a reader must know, shown below the verdict: data-sheet numbers, fall-backs.
-    schedule
-        One step, for the bytes of ops.
+    `about` has facts to show beside the figures (model, machine, plan, date), `notes` sentences that a reader must know
+    (data-sheet numbers, fall-backs), and the schedule the bytes of ops.
     """
-    items = about.items() if isinstance(about, Mapping) else about
     steps = typical_steps(predicted, measured, comparison.warmup_steps)
     sections = [
         paragraph(verdict(comparison), "lead"),
         *(paragraph(note, "soft") for note in notes),
         _key_figures(comparison),
-        facts(items),
+        facts((about or {}).items()),
         _timelines(steps, schedule),
         _causes(comparison),
         _streams(comparison),

@@ -33,7 +33,8 @@ def slower(stream: str, factor: float) -> Comparison:
 
 
 def test_equal_traces_have_no_difference() -> None:
-    same = compare(SCHEDULE, PREDICTED, as_measured(PREDICTED), moved_bytes=SCHEDULE.bytes_moved())
+    counted = replace(as_measured(PREDICTED), meta={"bytes_per_step": SCHEDULE.bytes_moved()})
+    same = compare(SCHEDULE, PREDICTED, counted)
     assert same.step_error_frac == 0
     assert same.bytes_agree
     assert [t.peak_bytes.error_frac for t in same.tiers] == [0, 0, 0]
