@@ -32,6 +32,7 @@ from benchmarks.records import arguments, save
 from tests.sim.evaluator import Evaluator
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.scaling import with_ample_memory
 from tierplan.planner.lowering import Lowering
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.sim.analysis.completion import check_memory
@@ -43,23 +44,18 @@ from tierplan.sim.compiled.simulation import prices_on
 from tierplan.sim.engine import simulate
 from tierplan.sim.pricing import price
 from tierplan.sim.workloads.models import load_workload
-from tierplan.sim.workloads.workload import Training
-
-
-def roomy_machine() -> Machine:
-    machine = load_machine("desktop-4090")
-    return replace(machine, tiers=tuple(replace(t, capacity_bytes=10**15) for t in machine.tiers))
+from tierplan.sim.workloads.workload import Training, Unit
 
 
 def plan_of_gpt3(machine: Machine) -> tuple[Lowering, UnitwisePlan]:
     """About 5,000 ops: parameters and gradients in host memory, states on NVMe, saved tensors in turn."""
     workload = load_workload("gpt-175b", Training(per_device_train_batch_size=1, sequence_length=2048))
 
-    def choice(kind: str, num_slots: int) -> UnitPlan:
-        acts = tuple(("host", "nvme")[k % 2] for k in range(num_slots)) if kind == "block" else "keep"
+    def choice(unit: Unit) -> UnitPlan:
+        acts = tuple(("host", "nvme")[k % 2] for k in range(len(unit.saved))) if unit.kind == "block" else "keep"
         return UnitPlan(params="host", grads="host", states="nvme", acts=acts)  # type: ignore[arg-type]
 
-    units = tuple(choice(u.kind, len(u.saved)) for u in workload.units)
+    units = tuple(map(choice, workload.units))
     return Lowering(workload, machine), UnitwisePlan(policy="benchmark", units=units)
 
 
@@ -190,7 +186,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    shared = roomy_machine()
+    shared = with_ample_memory(load_machine("desktop-4090"))
     alone = replace(shared, shared_limits=(), streams=tuple(replace(s, takes={}) for s in shared.streams))
     results = {
         "without shared limits": measure(alone, args.repeats),

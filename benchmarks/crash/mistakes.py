@@ -35,25 +35,15 @@ def without_sync_of_folders() -> Iterator[None]:
 
 
 @contextmanager
-def renamed_before_the_sync() -> Iterator[None]:
+def synced_in_place(*, is_renamed: bool) -> Iterator[None]:
+    """The content is synced under its own name, to which the file has been renamed, or with which it is written."""
+
     def replace_content(path: Path, content: bytes) -> None:
-        temporary = path.with_suffix(".tmp")
-        fd = files.create_file(temporary)
-        files.write_at(fd, temporary, [memoryview(content)], 0)
-        files.rename_file(temporary, path)
-        files.sync_file(fd, temporary)
-        os.close(fd)
-        files.sync_folder(path.parent)
-
-    with mock.patch("tierplan.runtime.memory.files.replace_content", replace_content):
-        yield
-
-
-@contextmanager
-def written_in_place() -> Iterator[None]:
-    def replace_content(path: Path, content: bytes) -> None:
-        fd = files.create_file(path)
-        files.write_at(fd, path, [memoryview(content)], 0)
+        written = path.with_suffix(".tmp") if is_renamed else path
+        fd = files.create_file(written)
+        files.write_at(fd, written, [memoryview(content)], 0)
+        if is_renamed:
+            files.rename_file(written, path)
         files.sync_file(fd, path)
         os.close(fd)
         files.sync_folder(path.parent)
@@ -91,8 +81,8 @@ PLANTED: Mapping[str, tuple[str, Callable[[], AbstractContextManager[Any]]]] = {
     "no sync of the resident file": ("everything in memory", partial(without_sync_of, "resident")),
     "no sync of the record": ("everything in memory", partial(without_sync_of, "commit")),
     "no sync of folders": ("everything in memory", without_sync_of_folders),
-    "the record is renamed before it is synced": ("everything in memory", renamed_before_the_sync),
-    "the record is written in place": ("everything in memory", written_in_place),
+    "the record is renamed before it is synced": ("everything in memory", partial(synced_in_place, is_renamed=True)),
+    "the record is written in place": ("everything in memory", partial(synced_in_place, is_renamed=False)),
     "committed extents are written over": ("everything on NVMe", committed_extents_written_over),
     "the record comes before the data": ("states in parts", record_before_the_data),
 }

@@ -31,6 +31,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,31 +59,25 @@ PAIRS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
     "FSDP2, CPU offload": ("fsdp", {"checkpoint": True}, STATES_IN_HOST),
     "DeepSpeed ZeRO-2, optimizer in host": ("deepspeed", {"stage": 2, "optimizer": "cpu"}, STATES_IN_HOST),
     "DeepSpeed ZeRO-3, all in host": (
-        "deepspeed",
-        {"stage": 3, "optimizer": "cpu", "param": "cpu", "checkpoint": True},
-        ALL_IN_HOST,
+        "deepspeed", {"stage": 3, "optimizer": "cpu", "param": "cpu", "checkpoint": True}, ALL_IN_HOST,
     ),
     "DeepSpeed ZeRO-3, optimizer on NVMe": (
-        "deepspeed",
-        {"stage": 3, "optimizer": "nvme", "checkpoint": True},
-        STATES_ON_NVME,
+        "deepspeed", {"stage": 3, "optimizer": "nvme", "checkpoint": True}, STATES_ON_NVME,
     ),
     "DeepSpeed ZeRO-3, all on NVMe": ("deepspeed", {"stage": 3, "optimizer": "nvme", "param": "nvme"}, ALL_ON_NVME),
     "DeepSpeed ZeRO-3, all on NVMe, checkpointing": (
-        "deepspeed",
-        {"stage": 3, "optimizer": "nvme", "param": "nvme", "checkpoint": True},
-        ALL_ON_NVME,
+        "deepspeed", {"stage": 3, "optimizer": "nvme", "param": "nvme", "checkpoint": True}, ALL_ON_NVME,
     ),
-}
+}  # fmt: skip
 """By name, the other system's worker, its settings, and where tierplan has everything."""
 
 
-def config(args: argparse.Namespace) -> dict[str, Any]:
+def config(args: argparse.Namespace) -> Record:
     """A GPT-2 without dropout, so that both draw no random numbers."""
     return gpt2(args.width, args.blocks, positions=args.length, vocabulary=VOCABULARY)
 
 
-def make_batch(args: argparse.Namespace) -> dict[str, Any]:
+def make_batch(args: argparse.Namespace) -> Record:
     import torch
 
     shape = (args.batch, args.length)
@@ -153,7 +148,7 @@ def with_tierplan(args: argparse.Namespace, settings: Mapping[str, Any], folder:
         trainer.run(batches, count)
         return list(losses)
 
-    def finish() -> dict[str, Any]:
+    def finish() -> Record:
         result = trainer.result()
         trainer.close()
         num_traced = min(traced_steps(schedule), len(result.step_ends_s))
@@ -256,7 +251,7 @@ def with_deepspeed(args: argparse.Namespace, settings: Mapping[str, Any], folder
         "cpu": {"device": "cpu", "pin_memory": False},
         "nvme": {"device": "nvme", "nvme_path": str(folder), "pin_memory": False},
     }
-    zero: dict[str, Any] = {"stage": settings["stage"], "overlap_comm": False, "sub_group_size": args.sub_group}
+    zero: Record = {"stage": settings["stage"], "overlap_comm": False, "sub_group_size": args.sub_group}
     swaps = {"buffer_count": args.swap_buffers, "pipeline_read": True, "pipeline_write": True}
     zero["offload_optimizer"] = {
         **places[settings["optimizer"]],
@@ -303,18 +298,20 @@ def work(args: argparse.Namespace) -> None:
     os.dup2(2, 1)  # whatever libraries print goes to standard error
     import torch
 
+    asked = json.loads(sys.stdin.readline())
+    vars(args).update(asked["args"])
     torch.set_num_threads(args.threads)
     if args.cap_gib:
         resource.setrlimit(resource.RLIMIT_DATA, (int(args.cap_gib * GIB),) * 2)
     folder = args.nvme_dir / args.worker
     folder.mkdir(parents=True, exist_ok=True)
-    steps, finish = WORKERS[args.worker](args, json.loads(args.settings), folder)
+    steps, finish = WORKERS[args.worker](args, asked["settings"], folder)
     is_new = True
     for line in sys.stdin:
         if not (count := int(line)):
             break
         began, losses = time.perf_counter(), steps(count)
-        answer = {"s": time.perf_counter() - began, "losses": losses, **memory_bytes()}
+        answer = {"s": time.perf_counter() - began, "losses": losses, "peak_rss": peak_rss_bytes()}
         if is_new:  # setting up is over
             Path("/proc/self/clear_refs").write_text("5")
             is_new = False
@@ -324,11 +321,10 @@ def work(args: argparse.Namespace) -> None:
     os._exit(0)  # DeepSpeed's threads would be waited for
 
 
-def memory_bytes() -> dict[str, int]:
-    """Resident memory of this process: the peak since it was last reset, and now, by kind."""
+def peak_rss_bytes() -> int:
+    """The highest resident memory of this process since that was last reset."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    names = {"peak_rss": "VmHWM", "rss_anon": "RssAnon", "rss_file": "RssFile", "rss_shmem": "RssShmem"}
-    return {name: int(lines[key].split()[0]) * 1024 for name, key in names.items()}
+    return int(lines["VmHWM"].split()[0]) * 1024
 
 
 # ---- the comparison ----
@@ -339,38 +335,33 @@ class WorkerError(RuntimeError):
 
 
 class Contender:
-    """A worker in its own process."""
+    """A worker in its own process, which reads what is asked in its first line."""
 
     def __init__(self, worker: str, settings: Mapping[str, Any], python: str, args: argparse.Namespace) -> None:
         self.name = worker
-        shared = [x for key in SHARED for x in (f"--{key.replace('_', '-')}", str(getattr(args, key)))]
-        command = [python, str(Path(__file__).resolve()), "--worker", worker, "--settings", json.dumps(settings)]
-        root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join((str(Path(python).parent), os.environ.get("PATH", "")))
+        root = str(Path(__file__).resolve().parents[2])
         environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "PYTHONPATH": root, "PATH": path}
-        self._process = subprocess.Popen(
-            [*command, *shared],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            text=True,
-            stderr=args.log,
-        )
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": args.log, "text": True}
+        command = [python, str(Path(__file__).resolve()), "--nvme-dir", str(args.nvme_dir), "--worker", worker]
+        self._process = subprocess.Popen(command, env=environment, **pipes)
+        self._tell({"settings": settings, "args": settings_of(args)})
 
-    def ask(self, count: int) -> dict[str, Any]:
+    def _tell(self, what: object) -> None:
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            self._process.stdin.write(f"{count}\n")
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(f"{json.dumps(what)}\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            pass
+
+    def ask(self, count: int) -> Record:
+        assert self._process.stdout is not None
+        self._tell(count)
         line = self._process.stdout.readline()
         if not line:
             raise WorkerError(f"{self.name} ended with status {self._process.wait()}; --log FILE has what it said")
         return dict(json.loads(line))
 
-    def end(self) -> dict[str, Any]:
+    def end(self) -> Record:
         last = self.ask(0)
         self._process.wait()
         return last
@@ -380,13 +371,7 @@ class Contender:
         self._process.wait()
 
 
-SHARED = (
-    "nvme_dir", "width", "blocks", "dtype", "batch", "length", "threads", "cap_gib", "device_mib", "host_mib",
-    "sub_group", "swap_buffers", "warmup",
-)  # fmt: skip
-
-
-def compare(args: argparse.Namespace, name: str) -> dict[str, Any]:
+def compare(args: argparse.Namespace, name: str) -> Record:
     """One pair: the other system's seconds per step over tierplan's, turn by turn."""
     worker, theirs, homes = PAIRS[name]
     ours = {"homes": homes, "checkpoint": theirs.get("checkpoint", False)}
@@ -423,8 +408,10 @@ def compare(args: argparse.Namespace, name: str) -> dict[str, Any]:
     }
 
 
-def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    return {key: getattr(args, key) for key in SHARED if key != "nvme_dir"}
+def settings_of(args: argparse.Namespace) -> Record:
+    """What both of a pair are told, and what tells apart runs of the same pair."""
+    others = ("nvme_dir", "peers_python", "only", "turns", "steps", "json", "log", "worker")
+    return {name: value for name, value in vars(args).items() if name not in others}
 
 
 def main() -> None:
@@ -449,7 +436,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="a line for each pair; pairs that it has are passed over")
     parser.add_argument("--log", type=argparse.FileType("w"), help="what the workers say")
     parser.add_argument("--worker", choices=tuple(WORKERS), help=argparse.SUPPRESS)
-    parser.add_argument("--settings", default="{}", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         work(args)

@@ -82,7 +82,7 @@ def write_advice(path: str | os.PathLike[str], advice: Advice) -> None:
     else:
         parts.append(section("Figures", facts(_figures(advice))))
     if advice.changes:
-        gains = _turned(bars([(c.gain_frac or 0.0) for c in advice.changes]))
+        gains = bars([(c.gain_frac or 0.0) for c in advice.changes], more_is_better=True)
         rows = [(*_cells(c), bar) for c, bar in zip(advice.changes, gains, strict=True)]
         parts.append(section("What would help, most per price first", table((*CHANGE_COLUMNS, ""), rows)))
     else:
@@ -207,9 +207,3 @@ def _cells(change: Change) -> tuple[str, ...]:
 
 def _html(rows: Sequence[Sequence[str]]) -> str:
     return table(rows[0], rows[1:])
-
-
-def _turned(cells: Sequence[str]) -> list[str]:
-    """Here more is better: a gain in the colour of gains."""
-    swap = {"#a33a00": "#0b5cad", "#0b5cad": "#a33a00"}
-    return [next((cell.replace(a, b) for a, b in swap.items() if a in cell), cell) for cell in cells]

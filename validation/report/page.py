@@ -71,15 +71,15 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, num_left: in
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'
 
 
-def bars(values: Sequence[float]) -> list[str]:
-    """Table cells with a bar each, on a common scale, to the right of zero for gains and to the left for losses."""
+def bars(values: Sequence[float], *, more_is_better: bool = False) -> list[str]:
+    """Table cells with a bar each, on a common scale, to the right of zero where there is more and to the left else."""
     low, high = min(0.0, *values, 0.0), max(0.0, *values, 0.0)
     width = (high - low) or 1.0
     zero = -low / width * 100
     cells = []
     for value in values:
         x, w = (zero, value / width * 100) if value >= 0 else (zero + value / width * 100, -value / width * 100)
-        colour = "#a33a00" if value > 0 else "#0b5cad"
+        colour = "#0b5cad" if (value > 0) is more_is_better else "#a33a00"
         cells.append(
             '<td class="bar"><svg viewBox="0 0 100 10" preserveAspectRatio="none" role="img">'
             f'<rect x="{x:.2f}" y="1" width="{max(w, 0):.2f}" height="8" fill="{colour}"/>'
