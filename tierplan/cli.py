@@ -15,6 +15,7 @@ import shtab
 
 from tierplan import __version__
 from tierplan.commands import COMMANDS
+from tierplan.commands.options.arguments import add_json
 from tierplan.commands.options.help import Formatter
 from tierplan.commands.options.not_yet import nearest
 from tierplan.sim.output.text import wrapped
@@ -80,6 +81,8 @@ def command_parser() -> Parser:
         summary = (module.__doc__ or "").strip().splitlines()[0]
         sub = subparsers.add_parser(name, help=summary, description=module.__doc__, formatter_class=Formatter)
         module.add_arguments(sub)
+        if not sub.get_default("has_actions"):
+            add_json(sub)
         sub.set_defaults(run=module.run, parser=sub)
     return parser
 

@@ -36,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser, "--time-limit S", "seconds of a search, as for `plan` (default: 2 to 5, at most 10)", finite(above=0)
     )
     option(parser, "--workers N", "processes (default: one per core)", whole(1))
-    option(parser, "--json", "print the advice as one JSON object")
     option(parser, "-o --output --out PAGE.html", "also write it as a page", new_file(), dest="out")
 
 

@@ -43,7 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(how, "--quick", f"in about {QUICK_S:.0f} s: wider intervals")
     option(how, "--budget-s S", f"seconds, about (default {BUDGET_S:.0f})", finite(above=0))
     option(how, "-o --output FILE", "write it there, for --calibration, and not into the user's own", new_file())
-    option(parser, "--json", "print the calibration as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -27,7 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--warmup N", "steps at the beginning to leave out (default 2)", whole(0))
     option(parser, "--plot FILE", "also write both timelines as a picture", new_file(*PICTURES))
     option(parser, "--perfetto FILE", "also write both timelines for Perfetto", new_file())
-    option(parser, "--json", "print the comparison as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:

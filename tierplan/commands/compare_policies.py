@@ -35,7 +35,6 @@ OWN_SEMANTICS = ("harmony", "virtual-memory", "megatron-pp", "mobius", "roundpip
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--policies NAME", "only these (default: all that suit the machine)", nargs="+")
     option(parser, "--plot FILE", "write the comparison as a picture (PNG, SVG or PDF)", new_file(*PICTURES))
-    option(parser, "--json", "print one JSON object")
     scenario.add_arguments(parser)
 
 

@@ -29,7 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--steps N", "training steps of each run, 4 or more", whole(4), 12)
     option(parser, "--threads N", "cores for the model's kernels", whole(1), 1)
     option(parser, "--seed N", "of weights and batches", whole(0), 0)
-    option(parser, "--json", "print the result as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -21,7 +21,16 @@ from itertools import groupby
 from pathlib import Path
 from statistics import median
 
-from tierplan.commands.options.arguments import add_device, add_set, existing_file, finite, new_file, new_folder, option
+from tierplan.commands.options.arguments import (
+    actions,
+    add_device,
+    add_set,
+    existing_file,
+    finite,
+    new_file,
+    new_folder,
+    option,
+)
 from tierplan.commands.options.terminal import progress_bar, tell
 from tierplan.hwmodels.build import build_machine
 from tierplan.hwmodels.catalog import (
@@ -65,20 +74,16 @@ NOISY = 0.125
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    listing = commands.add_parser("list", help="machines and parts of the catalog")
-    option(listing, "--json", "as one JSON object")
+    action = actions(parser)
+    listing = action("list", _list, "machines and parts of the catalog")
     option(listing, "--sources", "the parts' sources instead, and how many numbers rest on each")
-    listing.set_defaults(act=_list)
 
-    show = commands.add_parser("show", help="one machine: every number with its source, tiers, streams, shared limits")
+    show = action("show", _show, "one machine: every number with its source, tiers, streams, shared limits")
     show.add_argument("machine", help="a catalog name, a TOML file, or `here`")
     add_set(show)
     option(show, "--keys", "list every key that --set takes, with its meaning")
-    option(show, "--json", "as one JSON object")
-    show.set_defaults(act=_show)
 
-    measure = commands.add_parser("measure", help="measure this machine and keep the result as `here`")
+    measure = action("measure", _measure, "measure this machine and keep the result as `here`")
     drives = measure.add_mutually_exclusive_group()
     where = "folder on the drive that will be the NVMe tier, once per drive (default: this folder)"
     option(drives, "--nvme-dir --nvme DIR", where, new_folder, repeat=True)
@@ -88,28 +93,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(measure, "--budget-s S", f"seconds, about (default {QUICK_S:.0f}, least 5)", finite(least=5))
     add_device(measure)
     option(measure, "-o --output FILE", "write the machine to this TOML file instead", new_file(".toml"))
-    option(measure, "--json", "print the machine as one JSON object")
-    measure.set_defaults(act=_measure)
 
-    curves = commands.add_parser("curves", help="GPUs with measured tables: errors of predictions, leave-one-out")
+    curves = action("curves", _curves, "GPUs with measured tables: errors of predictions, leave-one-out")
     option(curves, "--tables DIR", "make them anew from the repositories in this folder (OWNER/NAME)", new_folder)
     option(curves, "-o --output DIR", "with --tables: where the curves are written", new_folder)
-    option(curves, "--json", "as one JSON object")
-    curves.set_defaults(act=_curves)
 
-    detect = commands.add_parser("detect", help="a machine from what this system says, and what it does not say")
+    detect = action("detect", _detect, "a machine from what this system says, and what it does not say")
     option(detect, "-o --output FILE", "write the machine to this TOML file", new_file(".toml"))
-    option(detect, "--json", "as one JSON object")
-    detect.set_defaults(act=_detect)
 
-    shares = commands.add_parser("share", help="a small anonymous file of what was measured, for a pull request")
+    shares = action("share", _share, "a small anonymous file of what was measured, for a pull request")
     shares.add_argument("machine", nargs="?", default="here", help="a TOML file, or `here`")
     option(shares, "-o --output FILE", "TOML file to write", new_file(".toml"), required=True)
     option(shares, "--step MODEL,POLICY,BATCH,SEQ,SECONDS", "one measured step, too")
-    option(shares, "--json", "print it as one JSON object")
-    shares.set_defaults(act=_share)
 
-    imports = commands.add_parser("import", help="a machine from the output of other tools")
+    imports = action("import", _import, "a machine from the output of other tools")
     option(imports, "--base X", "machine whose numbers hold where the tools say nothing")
     add_set(imports)
     option(imports, "--fio FILE", "fio --output-format=json", existing_file, repeat=True)
@@ -120,8 +117,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(imports, "--ds-io FILE", "what DeepSpeed's ds_io or ds_nvme_tune printed", existing_file, repeat=True)
     option(imports, "--name NAME", "of the machine (default: the file's name)")
     option(imports, "-o --output FILE", "TOML file to write", new_file(".toml"), required=True)
-    option(imports, "--json", "print the machine as one JSON object")
-    imports.set_defaults(act=_import)
 
 
 def run(args: argparse.Namespace) -> int:

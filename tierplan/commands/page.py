@@ -37,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--quick", "a small grid, and searches for a moment only")
     option(parser, "--keep DIR", "folder of the answers (default: beside the page, with its name)", new_folder)
     option(parser, "--workers N", "processes (default: one per core)", whole(1))
-    option(parser, "--json", "print the answers as JSON, one per line")
 
 
 def run(args: argparse.Namespace) -> int:

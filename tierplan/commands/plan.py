@@ -15,7 +15,7 @@ import argparse
 import sys
 
 from tierplan.commands.options import scenario
-from tierplan.commands.options.arguments import PICTURES, finite, new_file, option, whole
+from tierplan.commands.options.arguments import PICTURES, add_timeline, finite, new_file, option, whole
 from tierplan.commands.options.terminal import nameplate_lines, tell, working
 
 EXIT_INFEASIBLE = 3
@@ -24,11 +24,7 @@ EXIT_INFEASIBLE = 3
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     scenario.add_arguments(parser)
     option(parser, "-o --output FILE", "write plan and schedule, for `tierplan run`", new_file())
-    option(parser, "--json", "print one JSON object")
-    option(
-        parser, "--timeline FILE", "draw what each stream does in one step: HTML to zoom into, PNG, SVG, PDF, or JSON "
-        "for ui.perfetto.dev", new_file(".html", *PICTURES, ".json"),
-    )  # fmt: skip
+    add_timeline(parser)
     option(parser, "--time-limit S", "seconds of each division's search (default: 2 to 5, at most 10)", finite(above=0))
     option(parser, "--seed N", "of the search's random changes", whole(0), 0)
     option(

@@ -26,7 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SYSTEM",
         help="fuyou, harmony, ratel, ssdtrain, zero (default), points or finetuning",
     )
-    option(parser, "--json", "print one JSON object")
     option(parser, "--write FILE", "write tables and pictures into this page, between its markers", new_file())
 
 

@@ -48,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     option(parser, "--verify", "do not train: read all of the last commit in DIR and say whether it is whole")
     option(parser, "--no-export", "do not write the trained model")
-    option(parser, "--json", "print what was done as one JSON object")
     training = parser.add_argument_group("training")
     option(training, "--lr LR", "learning rate", finite(least=0), 1e-3)
     option(

@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from tierplan.commands.options import scenario
-from tierplan.commands.options.arguments import PICTURES, new_file, option
+from tierplan.commands.options.arguments import add_timeline, new_file, option
 from tierplan.commands.options.terminal import nameplate_lines, tell, working
 from tierplan.sim.output.text import columns, format_bytes, format_s, in_short, wrapped
 
@@ -29,11 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--policy NAME", which, required=True)
     setting = "a setting of the policy, e.g. swap=all; repeatable (a wrong one lists all; docs/policies.md)"
     option(parser, "--option KEY=VALUE", setting, repeat=True, dest="options")
-    option(parser, "--json", "print one JSON object")
-    option(
-        parser, "--timeline FILE", "draw what each stream does in one step: HTML to zoom into, PNG, SVG, PDF, or JSON "
-        "for ui.perfetto.dev", new_file(".html", *PICTURES, ".json"),
-    )  # fmt: skip
+    add_timeline(parser)
     option(parser, "--max-model", "find the largest GPT-3-style model that fits, instead of --model")
     option(parser, "-o --output FILE", "write the schedule, if it fits, for `tierplan run`", new_file())
     scenario.add_arguments(parser, needs_model=False, searches=False)

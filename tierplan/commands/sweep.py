@@ -36,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "-o --out DIR", "folder for the results (default: the study's name)", new_folder)
     option(parser, "--workers N", "processes (default: one per core)", whole(1))
     option(parser, "--dask ADDRESS", "run on the dask scheduler at this address, tcp://host:port")
-    option(parser, "--json", "print the rows as JSON, one per line")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -35,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--table DIR", "make the page of the artifacts in DIR, and run nothing")
     option(parser, "--transfer", "predict each of the user's calibrations on `here` from the others, and run nothing")
     option(parser, "-o --output FILE", "write the page here", new_file())
-    option(parser, "--json", "print the summary as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:

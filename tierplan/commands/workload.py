@@ -16,32 +16,26 @@ from dataclasses import asdict, replace
 from itertools import groupby
 
 from tierplan.commands.options import scenario
-from tierplan.commands.options.arguments import existing_file, option
+from tierplan.commands.options.arguments import actions, existing_file, option
 from tierplan.commands.options.terminal import tell, working
 from tierplan.sim.output.text import columns, digits, format_bytes, format_count, wrapped
 from tierplan.sim.workloads.workload import Training, Unit, Workload, WorkloadError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    listing = commands.add_parser("list", help="the models known by name")
-    option(listing, "--json", "as one JSON object")
-    listing.set_defaults(act=_list)
+    action = actions(parser)
+    action("list", _list, "the models known by name")
 
-    show = commands.add_parser("show", help="per unit and in total: parameters, states, activations, FLOPs")
+    show = action("show", _show, "per unit and in total: parameters, states, activations, FLOPs")
     show.add_argument("model", metavar="CONFIG", help=scenario.MODEL)
     scenario.add_training(show)
     option(show, "--unit U", "list the saved tensors of this unit, such as L0 or head")
-    option(show, "--json", "as one JSON object")
-    show.set_defaults(act=_show)
 
-    deepspeed = commands.add_parser("deepspeed", help="the settings and the policy of a DeepSpeed configuration")
+    deepspeed = action("deepspeed", _deepspeed, "the settings and the policy of a DeepSpeed configuration")
     files = "DeepSpeed's configuration, or accelerate's, or the Trainer's arguments as JSON"
     deepspeed.add_argument("file", type=existing_file, metavar="DS.JSON", help=files)
     option(deepspeed, "--model M", scenario.MODEL, required=True)
     scenario.add_training(deepspeed)
-    option(deepspeed, "--json", "as one JSON object")
-    deepspeed.set_defaults(act=_deepspeed)
     for parser in (show, deepspeed):
         option(parser, "--measured", "seconds of real steps of the whole model here, with their spread")
 

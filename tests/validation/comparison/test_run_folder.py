@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.toys import toy_machine, toy_workload, uniform_plan
+from tierplan.cli import command_parser
 from tierplan.commands import compare as command
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import CATALOG, PredictionBasis
@@ -64,11 +65,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def arguments(*words: str):  # type: ignore[no-untyped-def]
-    import argparse
-
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return parser.parse_args(words)
+    return command_parser().parse_args(["compare", *words])
 
 
 def test_compare_writes_the_page_and_says_the_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import os
-from argparse import ArgumentTypeError, _ActionsContainer
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, _ActionsContainer
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,25 @@ def option(
         action.complete = completed  # type: ignore[attr-defined]
 
 
+def add_json(parser: _ActionsContainer) -> None:
+    """Adds `--json`, which every command has."""
+    option(parser, "--json", "print what was found as JSON")
+
+
+def actions(parser: ArgumentParser) -> Callable[[str, Callable[[Namespace], int], str], ArgumentParser]:
+    """For a command with actions, such as `machine list`: adds one by name, `args.act` and help."""
+    commands = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    parser.set_defaults(has_actions=True)
+
+    def action(name: str, act: Callable[[Namespace], int], help: str) -> ArgumentParser:
+        added = commands.add_parser(name, help=help)
+        added.set_defaults(act=act)
+        add_json(added)
+        return added
+
+    return action
+
+
 def add_set(parser: _ActionsContainer) -> None:
     """Adds `--set`, whose values `load_machine` takes as `overrides`."""
     what = "change the machine, e.g. nvme.drives=3; repeatable (keys: tierplan machine show X --keys)"
@@ -75,6 +94,12 @@ def add_set(parser: _ActionsContainer) -> None:
 def add_device(parser: _ActionsContainer) -> None:
     """Adds `--device`: where PyTorch computes."""
     option(parser, "--device", "auto is cuda where PyTorch sees a GPU", choices=("auto", "cpu", "cuda"), default="auto")
+
+
+def add_timeline(parser: _ActionsContainer) -> None:
+    """Adds `--timeline`, for `studies.answer.write_timeline`."""
+    what = "draw what each stream does in one step: HTML to zoom into, PNG, SVG, PDF, or JSON for ui.perfetto.dev"
+    option(parser, "--timeline FILE", what, new_file(".html", *PICTURES, ".json"))
 
 
 def whole(least: int) -> Callable[[str], int]:
