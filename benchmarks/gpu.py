@@ -232,16 +232,19 @@ def calibrate(device: str, out: Path, batch: int, seq: int, *, is_tiny: bool) ->
 
 def report(out: Path) -> str:
     """What was found, as a page."""
+    from tierplan.sim.output.text import markdown_table
+
     state: Mapping[str, Any] = json.loads((out / "state.json").read_text())
-    lines = ["# On a borrowed GPU", "", "| slice | result | s |", "|---|---|---|"]
-    lines += [f"| {name} | {one['result']} | {one['seconds']} |" for name, one in state.items()]
+    rows = [(name, one["result"], str(one["seconds"])) for name, one in state.items()]
+    lines = ["# On a borrowed GPU", "", *markdown_table(("slice", "result", "s"), rows)]
     log = out / "logs" / "environment.log"
     lines += ["", "```", log.read_text().strip() if log.exists() else "", "```"]
     for path in sorted(out.glob("beside-plain-*.json")):
         found = json.loads(path.read_text())
         shape = f"{found['blocks']} blocks of width {found['width']}, {found['dtype']}, on {found['device']}"
-        lines += ["", f"## Steps of plain PyTorch over the schedule's: {shape}", "", "| plan | ratio |", "|---|---|"]
-        lines += [f"| {name} | {ratio:.2f} |" for name, ratio in found["plain_over_schedule"].items()]
+        ratios = [(name, f"{ratio:.2f}") for name, ratio in found["plain_over_schedule"].items()]
+        lines += ["", f"## Steps of plain PyTorch over the schedule's: {shape}", ""]
+        lines += markdown_table(("plan", "ratio"), ratios)
     if (log := out / "logs" / "calibrate.log").exists():
         lines += ["", "## Calibrated, planned, run and compared", "", "```", log.read_text().strip(), "```"]
     if (out / "campaign").is_dir():

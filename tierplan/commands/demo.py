@@ -53,11 +53,11 @@ def run(args: argparse.Namespace) -> int:
     finally:
         if own_nvme:
             shutil.rmtree(out / "nvme", ignore_errors=True)
-    tell(args, result.record(), summary_lines(result, out))
+    tell(args, result.record(), demo_lines(result, out))
     return 0
 
 
-def summary_lines(result: DemoResult, out: Path) -> list[str]:
+def demo_lines(result: DemoResult, out: Path) -> list[str]:
     """The result on one screen."""
     from tierplan.studies.answer import placements
     from tierplan.validation.comparison.words import figure_lines

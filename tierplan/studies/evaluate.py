@@ -85,13 +85,13 @@ def calibration_workload(point: Point, machine: Machine) -> Workload:
     return workload_or_traced(name, calibration_config(config), training, exact=point.exact)
 
 
-def training_of(point: Point, machine: Machine | None, *, batch: int = 0, accumulation: int = 0) -> Training:
+def training_of(point: Point, machine: Machine | None) -> Training:
     """The training settings of a point; `auto` is what the machine has, and without one bf16 and CUDA's kernels."""
     dtype = "bf16" if machine is None else default_precision(machine)
     backend = "cuda" if machine is None else default_backend(machine)
     return Training(
-        per_device_train_batch_size=batch or point.batch,
-        gradient_accumulation_steps=accumulation or point.accumulation,
+        per_device_train_batch_size=point.batch,
+        gradient_accumulation_steps=point.accumulation,
         sequence_length=point.seq,
         dtype=dtype if point.dtype == "auto" else point.dtype,  # type: ignore[arg-type]
         backend=backend if point.backend == "auto" else point.backend,  # type: ignore[arg-type]
@@ -99,10 +99,16 @@ def training_of(point: Point, machine: Machine | None, *, batch: int = 0, accumu
     )
 
 
-def workload_at(point: Point, machine: Machine, *, batch: int = 0, accumulation: int = 0) -> Workload:
-    """What one step of a point computes, keeps and owns, perhaps with other micro-batches."""
-    training = training_of(point, machine, batch=batch, accumulation=accumulation)
-    return load_or_trace(point.model, training, exact=point.exact)
+def workload_at(point: Point, machine: Machine) -> Workload:
+    """What one step of a point computes, keeps and owns."""
+    return load_or_trace(point.model, training_of(point, machine), exact=point.exact)
+
+
+def workload_in(place: CalibratedPlace, point: Point, batch: int = 0, accumulation: int = 0) -> Workload:
+    """As `workload_at`, timed where there is a calibration, perhaps with other micro-batches."""
+    if batch:
+        point = replace(point, batch=batch, accumulation=accumulation)
+    return place.timed(workload_at(point, place.described))
 
 
 def best_plan(point: Point, *, known: Known | None = None, **only: Any) -> BestPlan:
@@ -121,17 +127,11 @@ def best_plan(point: Point, *, known: Known | None = None, **only: Any) -> BestP
         "known": known,
     }
     if not point.sequences:
-        workload = place.timed(workload_at(point, place.described))
+        workload = workload_in(place, point)
         result = plan(workload, machine, **settings, **only)
     else:
-        found = plan_sequences(
-            lambda batch, accumulation: place.timed(
-                workload_at(point, place.described, batch=batch, accumulation=accumulation)
-            ),
-            machine,
-            sequences=point.sequences,
-            **settings,
-        )
+        divided = partial(workload_in, place, point)
+        found = plan_sequences(divided, machine, sequences=point.sequences, **settings)
         workload, result = found.workload, found.result
     best = BestPlan(workload=workload, machine=machine, result=result)
     return best if machine.num_devices == 1 else _or_on_one(best, point, place, known, only)
@@ -150,7 +150,7 @@ def _or_on_one(
             known = best_plan(alone, **only).known
         except InfeasiblePlan:
             return best
-    workload = place.timed(workload_at(point, place.described, batch=known.batch, accumulation=known.accumulation))
+    workload = workload_in(place, point, known.batch, known.accumulation)
     columns = Lowering(workload, best.machine).columns(known.plan)
     one = predicted(known.plan, columns, steady_state(columns, best.machine), workload, best.machine)
     if one.tokens_per_s <= result.prediction.tokens_per_s:  # type: ignore[operator]  # both fit
@@ -170,7 +170,7 @@ def most_tokens_per_s(point: Point, *, by_program: bool = False) -> float:
     place, training = place_of(point), training_of(point, None)
     each = training.per_device_train_batch_size * training.gradient_accumulation_steps
     divisions = [(b, point.sequences // b) for b in divisors(point.sequences)] if point.sequences else [(0, 0)]
-    workloads = [place.timed(workload_at(point, place.described, batch=b, accumulation=a)) for b, a in divisions]
+    workloads = [workload_in(place, point, *division) for division in divisions]
     num = place.machine.num_devices
     semantics: Any = point.semantics or plain_semantics(training)
     if by_program and num == 1:
@@ -204,8 +204,7 @@ def predict_point(point: Point) -> Prediction:
     options = {"semantics": point.semantics} if point.semantics else {}
 
     def at(batch: int, accumulation: int) -> Prediction:
-        workload = place.timed(workload_at(point, place.described, batch=batch, accumulation=accumulation))
-        return predict(point.policy, workload, machine, options)
+        return predict(point.policy, workload_in(place, point, batch, accumulation), machine, options)
 
     if not point.sequences:
         return at(point.batch, point.accumulation)

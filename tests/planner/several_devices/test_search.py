@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -55,7 +56,7 @@ def test_each_system_of_several_devices_has_a_time_for_the_same_work_or_a_reason
     )
     machine = machine_of(point)
     found = plan_sequences(
-        lambda batch, accumulation: workload_at(point, machine, batch=batch, accumulation=accumulation),
+        lambda batch, accumulation: workload_at(replace(point, batch=batch, accumulation=accumulation), machine),
         machine,
         sequences=4,
     )

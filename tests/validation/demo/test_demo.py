@@ -14,7 +14,7 @@ import pytest
 
 from tests.toys import toy_machine, toy_workload
 from tierplan.cli import main
-from tierplan.commands.demo import summary_lines
+from tierplan.commands.demo import demo_lines
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.runtime.measure import machine
@@ -88,7 +88,7 @@ def test_the_whole_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "<html" in (tmp_path / "report.html").read_text()
     timeline = json.loads((tmp_path / "timeline.json").read_text())
     assert len(timeline["traceEvents"]) > 100
-    summary = "\n".join(summary_lines(result, tmp_path))
+    summary = "\n".join(demo_lines(result, tmp_path))
     assert "equal bit for bit" in summary
     low_s, high_s = record["interval_s"]
     predicted_s, measured_s = (record["step_s"][name] for name in ("predicted", "measured"))

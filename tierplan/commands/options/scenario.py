@@ -195,8 +195,8 @@ def read_training(args: argparse.Namespace) -> Training:
 
 def read_scenario(args: argparse.Namespace) -> tuple[Workload, Machine]:
     """What is trained, and where."""
-    from tierplan.studies.evaluate import place_of, workload_at
+    from tierplan.studies.evaluate import place_of, workload_in
 
     point = read_point(args)
     place = place_of(point)
-    return place.timed(workload_at(point, place.described)), place.machine
+    return workload_in(place, point), place.machine
