@@ -45,12 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not (out / name).exists():
             (out / name).symlink_to(ROOT / name)
     tierplan = [sys.executable, "-c", "from tierplan.cli import main; raise SystemExit(main())"]
-    todo = [[*tierplan, *words[1:]] for words in commands()]
+    todo = []
     if args.install:
         venv.create(out / "venv", with_pip=True)
         tierplan[0] = str(out / "venv/bin/python")
         install = [tierplan[0], "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt"), f"{ROOT}[runtime]"]
-        todo = [install, *([*tierplan, *words[1:]] for words in commands())]
+        todo.append(install)
+    todo += [[*tierplan, *words[1:]] for words in commands()]
     total_s = 0.0
     for words in todo:
         print(f"$ {shlex.join(words[3:] if words[1] == '-c' else words)}", flush=True)

@@ -27,12 +27,17 @@ from tierplan.hwmodels.build import build_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import DEVICE, HOST
 from tierplan.hwmodels.scaling import with_ample_memory, with_capacity
-from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.planning import plan
-from tierplan.planner.policies import POLICIES
+from tierplan.planner.policies import decide
 from tierplan.planner.results import PlanResult
-from tierplan.sim.analysis.steady import steady_state
+from tierplan.runtime.data.synthetic import seeded_model
+from tierplan.runtime.data.text import TokenBatches
+from tierplan.runtime.measure.machine import measure_description
+from tierplan.runtime.measure.reference_work import MOST_FRAC
+from tierplan.runtime.optim.adam import OptimizerSettings
+from tierplan.runtime.reference import same_weights, train_with_tracked_memory
+from tierplan.runtime.trainer import Trainer
 from tierplan.sim.output.perfetto import write_perfetto
 from tierplan.sim.output.plots import plot_timelines
 from tierplan.sim.output.text import format_bytes, format_count, format_frac
@@ -40,8 +45,9 @@ from tierplan.sim.schedule_file import save_schedule
 from tierplan.sim.trace import Trace, write_atomically
 from tierplan.sim.workloads.models import load_workload, workload_of
 from tierplan.sim.workloads.workload import Training, Workload
-from tierplan.validation.calibration.budgets import capacity_for
+from tierplan.validation.calibration.budgets import capacity_for, peak_bytes
 from tierplan.validation.calibration.known import calibration_config
+from tierplan.validation.calibration.session import CalibrationSession
 from tierplan.validation.comparison.compare import Comparison, compare
 from tierplan.validation.comparison.words import at_slowdown
 from tierplan.validation.report.pictures import typical_steps
@@ -125,15 +131,13 @@ def demo_budgets(workload: Workload, machine: Machine) -> tuple[int, Machine]:
     on NVMe needs, and room for `STATES_FRAC` of the states.
     """
     roomy = with_ample_memory(machine)
-    choice = POLICIES["in-memory"](workload, roomy, {})
-    in_memory = steady_state(lower(choice, workload, roomy), roomy).peak_bytes[DEVICE]
+    in_memory = peak_bytes(DEVICE, decide("in-memory", workload, roomy), workload, roomy)
     machine = with_capacity(machine, {DEVICE: _whole_mib(DEVICE_FRAC * in_memory)})
     streamed = UnitPlan(params="host", grads="host", states="nvme", acts="recompute")
     others = replace(streamed, acts="keep")
     units = tuple(streamed if u.kind == "block" else others for u in workload.units)
-    passing = capacity_for("tight", "host", UnitwisePlan(policy="all states on NVMe", units=units), workload, machine)
-    states = workload.states_bytes
-    return in_memory, with_capacity(machine, {"host": _whole_mib(passing + STATES_FRAC * states)})
+    passing = capacity_for("tight", HOST, UnitwisePlan(policy="all states on NVMe", units=units), workload, machine)
+    return in_memory, with_capacity(machine, {HOST: _whole_mib(passing + STATES_FRAC * workload.states_bytes)})
 
 
 def _whole_mib(size_bytes: float) -> int:
@@ -156,17 +160,6 @@ def run_demo(
     the folder `out`. The model's kernels get `num_threads` cores; the others are left to copies, the optimizer and file
     I/O.
     """
-    from tierplan.runtime.data.synthetic import seeded_model
-    from tierplan.runtime.data.text import TokenBatches
-    from tierplan.runtime.measure.machine import measure_description
-    from tierplan.runtime.measure.reference_work import MOST_FRAC
-    from tierplan.runtime.optim.adam import OptimizerSettings
-    from tierplan.runtime.reference import same_weights, train_with_tracked_memory
-    from tierplan.runtime.trainer import Trainer
-    from tierplan.validation.calibration.session import CalibrationSession
-
-    if steps < 4:
-        raise ValueError(f"steps is {steps}; two are warm-up, so the demo needs 4 or more")
     load = os.getloadavg()[0]
     seconds: dict[str, float] = {}
     nvme = nvme_dir or out / "nvme"
