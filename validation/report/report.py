@@ -30,8 +30,16 @@ def write_report(
 ) -> None:
     """Writes the page to `path`: the comparison of the two traces, of which a typical step is drawn.
 
-    `about` has facts to show beside the figures (model, machine, plan, date), `notes` sentences that a reader must know
-    (data-sheet numbers, fall-backs), and the schedule the bytes of ops.
+    Parameters
+    ----------
+    about
+        Facts to show beside the figures: model, machine, plan, date; in this order.
+    losses, reference_losses
+        Loss by step of the run, and of plain training in memory; no section without them.
+    notes
+        Sentences that a reader must know, shown below the verdict: data-sheet numbers, fall-backs.
+    schedule
+        One step, for the bytes of ops.
     """
     steps = typical_steps(predicted, measured, comparison.warmup_steps)
     sections = [
