@@ -45,11 +45,14 @@ class UnitPlan:
     frozen: Place | None = None
     """Where parameters live that are not trained; None for where the others are."""
     grads: Place = "device"
-    """Where gradients wait for the update (and accumulate). Backward makes them on the device."""
+    """Where gradients wait for the update (and accumulate). Backward makes them on the device.
+
+    Where they come back for the update and one turn has those of all micro-batches, they accumulate there first."""
     states: Place = "device"
     """Where optimizer states live between steps; `device` updates on the device, the others on the host's cores."""
     update: UpdatePlace = "home"
-    """`device`: states that live in host memory or on NVMe come to the device for the update, and go back."""
+    """`device`: what the update reads comes there from host memory or NVMe (states, parameters, gradients that waited),
+    and what it writes goes back."""
     input: InputAction = "keep"
     """What happens to the unit's input between forward and backward."""
     acts: Action | tuple[Action, ...] = "keep"

@@ -181,10 +181,10 @@ def _check_update(plan: UnitwisePlan, unit: Unit, choice: UnitPlan) -> None:
             f"unit {unit.name!r} is updated late with gradients in {choice.grads!r} and states in {choice.states!r}; "
             "a late update runs on the host with gradients that waited in host memory: use 'host', or no late_update"
         )
-    if choice.update == "device" and (choice.grads != "device" or choice.late_update):
+    if choice.update == "device" and choice.late_update:
         raise PlanError(
-            f"unit {unit.name!r} has its states brought to the device, but gradients in {choice.grads!r} and "
-            f"late_update={choice.late_update}; such an update takes gradients that wait on the device, and is not late"
+            f"unit {unit.name!r} has its states brought to the device and late_update=True; late updates run on the "
+            "host: use update 'home', or no late_update"
         )
     if choice.update == "device" and plan.semantics == "delayed-1":
         raise PlanError(

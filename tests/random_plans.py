@@ -31,6 +31,17 @@ def with_some_in_host(plan: UnitwisePlan, rng: random.Random, *, most_shards: in
     return replace(plan, units=tuple(units))
 
 
+def with_updates_here(plan: UnitwisePlan, rng: random.Random) -> UnitwisePlan:
+    """The plan with some updates on the device, wherever what they read waits."""
+    units = tuple(
+        replace(choice, update="device")
+        if choice.states != "device" and not choice.late_update and plan.semantics != "delayed-1" and rng.random() < 0.3
+        else choice
+        for choice in plan.units
+    )
+    return replace(plan, units=units)
+
+
 def _draw(workload: Workload, rng: random.Random) -> UnitwisePlan:
     clips = workload.training.max_grad_norm is not None
     semantics = "exact-clip" if clips else rng.choice(["in-backward", "in-backward", "exact-clip", "delayed-1"])

@@ -259,7 +259,7 @@ def _gradients(s: Sketch, reads: list[str | None], writes: list[str]) -> tuple[s
     shared = "tied sum" if s.plan.sums_tied else "tied"
     grads = s.get("grads")
     tied = None if s.plan.sums_tied and grads is not None else s.get(shared)  # the sum is the first one's
-    accumulated = grads if s.choice.grads == "device" else None
+    accumulated = grads if _adds_up_here(s) else None
     if tied is not None or accumulated is not None:
         work_bytes = max(work_bytes, unit.accumulating_work_bytes)
     if unit.shares and unit.adds_to_shared:
@@ -284,9 +284,16 @@ def _gradients(s: Sketch, reads: list[str | None], writes: list[str]) -> tuple[s
     return made, work_bytes
 
 
+def _adds_up_here(s: Sketch) -> bool:
+    """Whether gradients add up on the device: they stay there, or are to come back, and one turn has those of all
+    micro-batches."""
+    is_one_turn = s.plan.order == "vertical" or s.workload.training.gradient_accumulation_steps == 1
+    return s.choice.grads == "device" or (s.choice.update == "device" and is_one_turn)
+
+
 def _leave(s: Sketch, made: str) -> None:
     """After one micro-batch: gradients stay on the device, or join those that wait in host memory."""
-    if s.choice.grads != "device":
+    if not _adds_up_here(s):
         made = s.move(Gradients(s.unit.name, s.m), made, HOST, m=s.m, rank=OFFLOADS)
         accumulated = s.get("grads")
         if accumulated is not None:
@@ -308,6 +315,8 @@ def _complete(s: Sketch) -> None:
         norm = s.put("norm", s.buffer(Norm(name), HOST, NORM_BYTES, "work"))
         stream, work = COMPUTE if s.tier(grads) == DEVICE else HOST_ADAM, {"elementwise_bytes": n * t.grad_bytes}
         s.op(op_key("norm", name), stream, "norm", work=work, reads=[grads], writes=[norm], rank=UPDATES)
+    if choice.grads != "device" and s.tier(grads) == DEVICE:
+        grads = s.move(Gradients(name), grads, HOST, rank=OFFLOADS)
     if choice.grads == "nvme":
         if s.plan.cast_grads and t.grad_bytes < FP32_BYTES:
             cast = s.buffer(CastGradients(name), HOST, n * FP32_BYTES, "grads")
@@ -334,14 +343,15 @@ def _coefficient(s: Sketch) -> str | None:
 
 
 def update_here(s: Sketch) -> None:
-    """The optimizer step of one unit, or of a part of it, on the device: with states that are there, or that come and
-    go back.
+    """The optimizer step of one unit, or of a part of it, on the device: what it reads is there, or comes, and what it
+    writes goes back.
 
-    As on the host, the parts update whole parameters, one after the other: these come before the first of them, and go
-    home after the last.
+    As on the host, gradients and parameters are whole, and the parts update them one after the other: they come before
+    the first part, and parameters go home after the last.
     """
     t, cell, is_last = s.workload.training, f"states{s.flag}", s.flag == s.num_parts - 1
-    reads, writes, of_params = [s.get("due"), _coefficient(s)], [], op_key(Params(s.unit.name), "update")
+    grads = s.put("due", _brought(s, Gradients(s.unit.name), s.made("due")))
+    reads, writes, of_params = [grads, _coefficient(s)], [], op_key(Params(s.unit.name), "update")
     if (states := s.get(cell)) is not None:
         reads.append(brought := _brought(s, _part(s), states))
         writes.append(s.put(cell, s.over(brought)))

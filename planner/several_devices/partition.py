@@ -80,6 +80,8 @@ class _Whole:
     """Of those that stand for it, the number of the first device's."""
     is_everywhere: bool = False
     """Whether each device has one."""
+    is_copy: bool = False
+    """Whether a copy has brought it: of gradients, what host memory has of their sum."""
     is_summed_at_once: bool = False
     """Whether these gradients stay on the device, and are summed over devices after each micro-batch."""
     has_tied_share: bool = False
@@ -178,14 +180,17 @@ class _Partition:
         contents: dict[str, Content | None] = {}
         numbers = (column.tolist() for column in (c.buffer_tier, c.buffer_bytes, c.buffer_reuses))
         rows = zip(self.labels.buffers, *numbers, strict=True)
+        made_of = zip(self.labels.ops, rows_of(c.writes), strict=True)
+        copies = {i for op, writes in made_of if op.kind == "copy" for i in writes}
         wholes = []
         for i, (label, tier, size_bytes, reuses) in enumerate(rows):
             if label.content not in contents:
                 contents[label.content] = parse_content(label.content)
             content = contents[label.content]
             b = _Whole(number=i, label=label, content=content, tier=names[tier], size_bytes=size_bytes, reuses=reuses)
-            on_device = b.tier == DEVICE and label.kind == "grads" and not self.cuts_tensors
-            b.is_summed_at_once = self.sharing.reduces == "each" and on_device and isinstance(content, Gradients)
+            b.is_copy = i in copies
+            is_made = b.tier == DEVICE and isinstance(content, Gradients) and not b.is_copy and not self.cuts_tensors
+            b.is_summed_at_once = self.sharing.reduces == "each" and is_made
             wholes.append(b)
         homes = {
             b.label.content: b.tier
@@ -226,7 +231,7 @@ class _Partition:
             return False
         if kind == "params" and self.sharing.divided != "all":
             return b.tier != DEVICE and home == DEVICE  # on the way home
-        if b.tier != DEVICE or kind == "params":
+        if b.tier != DEVICE or kind == "params" or b.is_copy:
             return True
         if kind == "states":
             return self.sharing.divided != "nothing"
@@ -321,7 +326,7 @@ class _Partition:
             return b.on(r)
         if b.label.kind == "params" and task.computes and self.sharing.divided == "all":
             return self._gather(task, b, r)
-        if isinstance(b.content, Gradients) and not task.computes and not b.is_summed_at_once:
+        if isinstance(b.content, Gradients) and not (task.computes or b.is_summed_at_once or b.is_copy):
             return self._scatter(b, r)
         return b.on(r)
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.random_plans import random_plan, with_some_in_host
+from tests.random_plans import random_plan, with_some_in_host, with_updates_here
 from tests.toys import MIB, toy_machine, toy_workload
 from tierplan.planner.lowering import Lowering, lower, sketch
 from tierplan.planner.lowering.sketch import Terms
@@ -118,7 +118,7 @@ def test_what_was_drawn_for_other_plans_changes_nothing() -> None:
         return Lowering(workload, machine).columns(plan, refine=False)
 
     for _ in range(40):
-        plan = with_some_in_host(random_plan(workload, rng), rng)
+        plan = with_updates_here(with_some_in_host(random_plan(workload, rng), rng), rng)
         with ThreadPoolExecutor(1) as thread:  # a thread begins with no templates
             alone = thread.submit(columns).result()
         assert columns().schedule() == alone.schedule()

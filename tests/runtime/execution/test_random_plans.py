@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from tests.random_plans import random_plan, with_some_in_host
+from tests.random_plans import random_plan, with_some_in_host, with_updates_here
 from tests.runtime.models import make_batches, make_model, observed_workload
 from tests.runtime.test_trainer import CPU, check
 from tierplan.sim.workloads.workload import Training
@@ -40,7 +40,8 @@ def train_random(family: str, training: Training, seed: str, folder: Path) -> No
     rng = random.Random(seed)
     model: nn.Module = make_model(family, num_blocks=2 if family == "t5" else 3, dropout=0.1, dtype=training.dtype)
     workload = observed_workload(model, make_batches(1)[0], training)
-    check(model, training, with_some_in_host(random_plan(workload, rng), rng), folder, workload=workload)
+    plan = with_updates_here(with_some_in_host(random_plan(workload, rng), rng), rng)
+    check(model, training, plan, folder, workload=workload)
 
 
 @pytest.mark.parametrize("seed", range(16))

@@ -83,8 +83,34 @@ def test_the_device_has_room_for_a_shard_at_a_time() -> None:
     assert free_gb[2] - free_gb[0] == pytest.approx(0.100, rel=1e-3)
 
 
-@pytest.mark.parametrize("changed", [{"grads": "host"}, {"late_update": True}], ids=str)
-def test_what_such_an_update_cannot_do_is_refused(changed: dict[str, object], tmp_path: Path) -> None:
-    choice = UnitPlan(states="host", update="device")
+def test_such_an_update_is_never_late(tmp_path: Path) -> None:
+    choice = UnitPlan(states="host", update="device", late_update=True)
     with pytest.raises(PlanError, match="brought to the device"):
-        check(make_model("gpt2"), CPU, replace(choice, **changed), tmp_path)  # type: ignore[arg-type]
+        check(make_model("gpt2"), CPU, choice, tmp_path)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(("order", "accumulation"), [("horizontal", 1), ("horizontal", 2), ("vertical", 2)])
+@pytest.mark.parametrize(("dtype", "clip"), [("fp32", 0.5), ("bf16", 0.5), ("bf16", None)])
+@pytest.mark.parametrize(("grads", "cast"), [("host", False), ("nvme", False), ("nvme", True)])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_gradients_that_wait_elsewhere_come_back(
+    order: str, accumulation: int, dtype: str, clip: float | None, grads: str, cast: bool, shards: int, tmp_path: Path
+) -> None:
+    """They add up on the device where one turn has those of all micro-batches, and else in host memory."""
+    training = replace(CPU, dtype=dtype, gradient_accumulation_steps=accumulation, max_grad_norm=clip)  # type: ignore[arg-type]
+    model = make_model("gpt2", num_blocks=2, dtype=dtype)
+    workload = observed_workload(model, make_batches(1)[0], training)
+    choice = UnitPlan(params="host", states="nvme", grads=grads, update="device", state_shards=shards)  # type: ignore[arg-type]
+    semantics = "exact-clip" if clip else "in-backward"
+    plan = uniform_plan(workload, choice, order=order, semantics=semantics, cast_grads=cast)
+    schedule = check(model, training, plan, tmp_path, workload=workload)
+    ops = {op.key: op for op in schedule.ops}
+    updates = [op for op in schedule.ops if op.kind == "update" and op.unit == "L1"]
+    assert {op.stream for op in updates} == {"gpu0.compute"}
+    assert len(updates) == shards
+    assert {op.reads[0] for op in updates} == {ops["fetch_grads/L1"].writes[0]}
+    assert ("accumulate/L1/mb1" in ops) == (order == "horizontal" and accumulation == 2)
+    assert ("read_grads/L1" in ops) == (grads == "nvme")
+    if clip is not None and "accumulate/L1/mb1" not in ops:
+        assert ops["norm/L1"].stream == ("gpu0.compute" if order == "vertical" or accumulation == 1 else "host.adam")

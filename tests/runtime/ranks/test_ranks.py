@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.random_plans import random_plan
+from tests.random_plans import random_plan, with_updates_here
 from tests.runtime.models import make_batches, make_model, observed_workload
 from tests.runtime.ranks.pair import run_ranks
 from tests.runtime.test_coded_activations import RunAgain, with_blocks
@@ -70,7 +70,8 @@ class Case:
     def plan(self, workload: Workload, num: int) -> Plan:
         if self.policy != "random":
             return decide(self.policy, workload, several(num), self.options)
-        plan = random_plan(workload, random.Random(str(self)))
+        rng = random.Random(str(self))
+        plan = with_updates_here(random_plan(workload, rng), rng)
         units = tuple(replace(unit, state_shards=1, host_shards=0) for unit in plan.units)
         return replace(plan, devices=num, units=units)
 
