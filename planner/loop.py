@@ -405,13 +405,16 @@ class Search:
             return
         if start is None or (shape := self.incumbents.shape(start.plan)) not in asked:
             return
+        p, bound = asked[shape]
+        if (back := bound.returning) and back.model and any(u.returns_grads for u in start.plan.units):
+            p, bound = back.model.problem, back
         racers, pools = [], []
         for seed, overtaking in enumerate((not start.plan.overtaking, start.plan.overtaking), self.seed + 1):
             found = self._no_incumbents()
             found.consider(self.simulate_plan(replace(start.plan, overtaking=overtaking)))
             if shape in found.by_shape:
                 pools.append(found)
-                racers.append(Racer(descended(*asked[shape], found, self.simulate_plan, seed), asked[shape][1].step_s))
+                racers.append(Racer(descended(p, bound, found, self.simulate_plan, seed), bound.step_s))
         end_ops = self.budget.ops_left - self.budget.more_ops
         for _ in race(racers, self.budget):
             for found in pools:

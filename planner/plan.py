@@ -84,6 +84,11 @@ class UnitPlan:
         """Whether the update runs on the device."""
         return self.states == "device" or self.update == "device"
 
+    @property
+    def returns_grads(self) -> bool:
+        """Whether gradients leave the device and come back for the update."""
+        return self.update == "device" and self.grads != "device"
+
     def action(self, index: int) -> Action:
         return self.acts if isinstance(self.acts, str) else self.acts[index]
 

@@ -165,6 +165,13 @@ class Problem:
     """What may be written to NVMe on average over the step, for the drives to last."""
     brings_states: bool
     """Whether states may come to the device for their update and go back."""
+    keeps_grads: bool = False
+    """Whether gradients of such an update stay on the device until then, though they might leave and come back."""
+
+    @property
+    def returns_grads(self) -> bool:
+        """Whether gradients may leave the device and come back for the update: where they wait for their norm."""
+        return self.brings_states and self.semantics == "exact-clip" and not self.keeps_grads
 
     def moved_frac(self, flow: str) -> float:
         """Bytes that a flow moves, of those that it stands for: those of activations on the device."""

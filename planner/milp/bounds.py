@@ -40,6 +40,8 @@ class Bound:
     """Of which this is the optimum: with margins, the one that plans are made from."""
     plain: Bound | None = field(default=None, repr=False, compare=False)
     """Without states that come to the device for their updates, where that is longer."""
+    returning: Bound | None = field(default=None, repr=False, compare=False)
+    """With gradients that leave the device and come back; `model` and `plain` are without."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,16 +62,32 @@ def lower_bound(problem: Problem, *, solver: Solver | None = None) -> Bound:
     """The bound for one order of micro-batches. `feasible` is false where not even the relaxation fits into memory.
 
     The solver starts from where it ended before with programs without states that come to the device for their
-    updates; its `wider` one, for programs with them, from there.
+    updates; those of programs with more (`solver_of`) start from there.
     """
     solver = solver or Solver()
     plain = _optimum(replace(problem, brings_states=False), solver)
     if not problem.brings_states:
         return plain
-    wide = _optimum(problem, solver.wider, narrower=solver)
+    wide = _optimum(replace(problem, keeps_grads=True), solver.wider, narrower=solver)
     if wide.feasible and wide.proven and not WORTH_BRINGING * wide.step_s >= plain.step_s:
-        return replace(wide, plain=plain)
-    return replace(plain, step_s=min(plain.step_s, wide.step_s), proven=plain.proven and wide.proven)
+        found = replace(wide, plain=plain)
+    else:
+        found = replace(plain, step_s=min(plain.step_s, wide.step_s), proven=plain.proven and wide.proven)
+    if not problem.returns_grads:
+        return found
+    back = _optimum(problem, solver_of(problem, solver), narrower=solver)
+    if not found.feasible:
+        return back
+    least_s, is_proven = min(found.step_s, back.step_s), found.proven and back.proven
+    return replace(found, step_s=least_s, proven=is_proven, returning=back)
+
+
+def solver_of(problem: Problem, plain: Solver) -> Solver:
+    """Of a problem's programs, each kind has its own, so that it goes on from where it ended; `plain` is of those
+    without states that come to the device."""
+    if problem.returns_grads:
+        return plain.wider.wider
+    return plain.wider if problem.brings_states else plain
 
 
 def _optimum(problem: Problem, solver: Solver, *, narrower: Solver | None = None) -> Bound:

@@ -284,6 +284,7 @@ def _streams(p: Problem) -> Mapping[str, tuple[str, float]]:
         "uP": (H2D, up["params"]),
         "uQ": (H2D, up["params"]),
         "uS": (H2D, up["states"]),
+        "uG": (H2D, up["grads"]),
         "dA": (D2H, down["acts"]),
         "dG": (D2H, down["grads"]),
         "dP": (D2H, down["params"]),

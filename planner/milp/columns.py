@@ -14,8 +14,8 @@ from tierplan.planner.milp.program import Draft, Terms
 
 TRANSFER_COST = 3e-6
 """Seconds of objective per GB moved, against pointless transfers. `Model.step_bound_s` takes them out again."""
-BROUGHT = ("uS", "dS", "uQ", "dQ", "rS", "wS", "aD")
-"""Flows that only states have which come to the device for their update."""
+BROUGHT = ("uS", "dS", "uQ", "dQ", "uG", "rS", "wS", "aD")
+"""Flows that only updates have on the device of what comes there."""
 BLOCK_LAYERS = 6
 """Identical neighbouring units whose activation choices are counted together in integers."""
 
@@ -157,6 +157,7 @@ class Columns:
         if p.host_gb and p.rates.adam:
             names.append("dG")
         names += ["uS", "dS", "uQ", "dQ"] if p.brings_states else []
+        names += ["uG"] if p.returns_grads else []
         if p.has_nvme and p.host_gb:
             names += ["rS", "wS"] if p.brings_states else []
             names += ["rA", "wA", "rW", "rO", "wO", "wP"]
@@ -189,6 +190,11 @@ class Columns:
     def away(self, u: int, part: str, scale: float = 1.0) -> Terms:
         """scale x the share that is not on the device."""
         return [(scale, c) for k, c in self.choices[u].place.items() if getattr(MODES[k], part) != "device"]
+
+    def leaving(self, u: int, scale: float = 1.0) -> Terms:
+        """scale x the share whose gradients leave the device when they are complete."""
+        modes = ((MODES[k], c) for k, c in self.choices[u].place.items())
+        return [(scale, c) for mode, c in modes if mode.updated == "host" or mode.returns_grads]
 
     def params_of(self, u: int, updated: str, *wheres: str) -> Terms:
         """GB of unit u's trained parameters that are there and are `updated` so."""

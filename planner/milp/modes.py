@@ -20,12 +20,17 @@ class Mode:
     frozen: Place | None = None
     """Where frozen parameters live, of a unit that has any."""
     update: UpdatePlace = "home"
-    """`device`: states that live elsewhere come there for the update, and go back."""
+    """`device`: states, and gradients, that are elsewhere come there for the update."""
 
     @property
     def updated(self) -> Literal["device", "host", "brought"]:
         """Where the update is made: on the device with states that are there, or brought there; or by the host."""
         return "device" if self.states == "device" else "brought" if self.update == "device" else "host"
+
+    @property
+    def returns_grads(self) -> bool:
+        """Whether gradients leave the device and come back for the update."""
+        return self.updated == "brought" and self.grads != "device"
 
 
 _MODES: tuple[Mode, ...] = (
@@ -35,7 +40,13 @@ _MODES: tuple[Mode, ...] = (
     *(Mode(p, "nvme", "nvme") for p in ("device", "host", "nvme")),
     *(Mode(p, s, "device", update="device") for p in ("device", "host", "nvme") for s in ("host", "nvme")),
 )
-MODES = (*_MODES, *(replace(mode, frozen=frozen) for frozen in PLACES for mode in _MODES))
+_RETURNING: tuple[Mode, ...] = (
+    *(Mode(p, s, "host", update="device") for p in ("device", "host", "nvme") for s in ("host", "nvme")),
+    *(Mode(p, "nvme", "nvme", update="device") for p in ("device", "host", "nvme")),
+)
+MODES = tuple(
+    replace(mode, frozen=frozen) for modes in (_MODES, _RETURNING) for frozen in (None, *PLACES) for mode in modes
+)
 
 
 @cache
@@ -60,7 +71,7 @@ def modes_of(
         return (0,)
     chosen = []
     for k, mode in enumerate(MODES):
-        if (mode.frozen is not None) != has_frozen or (not is_trained and k % len(_MODES)):
+        if (mode.frozen is not None) != has_frozen or (not is_trained and replace(mode, frozen=None) != MODES[0]):
             continue
         if "nvme" in (mode.params, mode.states, mode.grads, mode.frozen) and not has_nvme:
             continue
@@ -72,7 +83,8 @@ def modes_of(
             if not has_adam or not has_host:
                 continue
             if mode.updated == "brought":
-                chosen += [k] if brings_states else []
+                may_return = semantics == "exact-clip" or not mode.returns_grads
+                chosen += [k] if brings_states and may_return else []
                 continue
             waits_on_device = mode.grads == "device"
             if waits_on_device != has_turns and not has_several_blocks:

@@ -211,16 +211,16 @@ def update_queues(cols: Columns) -> Updates:
         for flows in cols.flows:
             flows[name] = lp.column(cost=TRANSFER_COST)
     param_gb = float(p.workload.training.param_bytes)
-    link = _BlockLink(cols, 6, num_optional=3 if p.brings_states else 0)
+    link = _BlockLink(cols, 6, num_optional=(3 if p.brings_states else 0) + p.returns_grads)
     for b in range(len(p.blocks)):
         leaving, due, waiting, read, written, new, *brought = link.start(b)
         for s in cols.block_windows(b):
             window = cols.windows[s]
             each = [_gradients_made(cols, window, u) for u in window.units]
-            made, released, due_here = ([t for unit in each for t in unit[k]] for k in range(3))
+            made, released, due_here, stay = ([t for unit in each for t in unit[k]] for k in range(4))
             made_last = each[-1][0]
             if brought:
-                brought = _brought(cols, s, found, brought, due_here, each[-1][2])
+                brought = _brought(cols, s, found, brought, (due_here, stay), each[-1][2:])
             updated = cols.updates(s)
             found.leaving[s] = leaving
             leaving = [(1.0, cols.queue(leaving, made, cols.flow(s, "dG"), "gradients leaving"))]
@@ -230,7 +230,7 @@ def update_queues(cols: Columns) -> Updates:
             due = [(1.0, cols.queue(due, released, updated, "updates due"))]
             if single:
                 came = [*cols.flow(s, "dG"), *cols.flow(s, "gR")]
-                went = [*[(grad_gb * a, c) for a, c in updated], *cols.flow(s, "gW")]
+                went = [*[(grad_gb * a, c) for a, c in updated], *cols.flow(s, "gW"), *cols.flow(s, "uG")]
                 waiting = [(1.0, cols.queue(waiting, came, went, "gradients on the host"))]
                 found.waiting[s] = waiting
             if p.has_nvme:
@@ -258,38 +258,50 @@ def _parked(cols: Columns) -> Terms:
 
 
 def _brought(
-    cols: Columns, s: int, found: Updates, queues: list[Terms], due_here: Terms, due_last: Terms
+    cols: Columns,
+    s: int,
+    found: Updates,
+    queues: list[Terms],
+    due_here: tuple[Terms, Terms],
+    due_last: tuple[Terms, Terms],
 ) -> list[Terms]:
-    """Updates on the device of states that come and go: what is due, what has come, what leaves, after window s."""
+    """Updates on the device of states that come and go: what is due, what has come, what leaves, after window s; and
+    the gradients there, which are those of all that is due unless some leave and come back."""
     owners = [u for u in cols.units if u.gparams]
     state_gb = min((u.states_gb / u.gparams for u in owners), default=0.0)
     grad_gb = float(cols.p.workload.training.grad_bytes)
     updated = cols.flow(s, "aD")
     uses = [(state_gb * a, c) for a, c in updated]
-    due, come, left = queues
+    due, come, left, *gradients = queues
+    there, made_last = (*gradients, due)[0], due_last[len(gradients)]
     # updates of the window run before its op, but for those of units that share it
-    found.brought[s] = [(grad_gb * a, c) for a, c in (*due, *minus(updated))]
+    found.brought[s] = [(grad_gb * a, c) for a, c in (*there, *minus(updated))]
     found.brought[s] += [*come, *minus(uses), *left, *minus(cols.flow(s, "dS"))]
-    due = [(1.0, cols.queue(due, due_here, updated, "updates due"))]
-    if due_last:
-        cols.lp.row([*due, *minus(due_last)], low=0.0, family="updates due")
+    due = [(1.0, cols.queue(due, due_here[0], updated, "updates due"))]
+    if due_last[0]:
+        cols.lp.row([*due, *minus(due_last[0])], low=0.0, family="updates due")
     come = [(1.0, cols.queue(come, cols.flow(s, "uS"), uses, "states brought"))]
     left = [(1.0, cols.queue(left, uses, cols.flow(s, "dS"), "states leaving"))]
-    found.brought_after[s] = [*[(grad_gb * a, c) for a, c in (*due, *minus(due_last))], *come, *left]
-    return [due, come, left]
+    if gradients:
+        came = [*due_here[1], *cols.flow(s, "uG", 1.0 / grad_gb)]
+        gradients = [[(1.0, cols.queue(there, came, updated, "gradients brought"))]]
+    there = (*gradients, due)[0]
+    found.brought_after[s] = [*[(grad_gb * a, c) for a, c in (*there, *minus(made_last))], *come, *left]
+    return [due, come, left, *gradients]
 
 
-def _gradients_made(cols: Columns, window: Window, u: int) -> tuple[Terms, Terms, Terms]:
+def _gradients_made(cols: Columns, window: Window, u: int) -> tuple[Terms, Terms, Terms, Terms]:
     """GB of gradients that a unit's turn makes and that leave, and 1e9 parameters whose update becomes due then: on the
-    host, and on the device with states that come there."""
+    host; on the device with states that come there; and of these, with gradients that have stayed there."""
     unit, block = cols.units[u], cols.p.blocks[window.block]
     if window.phase != "bwd" or not unit.gparams:
-        return [], [], []
+        return [], [], [], []
     if not block.last:
-        return cols.away(u, "grads", unit.grads_gb), [], []
+        return cols.away(u, "grads", unit.grads_gb), [], [], []
     # with delayed updates the release is that of the step before: any time in this step
-    host, brought = (cols.placed(u, "updated", where) for where in ("host", "brought"))
-    return times(unit.grads_gb, host), times(unit.gparams, host), times(unit.gparams, brought)
+    host, brought = (cols.placed(u, "updated", where, unit.gparams) for where in ("host", "brought"))
+    leave = cols.leaving(u, unit.gparams)
+    return times(unit.grads_gb, cols.leaving(u)), host, brought, [t for t in brought if t not in leave]
 
 
 def _once_per_step(cols: Columns, parked: Terms) -> None:
@@ -308,7 +320,7 @@ def _once_per_step(cols: Columns, parked: Terms) -> None:
                 on_drive.append((unit.gparams, c))
             if mode.updated == "host" and mode.params != "host":
                 homeless.append((unit.gparams, c))
-            if mode.updated == "host" and mode.grads != "device":
+            if mode.grads != "device" and len(p.blocks) > 1:
                 accumulated.append((unit.accumulate_s, c))
             if mode.updated == "brought" and mode.states == "nvme":
                 brought["rS"].append((unit.states_gb, c))

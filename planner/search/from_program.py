@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from tierplan.planner.milp.amounts import Problem
-from tierplan.planner.milp.bounds import Bound
+from tierplan.planner.milp.bounds import Bound, solver_of
 from tierplan.planner.milp.integral import solve_whole
 from tierplan.planner.milp.model import Margins, Model, fractions, with_margins
 from tierplan.planner.milp.program import LP_TIME_LIMIT_S, Solver
@@ -80,17 +80,13 @@ class ProgramPlans:
     def _solve(self, model: Model, margins: Margins) -> UnitwisePlan | None:
         changed = with_margins(model, margins)
         limit_s = min(self.simulate_plan.budget.left_s, LP_TIME_LIMIT_S)
-        solution = self._solver_of(model).solve(changed.program, time_limit_s=limit_s)
+        solution = solver_of(model.problem, self.solver).solve(changed.program, time_limit_s=limit_s)
         self.solve_s += solution.seconds
         self.simulate_plan.budget.ops_left -= solution.work_ops
         return round_to_plan(model.problem, fractions(changed, solution)) if solution.usable else None
 
-    def _solver_of(self, model: Model) -> Solver:
-        """The one that has bounded this program: it goes on from there, whatever is solved of the other kind."""
-        return self.solver.wider if model.problem.brings_states else self.solver
-
     def _solve_whole(self, model: Model, margins: Margins) -> UnitwisePlan | None:
-        whole = solve_whole(model, margins, solver=self._solver_of(model))
+        whole = solve_whole(model, margins, solver=solver_of(model.problem, self.solver))
         if whole is None:
             return None
         self.solve_s += whole.seconds

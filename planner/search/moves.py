@@ -101,6 +101,8 @@ def _brought(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
     """States of one in so many units come to the device, and of no others."""
     for every in BROUGHT_ONE_IN if problem.brings_states else ():
         yield lambda plan, every=every: with_windows(with_brought_states(plan, every), (1, 1, 0))  # type: ignore[misc]
+    for every in (1, *BROUGHT_ONE_IN) if problem.returns_grads else ():
+        yield lambda plan, every=every: with_returned_grads(plan, every)  # type: ignore[misc]
 
 
 def _host_shards(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
@@ -321,20 +323,25 @@ def off_drives(plan: UnitwisePlan) -> UnitwisePlan:
     return replace(plan, units=tuple(map(changed, plan.units)))
 
 
-def with_brought_states(plan: UnitwisePlan, every: int = 1) -> UnitwisePlan:
-    """The plan with states that live elsewhere brought to the device for their updates: of one in so many units, and
-    of no others."""
+def with_brought_states(plan: UnitwisePlan, every: int = 1, grads: Place = "device") -> UnitwisePlan:
+    """The plan with states that live elsewhere brought to the device for their updates: of one in so many units, whose
+    gradients wait there, and of no others."""
     there, here = _shards_of(plan, "home"), _shards_of(plan, "device")
 
     @cache
     def changed(u: UnitPlan, is_brought: bool) -> UnitPlan:
         if u.states != "device" and is_brought:
-            return in_shards(replace(u, grads="device", update="device", late_update=False), here)
+            return in_shards(replace(u, grads=grads, update="device", late_update=False), here)
         if u.states != "device" and u.update == "device":
             return in_shards(replace(u, grads="host", update="home"), there)
         return u
 
     return replace(plan, units=tuple(changed(u, k % every == 0) for k, u in enumerate(plan.units)))
+
+
+def with_returned_grads(plan: UnitwisePlan, every: int = 1) -> UnitwisePlan:
+    """The same with gradients that wait in host memory until then; nothing comes there ahead of its update."""
+    return with_windows(with_brought_states(plan, every, "host"), (1, 1, 0))
 
 
 def with_windows(plan: UnitwisePlan, windows: tuple[int, int, int]) -> UnitwisePlan:

@@ -2,7 +2,9 @@
 of them by local moves.
 
 A program has plans whose states come to the device for their updates, and plans whose states do not. Both are tuned,
-one after the other: which is quicker at first says little.
+one after the other: which is quicker at first says little. With clipping, plans whose gradients leave the device and
+come back are tuned first, where a simple one is clearly quicker than all so far. Mostly they are in the way; and the
+bound does not say, since in it gradients pass through a device that has no room for whole ones.
 """
 
 from __future__ import annotations
@@ -18,12 +20,13 @@ from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.descent import LONG_CHAIN, descend, descend_with_restarts
 from tierplan.planner.search.from_program import ProgramPlans
 from tierplan.planner.search.incumbents import Incumbents, Shape
-from tierplan.planner.search.moves import loosened, with_brought_states, with_shape_of
+from tierplan.planner.search.moves import loosened, with_brought_states, with_returned_grads, with_shape_of
 from tierplan.planner.search.race import FIRST_OPS, GOOD_FRAC, Racer, race
 from tierplan.planner.search.shifts import descend_by_shifts
 
 CLEARLY_QUICKER = 0.8
-"""Of the first plan's step without states that come to the device, what one with them has to be below."""
+"""Of the first plan's step without states that come to the device, what one with them has to be below; and of the best
+step so far, what one with gradients that come back has to be below."""
 ALONE_OPS = 250_000
 """Of work that the plans which are quicker at first have before the others."""
 
@@ -74,6 +77,14 @@ def tried(
                     break
         if CLEARLY_QUICKER * firsts[0] > firsts[1]:
             kinds.reverse()
+    if (back := bound.returning) is not None and back.model is not None:
+        asked = back.model.problem
+        starts = [*seeds.values(), *(c for of, c in found.by_shape.items() if of == shape)]
+        returned = [simulate_plan(with_returned_grads(loosened(with_shape_of(c.plan, asked)))) for c in starts]
+        if min((c.step_s for c in returned if c.step_s is not None), default=inf) < CLEARLY_QUICKER * best_s():
+            for candidate in returned:
+                found.consider(candidate)
+            kinds.insert(0, (from_program.tried(asked, back, goal_s=goal_s), asked, back))
     racers = [Racer(going(*kind), kind[-1].step_s) for kind in kinds]
     for _ in racers[0].run(ALONE_OPS, simulate_plan.budget):
         yield best_s()

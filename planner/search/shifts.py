@@ -91,7 +91,13 @@ class StreamPrices:
     shares: Mapping[str, float]
 
     def of_placement(
-        self, unit: UnitAmounts, params: str, states: str, frozen: str = "device", update: str = "home"
+        self,
+        unit: UnitAmounts,
+        params: str,
+        states: str,
+        frozen: str = "device",
+        update: str = "home",
+        grads: str = "device",
     ) -> float:
         """A step's traffic and updates of one unit that lives there."""
         found, passes = 0.0, 2.0 * len(self.problem.blocks)
@@ -106,7 +112,10 @@ class StreamPrices:
         if "device" in (states, update):
             found += self.shares.get(COMPUTE, 0.0) * unit.update_s
         if states != "device" and update == "device":
-            found += self._of(H2D, unit.states_gb) + self._of(D2H, unit.states_gb)
+            moved_gb = unit.states_gb + (unit.grads_gb if grads != "device" else 0.0)
+            found += self._of(H2D, moved_gb) + self._of(D2H, moved_gb)
+            if grads == "nvme":
+                found += self._of(NVME_READ, unit.grads_gb) + self._of(NVME_WRITE, unit.grads_gb)
         elif states != "device":
             found += self._of(D2H, unit.grads_gb) + self._of(HOST_ADAM, unit.gparams)
         if states == "nvme":
@@ -172,10 +181,14 @@ def _placements(problem: Problem, plan: UnitwisePlan, prices: StreamPrices) -> I
                 return placed(plan, choice, mode)
 
             frees: dict[str, float] = {}
-            homes = [(params, states, frozen or params, update) for params, states, _, frozen, update in (old, new)]
-            for before, after, gb in zip(
-                *(home[:3] for home in homes), (unit.params_gb, unit.states_gb, unit.frozen_gb), strict=True
-            ):
+            homes = [
+                (params, states, frozen or params, update, grads)
+                for params, states, grads, frozen, update in (old, new)
+            ]
+            moves = [*zip(*(home[:3] for home in homes), (unit.params_gb, unit.states_gb, unit.frozen_gb), strict=True)]
+            if old[-1] == new[-1] == "device" and old[2] != new[2]:
+                moves.append((old[2], new[2], unit.grads_gb))
+            for before, after, gb in moves:
                 frees[before] = frees.get(before, 0.0) + gb
                 frees[after] = frees.get(after, 0.0) - gb
             cost_s = prices.of_placement(unit, *homes[1]) - prices.of_placement(unit, *homes[0])

@@ -16,7 +16,7 @@ from tierplan.planner.milp.bounds import lower_bound
 from tierplan.planner.milp.model import fractions
 from tierplan.planner.milp.modes import MODES
 from tierplan.planner.milp.rounding import round_to_plan
-from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.plan import UnitPlan, UnitwisePlan, plain_semantics
 from tierplan.planner.planning import plan
 from tierplan.planner.results import PlanResult
 from tierplan.planner.search.budget import Budget
@@ -41,8 +41,9 @@ def where_updated(result: PlanResult) -> set[str]:
 def best_of(workload: Workload, machine: Machine, *, brings: bool = True, **more: Any) -> float:
     """The shortest step of all placements, late updates, and states that come whole or in shards; with everything kept
     that is saved, if `more` says nothing else. Infinite where nothing fits."""
+    semantics = plain_semantics(workload.training)
     p, simulate_plan = (
-        problem(workload, machine, semantics="in-backward"),
+        problem(workload, machine, semantics=semantics),
         PlanSimulator(workload, machine, Budget(1e9)),
     )
     modes = [MODES[k] for k in p.modes(0) if brings or MODES[k].update == "home"]
@@ -51,11 +52,12 @@ def best_of(workload: Workload, machine: Machine, *, brings: bool = True, **more
             params=m.params, states=m.states, grads=m.grads, update=m.update, late_update=late, state_shards=num, **more
         )
         for m in modes
-        for late in ((False, True) if m.updated == "host" else (False,))
+        for late in ((False, True) if m.updated == "host" and semantics == "in-backward" else (False,))
         for num in ((1, 4) if m.updated == "brought" else (1,))
     ]
-    plans = (UnitwisePlan(policy="all", units=units) for units in itertools.product(choices, repeat=3))
-    return min((s for s in (simulate_plan(made).step_s for made in plans) if s is not None), default=inf)
+    made = itertools.product(choices, repeat=len(workload.units))
+    plans = (UnitwisePlan(policy="all", units=units, semantics=semantics) for units in made)
+    return min((s for s in (simulate_plan(plan).step_s for plan in plans) if s is not None), default=inf)
 
 
 def test_where_the_host_is_slow_and_the_link_quick_states_come_to_the_device() -> None:
@@ -110,3 +112,33 @@ def test_states_come_where_a_shard_of_them_has_room_beside_gradients_and_paramet
     if bound.feasible:
         assert bound.step_s < 0.9 * without.step_s
     assert bound.step_s <= best_of(workload, on, acts="recompute") * (1 + 1e-6)
+
+
+def clipped(num: int, forward_s: float = 0.1, accumulation: int = 1) -> Workload:
+    return chain(
+        forward_s=[forward_s] * num, parameters=[10 * MB] * num, saved_mb=[[5]] * num, accumulation=accumulation,
+        max_grad_norm=1.0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_gradients_without_room_until_their_norm_is_known_come_back(
+    accumulation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of eight blocks are 160 MB. The host would take 16 s for the updates."""
+    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 30_000)
+    on = small_machine(device_mb=110, nvme_mb=0, adam_m_per_s=5, link_mb_per_s=1000)
+    slow, quick = (plan(clipped(8, forward_s, accumulation), on) for forward_s in (0.1, 0.05))
+    for result in (slow, quick):
+        assert isinstance(result.plan, UnitwisePlan)
+        assert sum(u.returns_grads for u in result.plan.units) >= 4
+        assert result.lower_bound_s <= result.step_s < 1.4 * result.lower_bound_s
+    assert quick.step_s < slow.step_s
+
+
+def test_the_best_of_all_plans_with_clipping_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 30_000)
+    workload, on = clipped(2), small_machine(device_mb=80, nvme_mb=0, adam_m_per_s=5, link_mb_per_s=1000)
+    result, best_s = plan(workload, on), best_of(workload, on)
+    assert result.lower_bound_s <= result.step_s <= best_s * 1.01
+    assert best_s < 0.6 * best_of(workload, on, brings=False)

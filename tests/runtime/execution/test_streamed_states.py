@@ -10,11 +10,14 @@ import pytest
 
 from tests.planner.instances import MB, chain, small_machine
 from tests.runtime.models import make_batches, make_model, observed_workload
-from tests.runtime.test_trainer import CPU, check
+from tests.runtime.test_trainer import CPU, check, machine
 from tests.toys import uniform_plan
 from tierplan.hwmodels import load_machine
+from tierplan.hwmodels.machine import Rate
+from tierplan.hwmodels.names import HOST_ADAM
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import PlanError
+from tierplan.planner.planning import plan
 from tierplan.planner.prediction import predict
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
@@ -56,8 +59,26 @@ def test_an_update_spread_over_several_turns_gives_the_same_numbers(
     choice = UnitPlan(params="host", states="host", grads="device", update="device", state_shards=4)
     workload = observed_workload(model, make_batches(1)[0], training)
     semantics = "exact-clip" if clip else "in-backward"
-    plan = uniform_plan(workload, choice, update_over_units=3, order=order, semantics=semantics)
-    check(model, training, plan, tmp_path, workload=workload)
+    spread = uniform_plan(workload, choice, update_over_units=3, order=order, semantics=semantics)
+    check(model, training, spread, tmp_path, workload=workload)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_planned_with_clipping_where_gradients_have_no_room(
+    accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 40_000)
+    training = replace(CPU, max_grad_norm=0.5, optimizer="muon", gradient_accumulation_steps=accumulation)
+    model = make_model("gpt2", num_blocks=6)
+    workload = observed_workload(model, make_batches(1)[0], training)
+    roomy = machine(device_bytes=workload.num_parameters * training.grad_bytes)
+    slow = {"parameters": Rate.constant(1e5)}
+    streams = (replace(s, rates={**s.rates, **slow}) if s.name == HOST_ADAM else s for s in roomy.streams)
+    on = replace(roomy, streams=tuple(streams))
+    planned = plan(workload, on, orders=["horizontal"]).plan  # without sub-batches
+    assert isinstance(planned, UnitwisePlan)
+    assert sum(u.returns_grads for u in planned.units) > 4
+    check(model, training, planned, tmp_path, workload=workload, on=on)
 
 
 def test_states_cross_the_link_both_ways_and_gradients_stay() -> None:
@@ -103,8 +124,8 @@ def test_gradients_that_wait_elsewhere_come_back(
     workload = observed_workload(model, make_batches(1)[0], training)
     choice = UnitPlan(params="host", states="nvme", grads=grads, update="device", state_shards=shards)  # type: ignore[arg-type]
     semantics = "exact-clip" if clip else "in-backward"
-    plan = uniform_plan(workload, choice, order=order, semantics=semantics, cast_grads=cast)
-    schedule = check(model, training, plan, tmp_path, workload=workload)
+    chosen = uniform_plan(workload, choice, order=order, semantics=semantics, cast_grads=cast)
+    schedule = check(model, training, chosen, tmp_path, workload=workload)
     ops = {op.key: op for op in schedule.ops}
     updates = [op for op in schedule.ops if op.kind == "update" and op.unit == "L1"]
     assert {op.stream for op in updates} == {"gpu0.compute"}
