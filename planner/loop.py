@@ -263,8 +263,8 @@ class Search:
         problems = [b.model.problem if b.model else p for p, b in zip(problems, bounds, strict=True)]
         from_program = ProgramPlans(solver, self.simulate_plan, incumbents, notes=self.notes)
         pairs = [pair for pair in zip(problems, bounds, strict=True) if pair[1].feasible]
-        pairs.sort(key=lambda pair: pair[1].step_s * SUB_BATCH_PENALTY ** (pair[0].sub_batches - 1))
-        racers = [Racer(tried(from_program, p, bound, seeds, self.seed), bound.step_s) for p, bound in pairs]
+        pairs.sort(key=lambda pair: pair[1].searched_s * SUB_BATCH_PENALTY ** (pair[0].sub_batches - 1))
+        racers = [Racer(tried(from_program, p, bound, seeds, self.seed), bound.searched_s) for p, bound in pairs]
         going = race(racers, self.budget)
         return OrderSearch(problems, bounds, from_program, share, left - self.budget.ops_left, racers, going)
 
@@ -396,7 +396,7 @@ class Search:
 
     def _more(self) -> Iterator[None]:
         """Where the best plan is far from all bounds: descents from it anew, with its copies listed either way."""
-        least_s = min((bound.step_s for chain in self.chains for bound in chain.bounds), default=inf)
+        least_s = min((bound.searched_s for chain in self.chains for bound in chain.bounds), default=inf)
         is_asked = self.budget.more_ops and self.has_all_orders and self.num_devices == 1
         pairs = [pair for chain in self.chains for pair in zip(chain.problems, chain.bounds, strict=True)]
         asked = {(p.order, p.sub_batches): (p, bound) for p, bound in pairs}
@@ -414,7 +414,7 @@ class Search:
             found.consider(self.simulate_plan(replace(start.plan, overtaking=overtaking)))
             if shape in found.by_shape:
                 pools.append(found)
-                racers.append(Racer(descended(p, bound, found, self.simulate_plan, seed), bound.step_s))
+                racers.append(Racer(descended(p, bound, found, self.simulate_plan, seed), bound.searched_s))
         end_ops = self.budget.ops_left - self.budget.more_ops
         for _ in race(racers, self.budget):
             for found in pools:

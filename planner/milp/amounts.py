@@ -204,6 +204,7 @@ class Problem:
             has_host=self.host_gb > 0.0,
             has_adam=self.rates.adam > 0.0,
             brings_states=self.brings_states and self.has_room_for_update(unit),
+            returns_grads=self.returns_grads,
             has_several_blocks=len(self.blocks) > 1,
             has_turns=self.turn > 1,
             semantics=self.semantics,

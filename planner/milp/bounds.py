@@ -41,7 +41,14 @@ class Bound:
     plain: Bound | None = field(default=None, repr=False, compare=False)
     """Without states that come to the device for their updates, where that is longer."""
     returning: Bound | None = field(default=None, repr=False, compare=False)
-    """With gradients that leave the device and come back; `model` and `plain` are without."""
+    """With gradients that leave the device and come back; `model`, `plain` and `kept_s` are without."""
+    kept_s: float = 0.0
+    """The step that no plan beats without them."""
+
+    @property
+    def searched_s(self) -> float:
+        """What a search of the plans of `model` goes by."""
+        return self.step_s if self.returning is None else self.kept_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +86,7 @@ def lower_bound(problem: Problem, *, solver: Solver | None = None) -> Bound:
     if not found.feasible:
         return back
     least_s, is_proven = min(found.step_s, back.step_s), found.proven and back.proven
-    return replace(found, step_s=least_s, proven=is_proven, returning=back)
+    return replace(found, step_s=least_s, proven=is_proven, returning=back, kept_s=found.step_s)
 
 
 def solver_of(problem: Problem, plain: Solver) -> Solver:

@@ -58,6 +58,7 @@ def modes_of(
     has_host: bool,
     has_adam: bool,
     brings_states: bool,
+    returns_grads: bool,
     has_several_blocks: bool,
     has_turns: bool,
     semantics: Semantics,
@@ -83,8 +84,7 @@ def modes_of(
             if not has_adam or not has_host:
                 continue
             if mode.updated == "brought":
-                may_return = semantics == "exact-clip" or not mode.returns_grads
-                chosen += [k] if brings_states and may_return else []
+                chosen += [k] if brings_states and (returns_grads or not mode.returns_grads) else []
                 continue
             waits_on_device = mode.grads == "device"
             if waits_on_device != has_turns and not has_several_blocks:

@@ -26,7 +26,7 @@ from tierplan.planner.search.shifts import descend_by_shifts
 
 CLEARLY_QUICKER = 0.8
 """Of the first plan's step without states that come to the device, what one with them has to be below; and of the best
-step so far, what one with gradients that come back has to be below."""
+step so far of any shape without gradients that come back, what one with them has to be below."""
 ALONE_OPS = 250_000
 """Of work that the plans which are quicker at first have before the others."""
 
@@ -39,7 +39,7 @@ def tried(
     seed: int,
 ) -> Iterator[float]:
     """Plans of one shape: the program's, then local moves from the best of these and of the policies."""
-    goal_s = bound.step_s * (1 + GOOD_FRAC)
+    goal_s = bound.searched_s * (1 + GOOD_FRAC)
     shape: Shape = (p.order, p.sub_batches)
     found, simulate_plan = from_program.incumbents, from_program.simulate_plan
 
@@ -79,17 +79,26 @@ def tried(
             kinds.reverse()
     if (back := bound.returning) is not None and back.model is not None:
         asked = back.model.problem
+        ops_left = simulate_plan.budget.ops_left
         starts = [*seeds.values(), *(c for of, c in found.by_shape.items() if of == shape)]
         returned = [simulate_plan(with_returned_grads(loosened(with_shape_of(c.plan, asked)))) for c in starts]
-        if min((c.step_s for c in returned if c.step_s is not None), default=inf) < CLEARLY_QUICKER * best_s():
+        others = [
+            c for c in (*seeds.values(), *found.by_shape.values()) if not any(u.returns_grads for u in c.plan.units)
+        ]
+        if _least_s(returned) < CLEARLY_QUICKER * _least_s(others):
             for candidate in returned:
                 found.consider(candidate)
             kinds.insert(0, (from_program.tried(asked, back, goal_s=goal_s), asked, back))
-    racers = [Racer(going(*kind), kind[-1].step_s) for kind in kinds]
+        simulate_plan.budget.ops_left = ops_left  # a look is beside the budget: without success it changes nothing
+    racers = [Racer(going(*kind), kind[-1].searched_s) for kind in kinds]
     for _ in racers[0].run(ALONE_OPS, simulate_plan.budget):
         yield best_s()
     for _ in race(racers, simulate_plan.budget, kept_frac=1.0, first_ops=FIRST_OPS / 2):
         yield best_s()
+
+
+def _least_s(candidates: Iterable[Candidate[UnitwisePlan]]) -> float:
+    return min((c.step_s for c in candidates if c.step_s is not None), default=inf)
 
 
 def descended(p: Problem, bound: Bound, found: Incumbents, simulate_plan: PlanSimulator, seed: int) -> Iterator[float]:
@@ -99,7 +108,7 @@ def descended(p: Problem, bound: Bound, found: Incumbents, simulate_plan: PlanSi
         start = None
         while start is not found.by_shape[shape]:
             start = found.by_shape[shape]
-            for best in descent(p, start, simulate_plan, goal_s=bound.step_s * (1 + GOOD_FRAC)):
+            for best in descent(p, start, simulate_plan, goal_s=bound.searched_s * (1 + GOOD_FRAC)):
                 found.consider(best)
                 start = found.by_shape[shape]
                 yield start.step_s or inf
