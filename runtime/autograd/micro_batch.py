@@ -224,12 +224,12 @@ class MicroBatchRun:
             kind, k = source
             if kind == "saved":
                 saved = recorder.saved[k]()
-                if saved is None or saved.storage is None:
+                if saved is None or saved.tensor is None:
                     raise AbsentError(
                         f"a recomputation in {self.units[index].name!r} starts from saved tensor {k}, but it is not on "
                         "the device; the op must read it"
                     )
-                return saved.storage
+                return saved.tensor.untyped_storage()
             if (tensor := there[kind][k]) is None:
                 name, _ = self._params_of(index)[k].parameters[0]
                 raise AbsentError(f"a recomputation needs {name!r}; the op must read them")

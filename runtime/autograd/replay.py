@@ -194,7 +194,7 @@ class Recipe:
                     if number is None:
                         continue
                     if number in self.target:
-                        wanted[self.target[number]].storage = t.untyped_storage()
+                        wanted[self.target[number]].take(t)
                     if self.last[number] > i:
                         storages[number] = t.untyped_storage()
                 del out

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from tierplan.runtime.autograd.units import FlatParameters
 
@@ -30,13 +29,35 @@ class AllRecreated(Exception):
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class SavedStorage:
-    """A saved tensor. Autograd's graph holds this, and this holds the storage while it is on the device."""
+    """A saved tensor. Autograd's graph holds this, and this holds the bytes while they are on the device."""
 
     index: int
     size_bytes: int
-    storage: torch.UntypedStorage | None
-    dtype: torch.dtype = torch.uint8
-    """Of its values, as they were first saved."""
+    dtype: torch.dtype
+    shape: Sequence[int]
+    stride: Sequence[int]
+    """As it was first saved, if that was all of the storage in order; else flat."""
+    tensor: torch.Tensor | None = None
+    """All of the storage, contiguous, in this type and shape."""
+
+    @classmethod
+    def of(cls, index: int, t: torch.Tensor, size_bytes: int) -> SavedStorage:
+        """That of a tensor that is saved first, without its bytes."""
+        if t.nbytes == size_bytes and t.is_contiguous():
+            return cls(index, size_bytes, t.dtype, t.shape, t.stride())
+        return cls(index, size_bytes, t.dtype, (size_bytes // t.itemsize,), (1,))
+
+    def is_all(self, t: torch.Tensor) -> bool:
+        """Whether a tensor on this storage is as `tensor`."""
+        return t.dtype == self.dtype and t.shape == self.shape and t.is_contiguous()
+
+    def take(self, t: torch.Tensor) -> None:
+        """The storage of this tensor is the saved one."""
+        if t.dtype == self.dtype:  # no operation that writes: somebody may be noting those
+            own = t.detach()
+            self.tensor = own if self.is_all(t) else own.as_strided(self.shape, self.stride, 0)
+        else:
+            self.tensor = look(t.untyped_storage(), self.dtype, 0, self.shape, self.stride)
 
 
 class _Reference:
@@ -65,15 +86,18 @@ class _Reference:
             storage, begin_bytes = source.untyped_storage(), _begin_bytes(source)
             if storage.nbytes() < source.nbytes:
                 raise AbsentError("backward needs the unit's input, but the schedule has not brought it to the device")
-        elif source.storage is None:
-            raise AbsentError(
-                f"backward needs saved tensor {source.index}, but it is not on the device; the schedule must "
-                "fetch or recompute it first"
-            )
         else:
-            storage = source.storage
-        out = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return out.set_(storage, (begin_bytes + self.offset_bytes) // out.itemsize, self.size, self.stride)
+            storage = _there(source).untyped_storage()
+        return look(storage, self.dtype, begin_bytes + self.offset_bytes, self.size, self.stride)
+
+
+def _there(saved: SavedStorage) -> torch.Tensor:
+    if saved.tensor is None:
+        raise AbsentError(
+            f"backward needs saved tensor {saved.index}, but it is not on the device; the schedule must "
+            "fetch or recompute it first"
+        )
+    return saved.tensor
 
 
 def _begin_bytes(t: torch.Tensor) -> int:
@@ -92,7 +116,7 @@ class _Saver:
     """Addresses of storages from outside the unit, which live anyhow."""
     num_saved: int = 0
     saves_parameters: bool = False
-    _known: dict[int, tuple[StorageWeakRef, object]] = field(default_factory=dict)
+    _known: dict[int, tuple[weakref.ref[torch.UntypedStorage], object]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._sources: dict[int, FlatParameters | torch.Tensor] = {
@@ -109,12 +133,12 @@ class _Saver:
         return t.detach() if address in self.external or storage.nbytes() == 0 else None
 
     def seen(self, storage: torch.UntypedStorage) -> object | None:
-        """What `know` was told about this storage. The weak reference keeps its identity from being reused."""
+        """What `know` was told about this storage, and not about another one whose address it has now."""
         known = self._known.get(storage._cdata)
-        return known[1] if known else None
+        return known[1] if known is not None and known[0]() is storage else None
 
     def know(self, storage: torch.UntypedStorage, what: object) -> None:
-        self._known[storage._cdata] = (StorageWeakRef(storage), what)
+        self._known[storage._cdata] = weakref.ref(storage), what
 
     def close(self) -> None:
         """After the forward: what the graph does not hold may die."""
@@ -150,18 +174,23 @@ class Recorder(_Saver):
             if not self.recomputed and index not in self.moved:  # nobody asks for it but the graph
                 saved = True
             else:
-                held = None if index in self.recomputed else storage
-                saved = SavedStorage(index, storage.nbytes(), held, t.dtype)
+                saved = SavedStorage.of(index, t, storage.nbytes())
+                if index not in self.recomputed:
+                    saved.take(t)
                 self.saved[index] = weakref.ref(saved)
                 if index in self.moved or index in self.recomputed:
                     self.away[index] = saved
             self.know(storage, saved)
-        return _Reference(saved, t) if isinstance(saved, SavedStorage) else t.detach()
+        if isinstance(saved, SavedStorage):
+            return saved if saved.is_all(t) else _Reference(saved, t)
+        return t.detach()
 
     @staticmethod
     def unpack(packed: object) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
+        if isinstance(packed, SavedStorage):
+            return _there(packed)
         assert isinstance(packed, _Reference)
         return packed.tensor()
 
@@ -186,7 +215,7 @@ class Recreator(_Saver):
             saved = self.wanted.pop(self.num_saved, None)
             self.num_saved += 1
             if saved is not None:
-                saved.storage = storage
+                saved.take(t)
                 if not self.wanted and not self.runs_to_end:
                     raise AllRecreated
         return None
@@ -196,7 +225,13 @@ class Recreator(_Saver):
         raise AssertionError("nobody runs backward through a rerun")
 
 
-def memory_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """The bytes of a storage, as a uint8 tensor."""
-    out = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return out.set_(storage, 0, (storage.nbytes(),), (1,))
+def look(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    offset_bytes: int,
+    size: Sequence[int],
+    stride: Sequence[int],
+) -> torch.Tensor:
+    """A tensor on this storage."""
+    out = torch.empty(0, dtype=dtype, device=storage.device)
+    return out.set_(storage, offset_bytes // out.itemsize, size, stride)

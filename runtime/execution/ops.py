@@ -191,14 +191,12 @@ class Bodies:
         elif isinstance(old.place, Extent):
             self.places.drives.read(old.place, new.block.pages)
         elif old.place is None and old.handle is not None:
-            parts = old.handle.parts()
-            sizes_bytes = [part.numel() for part in parts]
-            expect(source, sum(sizes_bytes))
-            torch._foreach_copy_(new.block.data.split(sizes_bytes), parts, non_blocking=True)
+            expect(source, sum(old.handle.sizes_bytes))
+            torch._foreach_copy_(old.handle.parts_of(new.block), old.handle.parts(), non_blocking=True)
         else:
             copy_bytes(new.block.data, self._memory(source), call.op.unit, self.units, self.ranks)
         if new.handle is not None and target.buffer.tier == DEVICE:
-            new.arrived = new.handle.unpack(new.block.data)
+            new.arrived = new.handle.unpack(new.handle.parts_of(new.block))
             for t in new.arrived:
                 self.device.lend(t, COMPUTE)
 
@@ -207,8 +205,9 @@ class Bodies:
 
         What an op may make beside its buffers is declared on that condition.
         """
-        parts, device = self._memory(source).split(handle.sizes_bytes), self.device.torch_device
-        arrived = [part.to(device, non_blocking=True, copy=True) for part in parts]
+        parts, device = handle.parts_of(value_of(source).block), self.device.torch_device
+        arrived = [torch.empty_like(part, device=device) for part in parts]
+        torch._foreach_copy_(arrived, parts, non_blocking=True)
         for memory in arrived:
             self.device.lend(memory, COMPUTE)
         target.value = BufferValue(handle=handle, arrived=arrived)
@@ -234,7 +233,7 @@ class Bodies:
         assert handle is not None
         memory = torch.empty(target.buffer.size_bytes, dtype=torch.uint8, device=self.device.torch_device)
         decode_acts(source.block.data, memory.view(handle.dtype), self.training.activation_format)
-        target.value = BufferValue(handle=handle, arrived=handle.unpack(memory))
+        target.value = BufferValue(handle=handle, arrived=handle.split(memory))
 
     def _memory(self, instance: Instance) -> torch.Tensor:
         """The bytes of a buffer in memory; whole pages where it lies in a block."""

@@ -12,12 +12,13 @@ from __future__ import annotations
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
-from tierplan.runtime.autograd.saved import SavedStorage, memory_of
+from tierplan.runtime.autograd.saved import SavedStorage
 from tierplan.runtime.autograd.units import placeholder
 from tierplan.runtime.execution.instances import Instance
 from tierplan.runtime.memory.arena import Block
@@ -35,10 +36,13 @@ class AutogradHandle(ABC):
     They may come back while the first copy is still in use; so an op that reads a buffer says that it wants them there.
     """
 
-    def __init__(self, dtypes: Iterable[torch.dtype]) -> None:
-        types = {*dtypes}
+    def __init__(self, forms: Iterable[tuple[torch.dtype, Sequence[int]]]) -> None:
+        self.forms = tuple(forms)
+        """Types and shapes of its parts, which are contiguous and lie one behind the other where they are moved to."""
+        types = {dtype for dtype, _ in self.forms}
         self.dtype = types.pop() if len(types) == 1 else torch.uint8
         """Of its values; uint8 where they are of several."""
+        self.sizes_bytes = [dtype.itemsize * prod(shape) for dtype, shape in self.forms]
         self._lock = threading.Lock()
         self._at: BufferValue | None = None
 
@@ -66,16 +70,24 @@ class AutogradHandle(ABC):
 
     @abstractmethod
     def parts(self) -> list[torch.Tensor]:
-        """The bytes in use, as uint8 tensors that lie one behind the other where they are moved to."""
+        """Those in use."""
+
+    def parts_of(self, block: Block) -> list[torch.Tensor]:
+        """Those that lie in a block."""
+        return block.once(self.forms, self.split)  # type: ignore[no-any-return]
+
+    def split(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        parts = zip(memory.split(self.sizes_bytes), self.forms, strict=True)
+        return [part.view(dtype).view(shape) for part, (dtype, shape) in parts]
 
     def memory(self) -> torch.Tensor:
         """The bytes in use, as one uint8 tensor."""
-        parts = self.parts()
+        parts = [part.view(-1).view(torch.uint8) for part in self.parts()]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    @abstractmethod
-    def unpack(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """What these bytes are to autograd: for `BufferValue.arrived`."""
+    def unpack(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What parts on the device are to autograd: for `BufferValue.arrived`."""
+        return parts
 
     @abstractmethod
     def _use(self, tensors: Sequence[torch.Tensor] | None) -> None:
@@ -86,38 +98,42 @@ class SavedTensorsHandle(AutogradHandle):
     """Saved tensors that go their own way."""
 
     def __init__(self, saved: Sequence[SavedStorage]) -> None:
-        super().__init__(each.dtype for each in saved)
+        super().__init__(_forms(saved))
         self._saved = [weakref.ref(each) for each in saved]
         """Autograd's graph holds them, and lets each go as soon as backward has used it."""
-        self.sizes_bytes = [each.size_bytes for each in saved]
 
     def parts(self) -> list[torch.Tensor]:
         parts = []
-        for each in self._saved:
+        for each, (dtype, _) in zip(self._saved, self.forms, strict=True):
             saved = each()
             assert saved is not None
-            assert saved.storage is not None
-            parts.append(memory_of(saved.storage))
+            assert saved.tensor is not None
+            parts.append(saved.tensor if dtype == saved.dtype else saved.tensor.view(-1).view(dtype))
         return parts
-
-    def unpack(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        return [memory]
 
     def _use(self, tensors: Sequence[torch.Tensor] | None) -> None:
         for k, each in enumerate(self._saved):
             if (saved := each()) is not None:
-                saved.storage = None if tensors is None else tensors[k].untyped_storage()
+                t = None if tensors is None else tensors[k]
+                saved.tensor = t if t is None or t.shape == saved.shape else t.view(saved.dtype).view(saved.shape)
+
+
+def _forms(saved: Sequence[SavedStorage]) -> Iterator[tuple[torch.dtype, Sequence[int]]]:
+    """As they were saved; bytes, where values would not be aligned."""
+    begin = 0
+    for each in saved:
+        yield (each.dtype, each.shape) if begin % each.dtype.itemsize == 0 else (torch.uint8, (each.size_bytes,))
+        begin += each.size_bytes
 
 
 class InputHandle(AutogradHandle):
     """A unit's input: the leaves that the unit before it made; or the gradient of it, which is that of the leaves."""
 
     def __init__(self, leaves: Sequence[torch.Tensor], *, is_gradient: bool = False) -> None:
-        super().__init__(leaf.dtype for leaf in leaves)
         self.leaves = [leaf for leaf in leaves if leaf.grad is not None] if is_gradient else leaves
         self._is_gradient = is_gradient
         tensors = self._tensors()
-        self.size_bytes = sum(t.nbytes for t in tensors)
+        super().__init__((t.dtype, t.shape) for t in tensors)
         self._strides = [None if t.is_contiguous() else t.stride() for t in tensors]
 
     def _tensors(self) -> list[torch.Tensor]:
@@ -128,12 +144,11 @@ class InputHandle(AutogradHandle):
         return gradients
 
     def parts(self) -> list[torch.Tensor]:
-        return [t.contiguous().view(-1).view(torch.uint8) for t in self._tensors()]
+        return [t.contiguous() for t in self._tensors()]
 
-    def unpack(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        flat = zip(memory.split([leaf.nbytes for leaf in self.leaves]), self.leaves, self._strides, strict=True)
-        tensors = [(part.view(leaf.dtype).view(leaf.shape), leaf.shape, stride) for part, leaf, stride in flat]
-        return [t if stride is None else t.new_empty_strided(shape, stride).copy_(t) for t, shape, stride in tensors]
+    def unpack(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        strided = zip(parts, self._strides, strict=True)
+        return [t if stride is None else t.new_empty_strided(t.shape, stride).copy_(t) for t, stride in strided]
 
     def _use(self, tensors: Sequence[torch.Tensor] | None) -> None:
         for k, leaf in enumerate(self.leaves):
@@ -206,6 +221,6 @@ def expect(instance: Instance, found_bytes: int) -> None:
 def begin_input(instance: Instance, leaves: Sequence[torch.Tensor], *, is_gradient: bool = False) -> BufferValue:
     """The value of a buffer that is a unit's input as autograd has made it, or the gradient of one."""
     handle = InputHandle(leaves, is_gradient=is_gradient)
-    expect(instance, handle.size_bytes)
+    expect(instance, sum(handle.sizes_bytes))
     instance.value = value = handle.begin()
     return value

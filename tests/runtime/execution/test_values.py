@@ -1,0 +1,39 @@
+"""Saved tensors of any type and look go away together and come back as they were."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from tierplan.runtime.autograd.saved import Recorder
+from tierplan.runtime.execution.values import BufferValue, SavedTensorsHandle
+from tierplan.runtime.memory.arena import Pool, map_host
+
+
+def test_bytes_that_are_not_aligned_and_parts_of_a_storage_come_back() -> None:
+    whole = torch.arange(24.0).view(2, 12)
+    looks = [torch.tensor([True, False, True]), torch.arange(6.0).view(2, 3).t(), whole, whole[:, 4:8]]
+    recorder = Recorder([], [], set(), moved=frozenset(range(3)))
+    packed = [recorder.pack(t) for t in looks]
+    handle = SavedTensorsHandle([recorder.away.pop(k) for k in range(3)])
+    begun = handle.begin()
+    block = Pool(map_host, 1 << 20).take(sum(handle.sizes_bytes))
+    torch._foreach_copy_(handle.parts_of(block), handle.parts())
+    assert block.data[3:27].tolist() == list(looks[1].t().numpy().tobytes()), "parts lie behind each other, as stored"
+    handle.leave(begun)
+    handle.use(BufferValue(handle=handle, arrived=[part.clone() for part in handle.parts_of(block)]))
+    for kept, t in zip(packed, looks, strict=True):
+        found = Recorder.unpack(kept)
+        assert found.stride() == t.stride()
+        assert torch.equal(found, t)
+
+
+def test_what_is_made_again_is_looked_at_as_before() -> None:
+    """By an operation whose result has another type and shape than what was saved."""
+    recorder = Recorder([], [], set(), recomputed=frozenset({0}))
+    with saved_tensors_hooks(recorder.pack, recorder.unpack):
+        z = torch.view_as_complex(torch.arange(8.0).view(4, 2)).requires_grad_()
+        z.abs().sum()
+    packed = recorder.pack(z.detach())
+    recorder.away.pop(0).take(torch.arange(8.0))
+    assert torch.equal(Recorder.unpack(packed), z)
