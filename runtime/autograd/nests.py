@@ -1,4 +1,4 @@
-"""The tensors in nests of values: what calls of blocks get and give, and what lies outside of all units."""
+"""Tensors in nests of values (what calls of blocks get and give, what lies outside of all units), and on storages."""
 
 from __future__ import annotations
 
@@ -51,3 +51,15 @@ def batch_addresses(batch: Mapping[str, object], modules: Iterable[nn.Module]) -
     """
     buffers = (b for module in modules for b in module._buffers.values() if b is not None)
     return addresses(dict(batch)) | {b.untyped_storage().data_ptr() for b in buffers}
+
+
+def look(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    offset_bytes: int,
+    size: Sequence[int],
+    stride: Sequence[int],
+) -> torch.Tensor:
+    """A tensor on this storage."""
+    out = torch.empty(0, dtype=dtype, device=storage.device)
+    return out.set_(storage, offset_bytes // out.itemsize, size, stride)

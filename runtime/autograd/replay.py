@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tierplan.runtime.autograd.nests import flatten, look
 
 Source = tuple[str, int]
 """Where a storage comes from that the block does not make: `("param", 0)`, `("input", 1)`, `("arg", 4)` or
@@ -34,12 +35,13 @@ class _View:
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int
+    offset_bytes: int
 
-    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(
-            storage, self.offset, self.size, self.stride
-        )
+
+class _Several(tuple[object, ...]):
+    """An argument that is a list, with `_View`s."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +49,15 @@ class _Operation:
     """One operation that makes storages or writes into some."""
 
     func: Any
-    flat: tuple[object, ...]
-    """Arguments, flattened; tensors are `_View`s."""
-    spec: Any
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
+    """Tensors are `_View`s."""
+    read: tuple[int, ...]
+    """Numbers of their storages."""
     results: tuple[int | None, ...]
     """Number of the storage of each output that is new with this call; None for others."""
     written: tuple[int, ...]
     is_random: bool
-
-    @property
-    def read(self) -> list[int]:
-        return [x.number for x in self.flat if isinstance(x, _View)]
 
 
 class OperationLog(TorchDispatchMode):
@@ -87,23 +87,30 @@ class OperationLog(TorchDispatchMode):
         """The tensor's storage is that of saved tensor `index`."""
         self.saved_number[index] = self.number(t)[0]
 
-    def _input(self, t: torch.Tensor) -> _View:
+    def _noted(self, value: object, read: list[int]) -> object:
+        """An argument as it is kept."""
+        if isinstance(value, list | tuple) and any(isinstance(x, torch.Tensor) for x in value):
+            return _Several(self._noted(x, read) for x in value)
+        return self._input(value, read) if isinstance(value, torch.Tensor) else value
+
+    def _input(self, t: torch.Tensor, read: list[int]) -> _View:
         number, is_new = self.number(t)
+        read.append(number)
         if is_new and (source := self._outside.get(t.untyped_storage()._cdata)) is not None:
             self.source_of[number] = source
-        return _View(number, t.dtype, tuple(t.shape), tuple(t.stride()), int(t.storage_offset()))
+        return _View(number, t.dtype, tuple(t.shape), tuple(t.stride()), int(t.storage_offset()) * t.itemsize)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        flat, spec = tree_flatten((args, kwargs))
-        noted = tuple(self._input(x) if isinstance(x, torch.Tensor) else x for x in flat)
+        read: list[int] = []
+        noted = tuple(self._noted(x, read) for x in args), {name: self._noted(x, read) for name, x in kwargs.items()}
         out = func(*args, **kwargs)
-        numbers = [self.number(t) if isinstance(t, torch.Tensor) else (None, False) for t in tree_flatten(out)[0]]
+        numbers = [self.number(t) if isinstance(t, torch.Tensor) else (None, False) for t in flatten(out)[0]]
         fresh = tuple(number if is_new else None for number, is_new in numbers)
         changed = [value for a, value in _arguments(func, args, kwargs) if a.alias_info and a.alias_info.is_write]
-        written = tuple(self.number(t)[0] for t in tree_flatten(changed)[0] if isinstance(t, torch.Tensor))
+        written = tuple(self.number(t)[0] for t in flatten(changed)[0] if isinstance(t, torch.Tensor))
         if written or any(n is not None for n in fresh):
-            self.calls.append(_Operation(func, noted, spec, fresh, written, is_random(func, args, kwargs)))
+            self.calls.append(_Operation(func, *noted, tuple(read), fresh, written, is_random(func, args, kwargs)))
         return out
 
     def recipe(self, wanted: Iterable[int], available: Iterable[int]) -> Recipe | None:
@@ -175,19 +182,24 @@ class Recipe:
         storages: dict[int, torch.UntypedStorage] = {}
         spent = [0.0] * len(self.calls)
 
-        def look(view: _View) -> torch.Tensor:
-            if view.number not in storages:
-                source = self.sources[view.number]
-                storages[view.number] = source.untyped_storage() if isinstance(source, torch.Tensor) else find(source)
-            return view.on(storages[view.number])
+        def looked_at(value: object) -> object:
+            if not isinstance(value, _View):
+                return value
+            if (storage := storages.get(value.number)) is None:
+                source = self.sources[value.number]
+                storage = source.untyped_storage() if isinstance(source, torch.Tensor) else find(source)
+                storages[value.number] = storage
+            return look(storage, value.dtype, value.offset_bytes, value.size, value.stride)
+
+        def given(value: object) -> object:
+            return [looked_at(x) for x in value] if isinstance(value, _Several) else looked_at(value)
 
         with torch.no_grad():
             for i, call in enumerate(self.calls):
                 began = time.perf_counter() if is_timed else 0.0
-                flat = [look(x) if isinstance(x, _View) else x for x in call.flat]
-                args, kwargs = tree_unflatten(flat, call.spec)
-                out = tree_flatten(call.func(*args, **kwargs))[0]
-                del flat, args, kwargs
+                args, kwargs = [given(x) for x in call.args], {name: given(x) for name, x in call.kwargs.items()}
+                out = flatten(call.func(*args, **kwargs))[0]
+                del args, kwargs
                 if is_timed:
                     spent[i] = time.perf_counter() - began
                 for number, t in zip(call.results, out, strict=True):

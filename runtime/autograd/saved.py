@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from tierplan.runtime.autograd.nests import look
 from tierplan.runtime.autograd.units import FlatParameters
 
 
@@ -223,15 +224,3 @@ class Recreator(_Saver):
     @staticmethod
     def unpack(packed: object) -> torch.Tensor:
         raise AssertionError("nobody runs backward through a rerun")
-
-
-def look(
-    storage: torch.UntypedStorage,
-    dtype: torch.dtype,
-    offset_bytes: int,
-    size: Sequence[int],
-    stride: Sequence[int],
-) -> torch.Tensor:
-    """A tensor on this storage."""
-    out = torch.empty(0, dtype=dtype, device=storage.device)
-    return out.set_(storage, offset_bytes // out.itemsize, size, stride)
