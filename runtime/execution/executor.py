@@ -197,8 +197,6 @@ class Executor:
     def _stop(self) -> None:
         with self._lock:
             self._end = min(self._end, max(self._num_begun, self.first_step + 1))
-            for wakeup in self._wakeup.values():
-                wakeup.notify_all()
 
     def trace(self, name: str = "measured", meta: Mapping[str, object] | None = None) -> Trace:
         """What has happened so far; times count from the first call of `run`. Keys have the prefix `s0/`, `s1/`, ..."""
@@ -449,15 +447,11 @@ class Executor:
             key = step_prefix(node.step) + node.op.key
             waits = (node.granted_ns, node.coreless_ns, node.late_ns)
             self._spans.append(Span(key, node.op.stream, *times, -1, *waits))
-        dead = []
         for instance in node.reads:
             instance.readers.remove(node)
-            if instance.is_dead:
-                dead.append(instance)
         for instance in node.writes:
             instance.writer = None
-            if instance.is_dead:
-                dead.append(instance)
+        dead = [instance for instance in (*node.reads, *node.writes) if instance.is_dead]
         for instance in dead:
             self._free(instance)
             self.on_free(instance)
