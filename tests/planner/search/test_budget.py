@@ -9,7 +9,6 @@ import pytest
 from tests.toys import toy_machine, toy_workload
 from tierplan.planner.milp.program import Program, Solution, Solver
 from tierplan.planner.planning import plan
-from tierplan.planner.search.from_program import ProgramPlans
 
 
 def test_a_program_is_solved_in_the_time_that_its_search_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,7 +21,7 @@ def test_a_program_is_solved_in_the_time_that_its_search_has_left(monkeypatch: p
             return super().solve(program, time_limit_s=time_limit_s, **options)
 
     timed = Timed()
-    monkeypatch.setattr(ProgramPlans, "_solver_of", lambda self, model: timed)
+    monkeypatch.setattr("tierplan.planner.search.from_program.solver_of", lambda problem, solver: timed)
     monkeypatch.setattr("tierplan.planner.search.from_program.solve_whole", lambda *args, **options: None)
     plan(toy_workload(10), toy_machine(), time_limit_s=3.0)
     assert limits_s
