@@ -50,8 +50,8 @@ QUICK_S, QUICK_TODAY_S = 1.5, 2.0
 """Time limits of the planner for a quick answer: with something bought, and for the machine as it is."""
 SHORT_SEARCH = (
     "the search was short. The whole one, without --quick, finds a plan for this machine that is at least as quick; "
-    "what a purchase gains and renting costs is rough, from plans of the same kind and in about the same micro-batches "
-    "as that for the machine as it is"
+    "what a purchase gains and renting costs is rough: purchases have plans of the same kind and in about the same "
+    "micro-batches as the machine as it is"
 )
 
 
@@ -153,20 +153,20 @@ def advise(
     bought = [b for b in purchases(description, prices) if not quick or "gpu.count" not in b.overrides]
     bought.sort(key=lambda b: (not b.machine, "gpu.count" not in b.overrides))  # the longest searches first
     with asking(num_workers, progress=progress) as ask:
-        like = point
+        like, how = point, cast(Ask, figures_of)
         if quick:
-            point = replace(point, planner_s=point.planner_s or QUICK_TODAY_S, policy=QUICK)
+            most_s = point.planner_s or QUICK_TODAY_S
+            point, like = (replace(point, planner_s=s, policy=QUICK) for s in (most_s, min(most_s, QUICK_S)))
         today = ask([point], answer_point)
-        how = elsewhere = cast(Ask, figures_of)
-        if quick:
-            like, how, elsewhere = _like(point, today[0]())
-        kinds = Counter(b.kind for b in bought)
-        many = [b for b in bought if kinds[b.kind] > MOST_OF_A_KIND and not b.machine]
-        bounds = ask([b.applied(like) for b in many], promise_of)
         # other machines meanwhile: what is bought for this one has its answer for a start
         num_first = sum(b.machine != "" for b in bought)
         others = [b.applied(like) for b in bought[:num_first]]
-        first = ask([*others, replace(like, machine=RENTED, overrides={}, devices=None)], elsewhere)
+        first = ask([*others, replace(like, machine=RENTED, overrides={}, devices=None)], figures_of)
+        if quick:
+            like, how = _like(like, today[0]())
+        kinds = Counter(b.kind for b in bought)
+        many = [b for b in bought if kinds[b.kind] > MOST_OF_A_KIND and not b.machine]
+        bounds = ask([b.applied(like) for b in many], promise_of)
         largest = [] if quick else ask([point], largest_model_of)
         answer = today[0]()
         if not quick:
@@ -198,12 +198,11 @@ def advise(
     )
 
 
-def _like(point: Point, answer: Row) -> tuple[Point, Ask, Ask]:
-    """What to ask of a machine with something bought, and how, and of another machine, where the answer for this one
-    says what kind of plan is worth a look: its order, its micro-batches and those of twice the size."""
-    point = replace(point, planner_s=min(point.planner_s or QUICK_S, QUICK_S))
+def _like(point: Point, answer: Row) -> tuple[Point, Ask]:
+    """What to ask of a machine with something bought, and how, where the answer for this one says what kind of plan is
+    worth a look: its order, its micro-batches and those of twice the size."""
     if not answer.get("order"):
-        return point, figures_of, figures_of
+        return point, figures_of
     known: Known = answer["known"]
     if point.sequences:
         batch = each = answer["numbers_of"]["micro_batch"]
@@ -211,8 +210,7 @@ def _like(point: Point, answer: Row) -> tuple[Point, Ask, Ask]:
             batch *= 2
         point = replace(point, sequences=0, batch=batch, accumulation=point.sequences // batch)
         known = known.divided(point.batch, point.accumulation, point.batch // each)
-    elsewhere = partial(figures_of, orders=(answer["order"],), policies=())
-    return point, partial(figures_of, policies=(), like=known.plan, known=known), elsewhere
+    return point, partial(figures_of, policies=(), like=known.plan, known=known)
 
 
 def answer_point(point: Point) -> dict[str, object]:
