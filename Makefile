@@ -14,7 +14,7 @@ help:
 	@echo "make test    install into $(VENV) when needed, then lint, type check and test (a quarter of an hour on two cores; TESTERS=N for N processes)"
 	@echo "make nightly  as make test, and the long tests: some of them take a quarter of an hour"
 	@echo "make docs    the pages as a site, in build/site (two minutes)"
-	@echo "make figures make the pictures of README.md and docs/ again (a quarter of an hour)"
+	@echo "make figures make the pictures of README.md and docs/ again (three minutes)"
 	@echo "make gpu     on a borrowed GPU, with the PyTorch of PYTHON: tests, measurement, comparisons, campaign; can be continued"
 	@echo "make gpu-report  the page of what it found, GPU_OUT/gpu.md"
 	@echo "make clean   remove $(VENV) and the demo's output"

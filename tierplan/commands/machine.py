@@ -226,7 +226,8 @@ def structure(machine: Machine) -> list[str]:
     rows = [("tiers", ", ".join(f"{t.name} {format_amount(t.capacity_bytes, 'bytes')}" for t in machine.tiers))]
     for limit in machine.shared_limits:
         takers = [s.name for s in machine.streams if limit.name in s.takes]
-        size = format_amount(limit.limit, "bytes/s") if limit.limit > MOST_SHARES else f"{limit.limit:.4g}"
+        shares = f"{limit.limit:.4g} stream{'s' * (limit.limit != 1)} at full speed"
+        size = format_amount(limit.limit, "bytes/s") if limit.limit > MOST_SHARES else shares
         rows.append((f"shared limit {limit.name}", f"{size}, loaded by {', '.join(takers)}"))
     if machine.nameplate:
         rows.append(("not measured", f"from data sheets: {', '.join(machine.nameplate)}"))
