@@ -111,3 +111,12 @@ def test_every_page_is_reachable_from_the_index() -> None:
     index = ROOT / "docs" / "index.md"
     listed = set(re.findall(r"\]\(([\w-]+\.md)", index.read_text(encoding="utf-8")))
     assert {p.name for p in PAGES if p.parent == index.parent} - {"index.md"} <= listed
+
+
+@pytest.mark.parametrize("page", ["points", "finetuning"])
+def test_the_readme_says_what_the_page_of_published_steps_says(page: str) -> None:
+    link, text = f"(docs/{page}.md)", (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    row = next(line for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if link in line)
+    figures = re.findall(r"\d+ of \d+|[\d.]+ %", row)
+    assert len(figures) > 2
+    assert [figure for figure in figures if figure not in text] == []
