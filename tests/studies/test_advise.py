@@ -199,3 +199,9 @@ def test_text_page_and_json_say_the_same(advice: Advice, tmp_path: Path) -> None
     assert speed in page
     assert record["costs"] == asdict(advice.costs)  # type: ignore[call-overload]
     assert all(change.bought.what in page for change in advice.changes)
+
+
+def test_a_price_that_nobody_knows_is_not_nothing(advice: Advice) -> None:
+    assert advice.costs is not None
+    text = " ".join(advice_lines(replace(advice, costs=replace(advice.costs, machine_usd=0.0))))
+    assert "machine of unknown price" in text
