@@ -199,7 +199,7 @@ class Search:
 
     @property
     def least_s(self) -> float:
-        """No plan that may still be found is quicker, where one device works."""
+        """No plan that may still be found is quicker, where one device works and no gradients come back."""
         able = (chain.least_s for chain in self.chains if not chain.is_over)
         return min(able, default=inf) if self.num_devices == 1 else 0.0
 

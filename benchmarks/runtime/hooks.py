@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.runtime.peers import use_one_rank
+
 BLOCKS, BATCHES, STEPS, WIDTH, VOCABULARY = 12, 4, 8, 64, 128
-ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
 
 
 def _model(*, lora: bool) -> Any:
@@ -70,7 +71,8 @@ def main() -> None:
     parser.add_argument("system", nargs="?", default="plain", choices=["plain", "zero-1", "zero-2", "zero-3", "fsdp"])
     parser.add_argument("--lora", action="store_true")
     asked = parser.parse_args()
-    os.environ.update(ONE_PROCESS, DS_ACCELERATOR="cpu")
+    use_one_rank()
+    os.environ["DS_ACCELERATOR"] = "cpu"
     torch.set_num_threads(1)
     micro_batch, took_s = _micro_batch(asked.system, _model(lora=asked.lora)), []
     for _ in range(STEPS + 3):

@@ -14,14 +14,12 @@ from tierplan.commands import compare_policies, simulate
 from tierplan.commands.options.terminal import nameplate_lines
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner.lowering import lower
 from tierplan.planner.lowering.tiling import cut_batches
-from tierplan.planner.plan import PackPlan, Plan, UnitwisePlan
+from tierplan.planner.plan import Plan, UnitwisePlan
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.policies import POLICIES, decide
 from tierplan.planner.policies.options import OptionError
-from tierplan.planner.policies.several import harmony
 from tierplan.planner.policies.zero_infinity import startup_bytes
 from tierplan.planner.prediction import predict, predict_plan
 from tierplan.planner.questions.largest import family, largest_model
@@ -392,37 +390,6 @@ def test_tiles_of_operators_need_less_of_the_device_and_move_the_same_model() ->
         assert cut.schedule.bytes_moved()[stream] == whole.schedule.bytes_moved()[stream]
 
 
-# ---- several devices ----
-
-
-@pytest.mark.parametrize("devices", [2, 4])
-def test_a_partitioned_step_does_all_devices_compute_and_one_models_io(devices: int) -> None:
-    machine = load_machine("zero-infinity-4xh100")
-    workload = load_workload("gpt-6.7b", Training(sequence_length=1024, dtype="fp16"))
-    one, many = (run("zero-infinity", workload, machine, devices=n, optimizer="nvme")[1] for n in (1, devices))
-    single, several = one.bytes_moved(), many.bytes_moved()
-    for stream in ("nvme.read", "nvme.write"):
-        assert several[stream] == pytest.approx(single[stream], rel=1e-6)
-    for r in range(devices):
-        compute = [op for op in many.ops if op.stream == f"gpu{r}.compute"]
-        assert len(compute) == sum(op.stream == "gpu0.compute" for op in one.ops)
-        assert fetched(many, r) == pytest.approx(fetched(one, 0) / devices)
-
-
-def fetched(schedule: Schedule, device: int) -> float:
-    """Bytes of parameters that come over a device's own link."""
-    ops = (op for op in schedule.ops if op.stream == f"gpu{device}.h2d" and op.key.startswith("fetch_params/"))
-    return sum(op.work["bytes"] for op in ops)
-
-
-def test_more_devices_than_the_machine_has_are_refused() -> None:
-    with pytest.raises(OptionError, match="is 3; give a number from 1 to 1"):
-        decide("zero-infinity", toy_workload(), toy_machine(), {"devices": 3})
-    plan = replace(decide("zero-infinity", toy_workload(), toy_machine()), devices=3)
-    with pytest.raises(PlanError, match="wants 3 devices, but machine 'toy' has 1"):
-        lower(plan, toy_workload(), toy_machine())
-
-
 # ---- the largest model ----
 
 
@@ -505,49 +472,9 @@ def test_zenflow_hides_its_update_behind_the_next_interval_as_far_as_its_cores_g
     assert few.step_s > 100 * update_s
 
 
-@pytest.mark.parametrize(("given", "cleanup_s"), [({}, 0.04), ({"host_memory": "own"}, 0.0),
-                                                  ({"host_memory": "own", "task_cleanup_s": 0.02}, 0.02)])  # fmt: skip
-def test_only_harmonys_own_processes_clean_up_after_each_task(given: dict[str, object], cleanup_s: float) -> None:
-    plan = decide("harmony", toy_workload(4, tied=False), toy_machine(), given)
-    assert isinstance(plan, PackPlan)
-    assert plan.packs.cleanup_s == plan.options["task_cleanup_s"] == cleanup_s
-
-
-def test_harmony_simulates_no_packs_where_host_memory_is_too_small_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    workload, machine, simulated = toy_workload(gradient_accumulation_steps=2), toy_machine(), []
-    seconds, quickest = harmony._seconds, harmony._quickest
-
-    def counted(plan: Any, workload: Workload, machine: Machine, *rest: Any) -> float:
-        simulated.append(seconds(plan, workload, machine))
-        return simulated[-1]
-
-    monkeypatch.setattr(harmony, "_seconds", counted)
-    for host in (2**20, 2**40):
-        on = with_capacity(machine, {"host": host})
-        simulated.clear()
-        plan = decide("harmony", workload, on)
-        assert bool(simulated) == (host == 2**40)
-        monkeypatch.setattr(harmony, "_quickest", lambda plans, *rest: min(plans, key=lambda p: counted(p, *rest)))
-        assert decide("harmony", workload, on) == plan, "by simulating all"
-        assert (min(simulated) == float("inf")) == (host == 2**20)
-        monkeypatch.setattr(harmony, "_quickest", quickest)
-
-
 @pytest.mark.parametrize("more", [{}, {"lora": "r=8"}], ids=str)
 def test_a_loss_in_chunks_does_not_add_to_the_models_flops(more: dict[str, Any]) -> None:
     """Backward makes the logits again then, which is recomputation."""
     whole, chunked = (load_workload("llama-3.2-1b", Training(**more, loss_chunks=chunks)) for chunks in (1, 8))
     assert chunked.units[-1].backward != whole.units[-1].backward
     assert chunked.flops == whole.flops
-
-
-def test_selective_checkpointing_keeps_attention_and_every_other_product() -> None:
-    workload = load_workload("llama-3.2-1b", Training(sequence_length=64))
-    plan = decide("fsdp", workload, load_machine("server-8xh100"), {"checkpointing": "selective"})
-    assert isinstance(plan, UnitwisePlan)
-    block, acts = workload.blocks[0], plan.units[1].acts
-    kept = [tensor.name for tensor, action in zip(block.saved, acts, strict=True) if action == "keep"]
-    products = [name for name in kept if "attention" not in name]
-    assert len(kept) - len(products) == sum("attention" in tensor.name for tensor in block.saved)
-    assert len(products) == 3, "of queries, keys, values, output, gate and up"
-    assert plan.units[0].acts == plan.units[-1].acts == "keep"
