@@ -29,8 +29,9 @@ OPTIONS: Mapping[str, object] = {
 }
 HOOKS = 5.0
 """Of ZeRO-3, whose hooks before and after every module fetch and release its parameters in Python. By
-`python -m benchmarks.runtime.hooks` with DeepSpeed 0.19.8 on one core of an EPYC (2026-11-25), a pass of a block takes
-0.83 ms of the host's time without and 4.85 ms with them; with adapters 1.31 and 8.4 ms. (0.12.6: 5.0 and 4.3 ms.)"""
+`python -m benchmarks.runtime.hooks` with DeepSpeed 0.19.8 on one core of a quiet EPYC (2026-11-26), a pass of a block
+takes 0.47 ms of the host's time without and 2.21 ms with them, which are 3.7 times the rest; with adapters 0.77 and
+5.27 ms, 5.8 times. This is between the two."""
 DIVIDED: Mapping[int, Literal["states", "gradients", "all"]] = {1: "states", 2: "gradients", 3: "all"}
 
 
