@@ -55,7 +55,7 @@ def say(*lines: str) -> None:
 def tell(args: argparse.Namespace, record: object, lines: Iterable[str]) -> None:
     """Prints what was found: as JSON where `--json` is given, else as lines."""
     if args.json:
-        print(json.dumps(record, indent=1, default=str))
+        print(json.dumps(record, indent=1))
     else:
         say(*lines)
 
