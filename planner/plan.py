@@ -60,7 +60,8 @@ class UnitPlan:
     late_update: bool = False
     """With updates in backward: this one is made in the next step, in time for its forward, which it overlaps.
 
-    Its gradients wait in host memory. The numbers are the same; after the last step, one such update is still due."""
+    Its gradients wait in host memory, or where `grads` says for an update on the device. The numbers are the same;
+    after the last step, one such update is still due."""
 
     state_shards: int = 1
     """Shards, at most, in which states travel to the update and back (from NVMe, or to the device), each an update of
@@ -88,6 +89,11 @@ class UnitPlan:
     def returns_grads(self) -> bool:
         """Whether gradients leave the device and come back for the update."""
         return self.update == "device" and self.grads != "device"
+
+    @property
+    def late_grads(self) -> Place:
+        """Where gradients wait for a late update."""
+        return self.grads if self.update == "device" or self.grads == "nvme" else "host"
 
     def action(self, index: int) -> Action:
         return self.acts if isinstance(self.acts, str) else self.acts[index]

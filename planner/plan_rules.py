@@ -179,12 +179,8 @@ def _check_update(plan: UnitwisePlan, unit: Unit, choice: UnitPlan) -> None:
     if choice.late_update and (choice.grads == "nvme" or choice.states == "device"):
         raise PlanError(
             f"unit {unit.name!r} is updated late with gradients in {choice.grads!r} and states in {choice.states!r}; "
-            "a late update runs on the host with gradients that waited in host memory: use 'host', or no late_update"
-        )
-    if choice.update == "device" and choice.late_update:
-        raise PlanError(
-            f"unit {unit.name!r} has its states brought to the device and late_update=True; late updates run on the "
-            "host: use update 'home', or no late_update"
+            "a late update has gradients that waited in memory, and states that are not on the device: use 'host', or "
+            "no late_update"
         )
     if choice.update == "device" and plan.semantics == "delayed-1":
         raise PlanError(

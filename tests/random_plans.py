@@ -35,7 +35,7 @@ def with_updates_here(plan: UnitwisePlan, rng: random.Random) -> UnitwisePlan:
     """The plan with some updates on the device, wherever what they read waits."""
     units = tuple(
         replace(choice, update="device")
-        if choice.states != "device" and not choice.late_update and plan.semantics != "delayed-1" and rng.random() < 0.3
+        if choice.states != "device" and plan.semantics != "delayed-1" and rng.random() < 0.3
         else choice
         for choice in plan.units
     )

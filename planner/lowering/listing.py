@@ -289,7 +289,8 @@ def _list(a: Asked, turns: Turns, num_updates: int) -> int:
             _place(t, DECLARE, u, 0, 0, 0.0)
     for u in range(num_units):
         if a.is_owner[u] and a.is_late[u]:
-            _update(a, t, u, (u - a.prefetch_params_units - 1) * apart, True, apart, -1.0)
+            ahead = a.prefetch_params_units + (a.update_over_units if a.updates_here[u] else 1)
+            _update(a, t, u, (u - ahead) * apart, True, apart, -1.0)
     _go_home(t, EMPTY)  # forward is to use what the last of them has made
     backward, unit, batch = compute_order(a.is_vertical, num_units, a.num_batches, a.first_trained)
     for step in range(len(unit)):

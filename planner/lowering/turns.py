@@ -77,7 +77,8 @@ def declare(s: Sketch) -> None:
             tier = HOST if k < s.choice.host_shards else TIER_OF[s.choice.states]
             s.put(f"states{k}", s.buffer(content, tier, size_bytes, "states", initial=True))
     if n and (s.plan.semantics == "delayed-1" or s.choice.late_update):
-        s.put("old grads", s.buffer(Gradients(name, 0), HOST, n * t.grad_bytes, "grads", initial=True))
+        tier = TIER_OF[s.choice.late_grads]
+        s.put("old grads", s.buffer(Gradients(name, 0), tier, n * t.grad_bytes, "grads", initial=True))
 
 
 # ---- copies ----

@@ -107,7 +107,7 @@ def _with_random_unit(problem: Problem, plan: UnitwisePlan, u: int, rng: random.
             able += [action for action in ACTIONS if action == "host" or (action == "nvme" and problem.has_nvme)]
         plan = with_action(plan, problem, u, g, rng.choice(able))
     choice = plan.units[u]
-    if not choice.updates_here and choice.grads != "nvme" and plan.semantics == "in-backward":
+    if choice.states != "device" and choice.grads != "nvme" and plan.semantics == "in-backward":
         units = list(plan.units)
         units[u] = replace(choice, late_update=rng.random() < 0.5)
         plan = replace(plan, units=tuple(units))

@@ -22,6 +22,9 @@ SHORT_CHAIN = 6
 BROUGHT_ONE_IN = (2, 3, 4, 6)
 """States of one in so many units come to the device: evenly spread, they are out of each other's way."""
 
+LATE_ONE_IN = (0, 1, 2, 3, 4)
+"""Of these, one in so many is updated in the next step; 0 for none."""
+
 Move = Callable[[UnitwisePlan], UnitwisePlan | None]
 """From a plan to a neighbour, or to None where the move does not apply."""
 Placement = tuple[Place, Place, Place, Place | None, UpdatePlace]
@@ -101,6 +104,8 @@ def _brought(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
     """States of one in so many units come to the device, and of no others."""
     for every in BROUGHT_ONE_IN if problem.brings_states else ():
         yield lambda plan, every=every: with_windows(with_brought_states(plan, every), (1, 1, 0))  # type: ignore[misc]
+    for every in LATE_ONE_IN if any(choice.update == "device" for choice in plan.units) else ():
+        yield lambda plan, every=every: with_late_here(plan, every)  # type: ignore[misc]
     for every in (1, *BROUGHT_ONE_IN) if problem.returns_grads else ():
         yield lambda plan, every=every: with_returned_grads(plan, every)  # type: ignore[misc]
 
@@ -126,7 +131,7 @@ def _lateness(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
     def toggle(u: int) -> Move:
         def move(plan: UnitwisePlan) -> UnitwisePlan | None:
             choice = plan.units[u]
-            if choice.updates_here or plan.semantics != "in-backward":
+            if choice.states == "device" or plan.semantics != "in-backward":
                 return None
             return _with_unit(plan, u, replace(choice, late_update=not choice.late_update))
 
@@ -230,7 +235,7 @@ def with_placement(plan: UnitwisePlan, u: int, mode: Mode) -> UnitwisePlan:
 
 def placed(plan: UnitwisePlan, choice: UnitPlan, mode: Mode) -> UnitPlan:
     """The choice of one of the plan's units with this placement."""
-    late = choice.late_update and mode.updated == "host" and mode.grads != "nvme"
+    late = choice.late_update and mode.updated != "device" and mode.grads != "nvme"
     shards = _shards_of(plan, mode.update)
     places = {name: getattr(mode, name) for name in ("params", "grads", "states", "frozen", "update")}
     return in_shards(replace(choice, **places, late_update=late), shards)  # type: ignore[arg-type]
@@ -337,6 +342,16 @@ def with_brought_states(plan: UnitwisePlan, every: int = 1, grads: Place = "devi
         return u
 
     return replace(plan, units=tuple(changed(u, k % every == 0) for k, u in enumerate(plan.units)))
+
+
+def with_late_here(plan: UnitwisePlan, every: int) -> UnitwisePlan | None:
+    """The plan with one late in so many of the updates on the device whose states come there, and no others."""
+    if plan.semantics != "in-backward":
+        return None
+    units, brought = list(plan.units), [u for u, choice in enumerate(plan.units) if choice.update == "device"]
+    for k, u in enumerate(brought):
+        units[u] = replace(units[u], late_update=every > 0 and k % every == every - 1)
+    return replace(plan, units=tuple(units))
 
 
 def with_returned_grads(plan: UnitwisePlan, every: int = 1) -> UnitwisePlan:

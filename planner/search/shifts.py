@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, product
 from math import ceil
 
 from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
@@ -237,14 +237,17 @@ def _lateness(problem: Problem, plan: UnitwisePlan) -> Iterator[Shift]:
     if plan.semantics != "in-backward":
         return
     grads_gb = max(unit.grads_gb for unit in problem.units)
-    able = [u for u, choice in enumerate(plan.units) if not choice.updates_here and choice.grads != "nvme"]
-    for late in (True, False):
+    for late, where in product((True, False), ("host", "device")):
 
         def change(u: int, choice: UnitPlan, late: bool = late) -> UnitPlan:
             return replace(choice, late_update=late)
 
-        units = [u for u in able if plan.units[u].late_update != late]
-        yield Shift(f"late {late}", units, change, {} if late else {"host": grads_gb}, 0.0)
+        units = [
+            u
+            for u, choice in enumerate(plan.units)
+            if choice.late_grads == where and choice.states != "device" and choice.late_update != late
+        ]
+        yield Shift(f"late {late} {where}", units, change, {} if late or where == "device" else {where: grads_gb}, 0.0)
 
 
 def _host_shards(problem: Problem, plan: UnitwisePlan, prices: StreamPrices) -> Iterator[Shift]:
@@ -458,7 +461,7 @@ class _Descent:
             if unit.frozen_gb:
                 parts.append((choice.frozen or choice.params, unit.frozen_gb))
             if choice.late_update:
-                parts.append(("host", unit.grads_gb))
+                parts += [("host", unit.grads_gb)] if choice.late_grads == "host" else []
             for group in unit.groups:
                 if (action := _action_on(choice, group)) in HOLDS:
                     parts.append((HOLDS[action], group.gb * self.problem.turn))

@@ -102,8 +102,9 @@ class Durability:
         soonest = _by_last_use(carried, bodies.schedule)
         written = [x for x in soonest if x.buffer.content not in bodies.frozen_sums]
         places = {x.buffer.content: p for x in written if isinstance(p := value_of(x).place, Extent)}
-        contents, blocks = _in_memory(x for x in written if x.buffer.content not in places)
-        self._copies.capacity_bytes = spare_bytes
+        contents, blocks = _in_memory((x for x in written if x.buffer.content not in places), bodies.places.read)
+        spare_bytes -= sum(x.buffer.size_bytes for x in written if value_of(x).gradients is not None)
+        self._copies.capacity_bytes = spare_bytes = max(spare_bytes, 0)
         snapshot = Snapshot(blocks, spare_bytes, self._copies)
         store = bodies.places.store
         bodies.places.keep(set(places.values()), snapshot)
@@ -279,7 +280,8 @@ def save_copy(
     lock = log.lock()
     try:
         written = [x for x in carried.values() if x.buffer.content not in bodies.frozen_sums]
-        contents, blocks = _in_memory(x for x in written if not isinstance(value_of(x).place, Extent))
+        in_memory = (x for x in written if not isinstance(value_of(x).place, Extent))
+        contents, blocks = _in_memory(in_memory, bodies.places.read)
         stored = (
             (x.buffer.content, [Block(read := bodies.places.read(x), read)])
             for x in written
@@ -307,8 +309,10 @@ def _by_last_use(carried: Mapping[str, Instance], schedule: Schedule) -> list[In
     return [carried[name] for name in sorted(carried, key=lambda name: used.get(name, len(schedule.ops)))]
 
 
-def _in_memory(instances: Iterable[Instance]) -> tuple[dict[str, Stored], dict[str, Block]]:
-    """By content: what there is not yet, and where in memory the others are."""
+def _in_memory(
+    instances: Iterable[Instance], copy_of: Callable[[Instance], torch.Tensor]
+) -> tuple[dict[str, Stored], dict[str, Block]]:
+    """By content: what there is not yet, and where in memory the others are, copies of gradients on the device."""
     absent: dict[str, Stored] = {}
     blocks: dict[str, Block] = {}
     for instance in instances:
@@ -316,6 +320,8 @@ def _in_memory(instances: Iterable[Instance]) -> tuple[dict[str, Stored], dict[s
         if value.is_absent:
             size_bytes = instance.buffer.size_bytes
             absent[content] = Stored(size_bytes=size_bytes, offset_bytes=0, in_store=False, is_absent=True)
+        elif value.gradients is not None:
+            blocks[content] = Block(copied := copy_of(instance), copied)
         else:
             blocks[content] = value.block
     return absent, blocks

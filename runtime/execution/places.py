@@ -90,8 +90,12 @@ class Places:
             instance.outside_bytes = 0
 
     def read(self, instance: Instance) -> torch.Tensor:
-        """A copy of the bytes of a buffer that lies in a pool or on a drive, in host memory."""
-        place, size_bytes = value_of(instance).place, instance.buffer.size_bytes
+        """A copy of the bytes of a buffer that lies in a pool or on a drive, or of gradients on the device, in host
+        memory."""
+        value, size_bytes = value_of(instance), instance.buffer.size_bytes
+        if value.gradients is not None:
+            return torch.cat([g.cpu().view(-1) for g in value.gradients if g is not None]).view(torch.uint8)
+        place = value.place
         if isinstance(place, Extent):
             out = map_host(size_bytes)[:size_bytes]
             self.drives.read(place, out)

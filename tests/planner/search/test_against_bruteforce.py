@@ -41,7 +41,7 @@ def _choices(p: Problem, u: int) -> list[UnitPlan]:
         if not p.has_nvme and action == "nvme":
             continue
         places = {name: getattr(mode, name) for name in ("params", "states", "grads", "update")}
-        for late in (False, True) if mode.updated == "host" else (False,):
+        for late in (False, True) if mode.updated != "device" else (False,):
             found.append(UnitPlan(**places, acts=action, late_update=late))
     return found
 

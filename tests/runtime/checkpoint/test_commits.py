@@ -44,7 +44,10 @@ CHOICES = {
     "memory": UnitPlan(params="device", states="host"),
     "memory_and_nvme": UnitPlan(params="nvme", grads="host", states="host"),
 }
-LATE = UnitPlan(grads="host", states="host", late_update=True)
+LATE = {
+    "late": UnitPlan(grads="host", states="host", late_update=True),
+    "late on the device": UnitPlan(states="host", update="device", late_update=True),
+}
 
 
 def new_model() -> nn.Module:
@@ -55,7 +58,7 @@ def new_model() -> nn.Module:
 def schedule_for(choice: str, training: Training = CPU, semantics: Semantics = "in-backward") -> Schedule:
     model = new_model()
     workload = observed_workload(model, make_batches(1)[0], training)
-    plan = uniform_plan(workload, CHOICES.get(choice, LATE), semantics=semantics)
+    plan = uniform_plan(workload, {**CHOICES, **LATE}[choice], semantics=semantics)
     return lower(plan, workload, machine())
 
 
@@ -153,9 +156,17 @@ def test_what_a_resumed_run_may_not_change_is_named_with_the_reason(tmp_path: Pa
     late = schedule_for("late")
     with pytest.raises(CommitError, match=r"late_updates = \[\], .* with \['L0', 'L1'\]; in a commit, gradients"):
         train_on(tmp_path, late)
-    assert same(train_on(tmp_path / "late", late), plain_weights())
+    train_on(tmp_path / "late", late)
     with pytest.raises(CommitError, match="Resume with a plan that updates the same units late"):
         train_on(tmp_path / "late", schedule_for("memory"))
+
+
+@pytest.mark.parametrize("choice", list(LATE))
+def test_gradients_of_late_updates_are_committed(choice: str, tmp_path: Path) -> None:
+    """Those that wait on the device lie in tensors of autograd's, and come back in a block."""
+    schedule = schedule_for(choice)
+    train_on(tmp_path, schedule, 2)
+    assert same(train_on(tmp_path, schedule), plain_weights())
 
 
 def test_without_a_seed_the_generators_are_committed(tmp_path: Path) -> None:

@@ -101,10 +101,30 @@ def test_the_device_has_room_for_a_shard_at_a_time() -> None:
     assert free_gb[2] - free_gb[0] == pytest.approx(0.100, rel=1e-3)
 
 
-def test_such_an_update_is_never_late(tmp_path: Path) -> None:
-    choice = UnitPlan(states="host", update="device", late_update=True)
-    with pytest.raises(PlanError, match="brought to the device"):
-        check(make_model("gpt2"), CPU, choice, tmp_path)
+@pytest.mark.sampled
+@pytest.mark.parametrize(("order", "accumulation"), [("horizontal", 1), ("horizontal", 2), ("vertical", 2)])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("params", "states"), [("device", "host"), ("host", "nvme")])
+@pytest.mark.parametrize("grads", ["device", "host"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_such_an_update_may_be_late(
+    order: str, accumulation: int, dtype: str, params: str, states: str, grads: str, shards: int, tmp_path: Path
+) -> None:
+    """Then it comes ahead of its unit's forward, with gradients that have waited where the plan says."""
+    training = replace(CPU, dtype=dtype, gradient_accumulation_steps=accumulation)  # type: ignore[arg-type]
+    model = make_model("gpt2", num_blocks=2, dtype=dtype)
+    workload = observed_workload(model, make_batches(1)[0], training)
+    choice = UnitPlan(
+        params=params, states=states, grads=grads, update="device", state_shards=shards, late_update=True  # type: ignore[arg-type]
+    )
+    chosen = uniform_plan(workload, choice, order=order, prefetch_params_units=1)
+    schedule = check(model, training, chosen, tmp_path, workload=workload)
+    keys = [op.key for op in schedule.ops]
+    last = keys.index("update/L1" if shards == 1 else "update/L1/2of3")
+    assert schedule.ops[last].stream == "gpu0.compute"
+    assert last < keys.index("fwd/L1/mb0")
+    waiting = next(b for b in schedule.buffers if b.initial and b.content == "grads/L1/mb0")
+    assert waiting.tier == {"device": "gpu0", "host": "host"}[grads]
 
 
 @pytest.mark.sampled
