@@ -17,7 +17,7 @@ from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.incumbents import Incumbents
 from tierplan.planner.search.knobs import Knobs, tune
 from tierplan.planner.search.late_updates import late_updates
-from tierplan.planner.search.moves import with_shards, with_windows
+from tierplan.planner.search.moves import with_late_here, with_shards, with_windows
 
 WRITE_FRACS = (0.8, 0.5, 0.25, 0.1, 0.03, 0.01)
 """Shares of the drives' endurance that are planned with, one after the other, while simulated plans exceed it."""
@@ -98,7 +98,7 @@ class ProgramPlans:
 def _with_knobs(p: Problem, plan: UnitwisePlan, knobs: Knobs) -> UnitwisePlan:
     """What the program's plan leaves open, as the knobs have it."""
     in_shards = with_shards(with_shards(plan, knobs.brought_shards, "device"), knobs.shards, "home")
-    in_time = late_updates(p, in_shards, stretch=knobs.stretch)
+    in_time = with_late_here(late_updates(p, in_shards, stretch=knobs.stretch), knobs.late_here)
     return replace(with_windows(in_time, knobs.windows), update_over_units=knobs.over_units)
 
 

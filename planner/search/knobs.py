@@ -17,7 +17,7 @@ from tierplan.planner.milp.amounts import STATE_SHARDS, Problem
 from tierplan.planner.milp.model import Margins
 from tierplan.planner.plan import UnitwisePlan
 from tierplan.planner.search.candidates import Candidate
-from tierplan.planner.search.moves import OVER_UNITS
+from tierplan.planner.search.moves import LATE_ONE_IN, OVER_UNITS
 
 Trial = Callable[["Knobs"], Candidate[UnitwisePlan] | None]
 """Plans with these knobs and simulates; None where the program has no solution."""
@@ -37,6 +37,7 @@ BROUGHT_SETTINGS: Mapping[str, Sequence[Any]] = {
     "device": (*SETTINGS["device"], 8.0, 12.0),
     "brought_shards": (4, 8, 16),
     "over_units": OVER_UNITS,
+    "late_here": LATE_ONE_IN,
 }
 """Where states may come to the device. Gradients, new parameters and some shards of them are there beside all else."""
 SHORTER = 1 - 2e-4
@@ -72,6 +73,8 @@ class Knobs:
     """In which states come to the device for their update and go back."""
     over_units: int = 1
     """Turns of units over which such an update is spread."""
+    late_here: int = 0
+    """Of such updates, one in so many is late; 0 for none."""
 
     def margins(self, problem: Problem, device_gb: float, host_gb: float) -> Margins:
         """The margins of the fluid program, for granules of `device_gb` and `host_gb`."""

@@ -22,7 +22,7 @@ SHORT_CHAIN = 6
 BROUGHT_ONE_IN = (2, 3, 4, 6)
 """States of one in so many units come to the device: evenly spread, they are out of each other's way."""
 
-LATE_ONE_IN = (0, 1, 2, 3, 4)
+LATE_ONE_IN = (0, 4, 3, 2, 1)
 """Of these, one in so many is updated in the next step; 0 for none."""
 
 Move = Callable[[UnitwisePlan], UnitwisePlan | None]
@@ -344,10 +344,10 @@ def with_brought_states(plan: UnitwisePlan, every: int = 1, grads: Place = "devi
     return replace(plan, units=tuple(changed(u, k % every == 0) for k, u in enumerate(plan.units)))
 
 
-def with_late_here(plan: UnitwisePlan, every: int) -> UnitwisePlan | None:
+def with_late_here(plan: UnitwisePlan, every: int) -> UnitwisePlan:
     """The plan with one late in so many of the updates on the device whose states come there, and no others."""
     if plan.semantics != "in-backward":
-        return None
+        return plan
     units, brought = list(plan.units), [u for u, choice in enumerate(plan.units) if choice.update == "device"]
     for k, u in enumerate(brought):
         units[u] = replace(units[u], late_update=every > 0 and k % every == every - 1)
