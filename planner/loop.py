@@ -27,7 +27,7 @@ from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.from_program import ProgramPlans
 from tierplan.planner.search.incumbents import Batches, Incumbents, Shape
-from tierplan.planner.search.lesser import Known, without_excess
+from tierplan.planner.search.lesser import Known, needs_no_drives, without_excess
 from tierplan.planner.search.moves import loosened, off_drives, untied, with_shape_of
 from tierplan.planner.search.race import GOOD_FRAC, OrderSearch, Racer, race, rounds
 from tierplan.planner.search.shape import descended, tried
@@ -44,6 +44,8 @@ from tierplan.sim.workloads.workload import Workload, WorkloadError
 
 FAR = 1.1
 """A search goes on beyond its default budget while the step is more than this times the bound."""
+ANEW_FRAC = 0.5
+"""Of what it spends then, the share of a search anew."""
 SOLVER_FRAC = 1e-6
 """By so much a solver's bound may exceed a step that reaches it. What is more would be a wrong bound, and is shown."""
 SHARES: Mapping[Order, float] = {"horizontal": 0.3, "vertical": 0.4}
@@ -298,6 +300,8 @@ class Search:
             sub_batches=sub_batches,
             write_limit_bytes_per_s=self.write_limit_bytes_per_s,
         )
+        if needs_no_drives(self.machine, self.workload):
+            posed = replace(posed, has_nvme=False)
         if self.like is None or any(c.updates_here and c.states != "device" for c in self.like.units):
             return posed
         return replace(posed, brings_states=False)
@@ -395,7 +399,8 @@ class Search:
             yield from self._more()
 
     def _more(self) -> Iterator[None]:
-        """Where the best plan is far from all bounds: descents from it anew, with its copies listed either way."""
+        """Where the best plan is far from all bounds: of short chains, its shape's search anew with other luck; then
+        descents from the best plan, with its copies listed either way."""
         least_s = min((bound.searched_s for chain in self.chains for bound in chain.bounds), default=inf)
         is_asked = self.budget.more_ops and self.has_all_orders and self.num_devices == 1
         pairs = [pair for chain in self.chains for pair in zip(chain.problems, chain.bounds, strict=True)]
@@ -408,20 +413,32 @@ class Search:
         p, bound = asked[shape]
         if (back := bound.returning) and back.model and any(u.returns_grads for u in start.plan.units):
             p, bound = back.model.problem, back
+        left, more = self.budget.ops_left, self.budget.more_ops
+
+        def goes_on(trials: Iterator[object], pools: Collection[Incumbents], until_ops: float) -> Iterator[None]:
+            for _ in trials:
+                for found in pools:
+                    if found.plain is not None:
+                        self.incumbents.consider(found.plain)
+                is_near = self._to_beat_s() <= FAR * least_s
+                if is_near or self.budget.ops_left <= until_ops or self.budget.is_out_of_time:
+                    return
+                yield
+
+        if len(self.workload.units) <= MANY_UNITS:
+            found = self._no_incumbents()
+            again = ProgramPlans(Solver(seed=self.seed + 1), self.simulate_plan, found)
+            anew = tried(again, p, bound, self.seeds.by_shape, self.seed + 1)
+            yield from goes_on(anew, [found], left - ANEW_FRAC * more)
         racers, pools = [], []
+        start = self.incumbents.by_shape[shape]
         for seed, overtaking in enumerate((not start.plan.overtaking, start.plan.overtaking), self.seed + 1):
             found = self._no_incumbents()
             found.consider(self.simulate_plan(replace(start.plan, overtaking=overtaking)))
             if shape in found.by_shape:
                 pools.append(found)
                 racers.append(Racer(descended(p, bound, found, self.simulate_plan, seed), bound.searched_s))
-        end_ops = self.budget.ops_left - self.budget.more_ops
-        for _ in race(racers, self.budget):
-            for found in pools:
-                self.incumbents.consider(found.by_shape[shape])
-            if self._to_beat_s() <= FAR * least_s or self.budget.ops_left <= end_ops or self.budget.is_out_of_time:
-                return
-            yield
+        yield from goes_on(race(racers, self.budget), pools, left - more)
 
     def _go_on_with(self, chain: OrderSearch, ops: float) -> None:
         """The search of one chain until it has spent so much; without end, until it has found something that fits."""

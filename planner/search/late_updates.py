@@ -56,9 +56,7 @@ def late_updates(problem: Problem, plan: UnitwisePlan, *, stretch: float) -> Uni
 def _with_late(plan: UnitwisePlan, late: Set[int]) -> tuple[UnitPlan, ...]:
     """The plan's choices with these updates of the host late, and no others."""
     changed = cache(lambda choice, is_late: replace(choice, late_update=is_late))
-    return tuple(
-        choice if choice.updates_here else changed(choice, u in late) for u, choice in enumerate(plan.units)
-    )
+    return tuple(choice if choice.updates_here else changed(choice, u in late) for u, choice in enumerate(plan.units))
 
 
 def _backward_s(problem: Problem, plan: UnitwisePlan, u: int) -> float:

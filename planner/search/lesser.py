@@ -72,12 +72,23 @@ def without_excess(machine: Machine, workload: Workload) -> Machine:
 
     What is beyond changes no plan, but numbers in the planning program, and so which of equal plans it finds.
     """
+    most = most_bytes(workload, machine.num_devices)
+    return with_capacity(machine, {t.name: min(t.capacity_bytes, most) for t in machine.tiers if t.kind != "nvme"})
+
+
+def needs_no_drives(machine: Machine, workload: Workload) -> bool:
+    """Whether host memory has room for all that a step makes and holds: then drives are only a longer way to it."""
+    most = most_bytes(workload, machine.num_devices)
+    return any(t.kind == "host" and t.capacity_bytes >= most for t in machine.tiers)
+
+
+def most_bytes(workload: Workload, num_devices: int) -> int:
+    """No less than all that a step makes and holds at a time."""
     training = workload.training
-    passes = training.gradient_accumulation_steps * machine.num_devices
+    passes = training.gradient_accumulation_steps * num_devices
     held = sum(u.num_trained * (2 * training.param_bytes + 4) + u.frozen_bytes for u in workload.units)
     made = workload.shared_bytes + sum(
         u.saved_bytes + 2 * u.input_bytes + u.output_bytes + u.forward_work_bytes + u.backward_work_bytes
         for u in workload.units
     )
-    most = machine.num_devices * held + workload.states_bytes + passes * made
-    return with_capacity(machine, {t.name: min(t.capacity_bytes, most) for t in machine.tiers if t.kind != "nvme"})
+    return num_devices * held + workload.states_bytes + passes * made

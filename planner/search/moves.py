@@ -297,6 +297,7 @@ def with_shape_of(plan: UnitwisePlan, problem: Problem) -> UnitwisePlan:
         other: Place = "host" if choice.grads == "device" else "device"
         return in_shards(replace(choice, grads=other, update="home"), choice.state_shards)
 
+    plan = plan if problem.has_nvme else off_drives(plan)
     units = tuple(changed(choice, problem.modes(u)) for u, choice in enumerate(plan.units))
     return replace(plan, units=units, order=problem.order, sub_batches=problem.sub_batches)
 

@@ -115,7 +115,12 @@ def test_such_an_update_may_be_late(
     model = make_model("gpt2", num_blocks=2, dtype=dtype)
     workload = observed_workload(model, make_batches(1)[0], training)
     choice = UnitPlan(
-        params=params, states=states, grads=grads, update="device", state_shards=shards, late_update=True  # type: ignore[arg-type]
+        params=params,
+        states=states,
+        grads=grads,
+        update="device",
+        state_shards=shards,
+        late_update=True,  # type: ignore[arg-type]
     )
     chosen = uniform_plan(workload, choice, order=order, prefetch_params_units=1)
     schedule = check(model, training, chosen, tmp_path, workload=workload)
