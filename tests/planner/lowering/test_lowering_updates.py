@@ -76,6 +76,15 @@ def test_a_late_update_is_listed_in_time_for_the_fetch_of_its_parameters(window:
     assert next(k for k in keys[keys.index("update/L6") :] if k.startswith("fwd/")) == following
 
 
+@pytest.mark.parametrize("num", [1, 3])
+def test_a_late_update_on_the_device_is_spread_over_turns_before_its_forward(num: int) -> None:
+    choice = UnitPlan(states="host", update="device", late_update=True, state_shards=4)
+    keys = list(ops_of(choice, prefetch_params_units=1, update_over_units=num))
+    first, last = (keys.index(f"update/L5/{part}of4") for part in (0, 3))
+    assert sum(key.startswith("fwd/") for key in keys[first:last]) == num - 1
+    assert next(key for key in keys[last:] if key.startswith("fwd/")) == "fwd/L4/mb0"
+
+
 @pytest.mark.parametrize("order", ["forward", "backward"])
 def test_updates_after_backward_come_in_the_order_that_was_chosen(order: str) -> None:
     keys = [k for k in ops_of(AWAY, semantics="exact-clip", update_order=order) if k.startswith("update/")]

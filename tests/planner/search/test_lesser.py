@@ -18,11 +18,12 @@ from tierplan.hwmodels.scaling import lesser, parts_of, with_ample_memory, with_
 from tierplan.planner import planning
 from tierplan.planner.lowering import Lowering
 from tierplan.planner.milp.amounts import problem
+from tierplan.planner.milp.bounds import lower_bound
 from tierplan.planner.plan import UnitwisePlan
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.planning import plan
 from tierplan.planner.search import budget
-from tierplan.planner.search.lesser import Known, lesser_of_catalog, without_excess
+from tierplan.planner.search.lesser import Known, lesser_of_catalog, most_bytes, needs_no_drives, without_excess
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.workloads.models import load_workload
@@ -150,6 +151,21 @@ def test_memory_beyond_all_that_a_step_holds_changes_nothing(gpt: Workload, monk
     some, plenty = (plan(gpt, with_capacity(base, {"host": size}), time_limit_s=20) for size in (10**12, 10**13))
     assert (some.plan, some.step_s) == (plenty.plan, plenty.step_s)
     assert plenty.steady.capacity_bytes["host"] == 10**13
+
+
+def test_drives_are_left_out_where_host_memory_has_room_for_all(gpt: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound is the same without them: they are no more than a longer way into host memory."""
+    monkeypatch.setattr(budget, "OPS_PER_S", 200)
+    ample = replace(with_capacity(load_machine("laptop"), {"host": most_bytes(gpt, 1)}), name="mine")
+    assert needs_no_drives(ample, gpt)
+    assert not needs_no_drives(with_capacity(ample, {"host": most_bytes(gpt, 1) - 1}), gpt)
+    for adam in (0.1, 10.0):
+        on = with_faster(ample, [HOST_ADAM], adam)
+        posed = problem(gpt, on, semantics="in-backward")
+        bounds_s = [lower_bound(p).step_s for p in (posed, replace(posed, has_nvme=False))]
+        assert bounds_s[1] == pytest.approx(bounds_s[0], rel=1e-6)
+    found = plan(gpt, with_faster(ample, [NVME_READ, NVME_WRITE], 100.0), time_limit_s=20)
+    assert found.schedule.bytes_moved().get(NVME_READ, 0) == 0
 
 
 def test_the_lesser_machine_is_searched_once_for_all_that_are_better(
