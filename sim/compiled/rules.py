@@ -10,7 +10,6 @@ What happens in the same nanosecond happens in SimPy's order: events fire in the
 
 from __future__ import annotations
 
-import heapq
 import math
 from typing import NamedTuple
 
@@ -177,6 +176,18 @@ def _advance(num: int, elapsed_ns: int, left_ns: Float64, speeds: Float64) -> No
 
 
 @compiled
+def _set_up(event_ns: Int64, event: Int64, num: int, at_ns: int, what: int) -> int:
+    """Puts one more event among so many, which lie latest first; how many there are then. What was set up before it for
+    the same time comes before it."""
+    k = num
+    while k > 0 and event_ns[k - 1] <= at_ns:
+        event_ns[k], event[k] = event_ns[k - 1], event[k - 1]
+        k -= 1
+    event_ns[k], event[k] = at_ns, what
+    return num + 1
+
+
+@compiled
 def execute(graph: GraphColumns, prices: Prices) -> Execution:
     """Executes a schedule as far as it goes. Where not all ops have ended, memory is short."""
     # Taken apart here: numba counts references whenever a field is taken.
@@ -203,8 +214,9 @@ def execute(graph: GraphColumns, prices: Prices) -> Execution:
     ending, num_ending, num_ended = np.empty(num_streams, np.int32), 0, 0
     starting, num_starting, num_started = np.empty(num_ops, np.int32), 0, 0
 
-    # What is to come: a heap of (time, number, what). Op i ends: i; its latency ends: num_ops + i; flows' timer: -1
-    events, number = [(0, 0, 0) for _ in range(0)], 0
+    # What is to come, latest first; at most one event and one timer by op. Op i ends: i; its latency ends: num_ops + i;
+    # flows' timer: -1
+    event_ns, event, num_events = np.empty(2 * num_ops, np.int64), np.empty(2 * num_ops, np.int64), 0
     now_ns, is_too_late = 0, False
 
     # Flows, in the order in which they began: at most one per stream. One timer counts, for the earliest end.
@@ -295,17 +307,18 @@ def execute(graph: GraphColumns, prices: Prices) -> Execution:
                 begins = i
             else:
                 duration_ns += 0 if is_flow[p] else work_ns[p]
-                heapq.heappush(events, (now_ns + duration_ns, number, int(num_ops + i if is_flow[p] else i)))
-                number += 1
+                what = num_ops + i if is_flow[p] else i
+                num_events = _set_up(event_ns, event, num_events, now_ns + duration_ns, what)
 
         elif are_ending:
             are_ending, is_divided = False, num_flows > 0
 
-        elif len(events) == 0:
+        elif num_events == 0:
             break
 
         else:
-            now_ns, _, what = heapq.heappop(events)
+            num_events -= 1
+            now_ns, what = event_ns[num_events], event[num_events]
             num_ending = num_ended = 0
             if now_ns > TOO_LATE:
                 is_too_late = True
@@ -316,8 +329,7 @@ def execute(graph: GraphColumns, prices: Prices) -> Execution:
                 ending[0], num_ending = what, 1
             elif now_ns == timer_ns and next_end_ns > timer_ns:  # flows that began since have slowed the others
                 timer_ns = next_end_ns
-                heapq.heappush(events, (timer_ns, number, -1))
-                number += 1
+                num_events = _set_up(event_ns, event, num_events, timer_ns, -1)
             elif now_ns == timer_ns:  # otherwise an earlier end has replaced this timer
                 timer_ns, are_ending = -1, True
                 _advance(num_flows, now_ns - since_ns, left_ns, speeds)
@@ -361,6 +373,5 @@ def execute(graph: GraphColumns, prices: Prices) -> Execution:
             next_end_ns = now_ns + max(0, math.ceil(soonest_ns - 1e-3))  # whole ns, but for float dust
             if timer_ns < 0 or next_end_ns < timer_ns:
                 timer_ns = next_end_ns
-                heapq.heappush(events, (timer_ns, number, -1))
-                number += 1
+                num_events = _set_up(event_ns, event, num_events, timer_ns, -1)
     return Execution(free_ns, ready_ns, start_ns, end_ns, peak_bytes, used_bytes, next_request, is_too_late)
