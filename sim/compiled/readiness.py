@@ -79,14 +79,16 @@ def ready_order(graph: GraphColumns, seconds: Float64, overtakes: Bool) -> Int32
 
     order, num_started, frontier = np.empty(num_ops, np.int32), 0, 0
     is_started, is_blocked = np.zeros(num_ops, np.bool_), np.empty(num_tiers, np.bool_)
-    following, is_idle = graph.first_on_stream.copy(), np.ones(num_streams, np.bool_)
+    # By stream: the op that comes next, or where it overtakes the first that is ready; how many are ready.
+    following, num_ready = graph.first_on_stream.copy(), np.zeros(num_streams, np.int64)
+    is_idle = np.ones(num_streams, np.bool_)
     candidates = np.empty(num_streams, np.int32)  # next ops of idle streams, in list order
-    ready = np.empty((num_streams, num_ops), np.int32)  # of each stream, in list order, from `begin` to `end`
-    begin, end = np.zeros(num_streams, np.int64), np.zeros(num_streams, np.int64)
     for i in range(num_ops):
         if waiting_for[i] == 0:
-            ready[stream[i], end[stream[i]]] = i
-            end[stream[i]] += 1
+            s = stream[i]
+            if overtakes[s] and num_ready[s] == 0:
+                following[s] = i
+            num_ready[s] += 1
     running, num_running = np.empty(num_streams, np.int32), 0
     until_s, now_s = np.empty(num_ops), 0.0
     while num_started < num_ops:
@@ -94,11 +96,14 @@ def ready_order(graph: GraphColumns, seconds: Float64, overtakes: Bool) -> Int32
         is_blocked[:] = False
         num_candidates = 0
         for s in range(num_streams):
-            if is_idle[s] and begin[s] < end[s] and (overtakes[s] or ready[s, begin[s]] == following[s]):
-                candidates[num_candidates] = ready[s, begin[s]]
+            if is_idle[s] and num_ready[s] > 0 and waiting_for[following[s]] == 0:
+                at = num_candidates
+                while at > 0 and candidates[at - 1] > following[s]:
+                    candidates[at] = candidates[at - 1]
+                    at -= 1
+                candidates[at] = following[s]
                 num_candidates += 1
-        candidates[:num_candidates].sort()
-        has_started = False
+        has_started = is_short = False
         for at in range(num_candidates):
             i = candidates[at]
             fits = True
@@ -110,6 +115,7 @@ def ready_order(graph: GraphColumns, seconds: Float64, overtakes: Bool) -> Int32
                     for k in range(frontier, i):
                         fits = fits and slack[tier, k] >= request_bytes[r]
             if not fits:
+                is_short = True
                 for r in range(requests[i], requests[i + 1]):
                     is_blocked[request_tier[r]] = True
                 continue
@@ -122,7 +128,9 @@ def ready_order(graph: GraphColumns, seconds: Float64, overtakes: Bool) -> Int32
                         slack[tier, k] -= request_bytes[r]
             s = stream[i]
             is_started[i], is_idle[s], following[s] = True, False, next_on_stream[i]
-            begin[s] += 1
+            num_ready[s] -= 1
+            while overtakes[s] and num_ready[s] > 0 and (is_started[following[s]] or waiting_for[following[s]] > 0):
+                following[s] = next_on_stream[following[s]]
             order[num_started] = i
             num_started += 1
             until_s[i] = now_s + seconds[i]
@@ -130,7 +138,7 @@ def ready_order(graph: GraphColumns, seconds: Float64, overtakes: Bool) -> Int32
             num_running += 1
             while frontier < num_ops and is_started[frontier]:
                 frontier += 1
-        if has_started:
+        if has_started and is_short:
             continue
 
         # Nothing more starts now: the op that ends first ends; the one listed first, if at the same time.
@@ -157,12 +165,9 @@ def ready_order(graph: GraphColumns, seconds: Float64, overtakes: Bool) -> Int32
             waiting_for[j] -= 1
             if waiting_for[j] == 0:
                 s = stream[j]
-                at = end[s]
-                while at > begin[s] and ready[s, at - 1] > j:
-                    ready[s, at] = ready[s, at - 1]
-                    at -= 1
-                ready[s, at] = j
-                end[s] += 1
+                if overtakes[s] and (num_ready[s] == 0 or j < following[s]):
+                    following[s] = j
+                num_ready[s] += 1
         is_idle[stream[i]] = True
     return order
 
