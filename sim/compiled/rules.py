@@ -352,7 +352,7 @@ def execute(graph: GraphColumns, prices: Prices) -> Execution:
             num_flows += 1
             is_divided = not are_ending
         if is_divided:
-            slot = 0
+            slot = num_flows  # from 0, price 0 and another one would be where that one alone is
             for k in range(num_flows):
                 slot = (31 * slot + flow_price[k]) % NUM_KNOWN
             is_known = known_num[slot] == num_flows
