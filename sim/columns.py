@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierplan.hwmodels.names import on_devices
+from tierplan.sim.compiled.compiler import compiled
 from tierplan.sim.contents import step_prefix
 from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier
 from tierplan.sim.step import StepSpec
@@ -179,13 +180,11 @@ class ScheduleColumns:
 
     def unrolled(self, num_steps: int) -> ScheduleColumns:
         """As `unroll`, without making names."""
-        num_ops, initial = self.num_ops, self.buffer_initial
+        initial = self.buffer_initial
         if num_steps < 1:
             raise ScheduleError(f"cannot unroll {num_steps} steps; it must be 1 or more")
-        outlives = np.flatnonzero(self.buffer_becomes >= 0).astype(np.int32)
-        successor = np.full(self.num_buffers, -1, np.int32)
-        successor[self.buffer_becomes[outlives]] = outlives
-        if num_steps > 1 and (lost := np.flatnonzero(initial & (successor < 0)).tolist()):
+        numbers, reuses, becomes = _numbered(initial, self.buffer_reuses, self.buffer_becomes, num_steps)
+        if lost := np.flatnonzero(numbers[-1] < 0).tolist():
             names = self.labels().buffers
             raise ScheduleError(
                 f"initial buffer {min(names[b].name for b in lost)!r} has no buffer that becomes it, so a second step "
@@ -193,17 +192,8 @@ class ScheduleColumns:
             )
         fresh = np.flatnonzero(~initial)
         written = [np.arange(self.num_buffers), *[fresh] * (num_steps - 1)]  # by step: initial buffers come once
-        instances = [np.arange(self.num_buffers, dtype=np.int32)]  # by step: the number of each buffer in the whole
-        for step in range(1, num_steps):
-            instance = instances[-1][successor]
-            instance[fresh] = self.num_buffers + (step - 1) * len(fresh) + np.arange(len(fresh), dtype=np.int32)
-            instances.append(instance)
-        origin = np.concatenate(written)
+        origin, ops = np.concatenate(written), np.arange(num_steps * self.num_ops, dtype=np.int32)
         works, op_works, tiers, next_devices = self._turned(num_steps)
-        olds = [self.buffer_reuses[buffers] for buffers in written]
-        reuses = [np.where(old >= 0, one[old], np.int32(-1)) for one, old in zip(instances, olds, strict=True)]
-        becomes = np.full(len(origin), -1, np.int32)
-        becomes[instances[-1][outlives]] = self.buffer_becomes[outlives]
 
         def labels() -> Labels:
             one = self.labels()
@@ -220,13 +210,13 @@ class ScheduleColumns:
             self,
             works=works,
             op_work=np.concatenate(op_works),
-            reads=_joined(self.reads, [instance[self.reads.items] for instance in instances]),
-            writes=_joined(self.writes, [instance[self.writes.items] for instance in instances]),
-            after=_joined(self.after, [self.after.items + step * num_ops for step in range(num_steps)]),
+            reads=_repeated(self.reads, numbers),
+            writes=_repeated(self.writes, numbers),
+            after=_repeated(self.after, ops.reshape(num_steps, -1)),
             buffer_tier=np.concatenate([tier[b] for tier, b in zip(tiers, written, strict=True)]),
             buffer_bytes=self.buffer_bytes[origin],
             buffer_initial=self.buffer_initial[origin],
-            buffer_reuses=np.concatenate(reuses),
+            buffer_reuses=reuses,
             buffer_becomes=becomes,
             labels=labels,
             next_devices=next_devices,
@@ -375,20 +365,52 @@ def rows_of(lists: Lists) -> list[list[int]]:
     return [items[begin:end] for begin, end in pairwise(lists.begins.tolist())]
 
 
+@compiled
 def _gathered(lists: Lists, order: Int32) -> Lists:
     """The lists of the ops `order`, concatenated."""
-    lengths = np.diff(lists.begins)[order]
-    begins = np.zeros(len(order) + 1, np.int32)
-    np.cumsum(lengths, out=begins[1:])
-    at = np.repeat(lists.begins[:-1][order] - begins[:-1], lengths) + np.arange(begins[-1], dtype=np.int32)
-    return Lists(begins, lists.items[at])
+    begins, items, num = np.zeros(len(order) + 1, np.int32), np.empty(len(lists.items), np.int32), 0
+    for place in range(len(order)):
+        for k in range(lists.begins[order[place]], lists.begins[order[place] + 1]):
+            items[num] = lists.items[k]
+            num += 1
+        begins[place + 1] = num
+    return Lists(begins, items)
 
 
-def _joined(lists: Lists, items: Sequence[npt.NDArray[np.integer]]) -> Lists:
-    """The same lists repeated for each step, with these items."""
-    begins, length = lists.begins[:-1], lists.begins[-1]
-    every = np.append(np.arange(len(items), dtype=np.int32)[:, None] * length + begins, len(items) * length)
-    return Lists(every.astype(np.int32), np.concatenate(items).astype(np.int32))
+@compiled
+def _repeated(lists: Lists, numbers: Int32) -> Lists:
+    """The same lists for each step, where item i has the number `numbers[step, i]`."""
+    num_steps, num_ops, num_items = len(numbers), len(lists.begins) - 1, len(lists.items)
+    begins, items = np.zeros(num_steps * num_ops + 1, np.int32), np.empty(num_steps * num_items, np.int32)
+    for step in range(num_steps):
+        for i in range(num_ops):
+            begins[step * num_ops + i + 1] = step * num_items + lists.begins[i + 1]
+        for k in range(num_items):
+            items[step * num_items + k] = numbers[step, lists.items[k]]
+    return Lists(begins, items)
+
+
+@compiled
+def _numbered(initial: Bool, reuses: Int32, becomes: Int32, num_steps: int) -> tuple[Int32, Int32, Int32]:
+    """By step, the number of each buffer in the whole, where initial buffers come once; -1 for those that nothing
+    becomes. And of all buffers, those that they reuse and become."""
+    num = num_steps * len(initial)
+    numbers, end = np.full((num_steps, len(initial)), -1, np.int32), 0
+    all_reuses, all_becomes = np.full(num, -1, np.int32), np.full(num, -1, np.int32)
+    for step in range(num_steps):
+        for b in range(len(initial)):
+            if step == 0 or not initial[b]:
+                numbers[step, b] = end
+                end += 1
+            if step > 0 and becomes[b] >= 0:
+                numbers[step, becomes[b]] = numbers[step - 1, b]
+        for b in range(len(initial)):
+            if (step == 0 or not initial[b]) and reuses[b] >= 0:
+                all_reuses[numbers[step, b]] = numbers[step, reuses[b]]
+    for b in range(len(initial)):
+        if becomes[b] >= 0:
+            all_becomes[numbers[-1, b]] = becomes[b]
+    return numbers, all_reuses[:end], all_becomes[:end]
 
 
 def _named(lists: Lists, names: Sequence[str]) -> list[tuple[str, ...]]:
