@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.planner.policies.options import WHOLE, by_kind, read_options, unitwise_plan, whole_number
+from tierplan.planner.policies.options import WHOLE, Options, by_kind, unitwise_plan
 from tierplan.sim.workloads.workload import Workload
 
 NAME = "full-recompute"
@@ -20,9 +20,7 @@ OPTIONS: Mapping[str, object] = {"every": 1, "semantics": None}
 
 def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     """All on the device; blocks are recomputed in segments of `every`."""
-    options = read_options(NAME, given, OPTIONS)
-    every = whole_number(NAME, options, "every", low=1)
+    options = Options(NAME, OPTIONS, given)
+    every = options.whole_number("every", low=1)
     units = by_kind(workload, UnitPlan(acts="recompute"), UnitPlan())
-    return unitwise_plan(
-        NAME, options, workload, machine, "exact-clip", units=units, segment_units=every, sharing=WHOLE
-    )
+    return unitwise_plan(options, workload, machine, "exact-clip", units=units, segment_units=every, sharing=WHOLE)

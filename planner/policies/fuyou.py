@@ -24,7 +24,7 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import PlanError
-from tierplan.planner.policies.options import choice, need_nvme, num_devices, read_options, unitwise_plan, whole_number
+from tierplan.planner.policies.options import Options, need_nvme, unitwise_plan
 from tierplan.sim.step import Action
 from tierplan.sim.workloads.workload import Unit, Workload
 
@@ -45,12 +45,12 @@ SMALL_FRAC = 0.02
 def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     """Parameters and states on NVMe, updates in backward, activations swapped or recomputed by the convex rule."""
     need_nvme(NAME, machine)
-    options = read_options(NAME, given, OPTIONS)
-    devices = num_devices(NAME, options, machine)
-    window = whole_number(NAME, options, "window", low=0)
-    sub_batches = whole_number(NAME, options, "sub_batches", low=0) or _fewest_sub_batches(workload, machine, window)
-    swap = choice(NAME, options, "swap", ("convex", "all", "none"))
-    write_back = choice(NAME, options, "write_back", ("awaited", "delayed"))
+    options = Options(NAME, OPTIONS, given)
+    devices = options.num_devices(machine)
+    window = options.whole_number("window", low=0)
+    sub_batches = options.whole_number("sub_batches", low=0) or _fewest_sub_batches(workload, machine, window)
+    swap = options.choice("swap", "convex", "all", "none")
+    write_back = options.choice("write_back", "awaited", "delayed")
     kinds = _kinds(workload)
     rank = _by_saving(workload, kinds, machine)
     count = {"all": len(rank), "none": 0}.get(swap)
@@ -74,7 +74,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         units.append(replace(other, input=lower, acts=acts))  # type: ignore[arg-type]
     options |= {"sub_batches": sub_batches, "swapped": len(swapped)}
     return unitwise_plan(
-        NAME, options, workload, machine, "in-backward",
+        options, workload, machine, "in-backward",
         units=tuple(units),
         order="vertical",
         sub_batches=sub_batches,

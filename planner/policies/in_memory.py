@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Sharing, UnitPlan, UnitwisePlan
-from tierplan.planner.policies.options import WHOLE, choice, read_options, unitwise_plan
+from tierplan.planner.policies.options import WHOLE, Options, unitwise_plan
 from tierplan.sim.workloads.workload import Workload
 
 NAME = "in-memory"
@@ -18,7 +18,7 @@ OPTIONS: Mapping[str, object] = {"sharing": "ddp", "semantics": None}
 
 def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     """All on the device, all activations kept."""
-    options = read_options(NAME, given, OPTIONS)
-    is_whole = choice(NAME, options, "sharing", ("ddp", "fsdp")) == "ddp"
+    options = Options(NAME, OPTIONS, given)
+    is_whole = options.choice("sharing", "ddp", "fsdp") == "ddp"
     units, sharing = (UnitPlan(),) * len(workload.units), WHOLE if is_whole else Sharing(reduces="each", keeps="ends")
-    return unitwise_plan(NAME, options, workload, machine, "exact-clip", units=units, sharing=sharing)
+    return unitwise_plan(options, workload, machine, "exact-clip", units=units, sharing=sharing)

@@ -28,50 +28,51 @@ class OptionError(PlanError):
     """A policy or an option that does not exist, or a value that it cannot have."""
 
 
-def read_options(policy: str, given: Mapping[str, object], known: Mapping[str, object]) -> dict[str, object]:
-    """The known options with their defaults, and `devices`, which all have; and the given values over them.
+class Options(dict[str, object]):
+    """What a user may set of a policy, by name: its defaults, and the given values over them.
 
-    Raises `OptionError` for an option that the policy does not have, naming those that it has.
+    All policies have option `devices`. Raises `OptionError` for an option that this one does not have.
     """
-    known = {**known, "devices": None}
-    if unknown := sorted(set(given) - set(known)):
-        raise OptionError(f"policy {policy!r} has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
-    return {**known, **given}
 
+    def __init__(self, policy: str, known: Mapping[str, object], given: Mapping[str, object]) -> None:
+        super().__init__({**known, "devices": None})
+        self.policy = policy
+        if unknown := sorted(set(given) - set(self)):
+            raise OptionError(f"policy {policy!r} has no option {unknown[0]!r}; it has {', '.join(sorted(self))}")
+        self.update(given)
 
-def number(policy: str, options: Mapping[str, object], name: str, *, low: float, high: float = inf) -> float:
-    """An option that is a number within bounds, given as a number or as text."""
-    try:
-        value = float(str(options[name]))
-    except ValueError:
-        value = float("nan")
-    if not low <= value <= high:
-        raise OptionError(
-            f"option {name!r} of policy {policy!r} is {options[name]!r}; give a number from {low:g} to {high:g}"
-        )
-    return value
+    def number(self, name: str, *, low: float, high: float = inf) -> float:
+        """An option that is a number within bounds, given as a number or as text."""
+        try:
+            value = float(str(self[name]))
+        except ValueError:
+            value = float("nan")
+        if not low <= value <= high:
+            raise OptionError(
+                f"option {name!r} of policy {self.policy!r} is {self[name]!r}; give a number from {low:g} to {high:g}"
+            )
+        return value
 
+    def whole_number(self, name: str, *, low: int, high: float = inf) -> int:
+        """An option that is a whole number within bounds."""
+        value = self.number(name, low=low, high=high)
+        if not value.is_integer():
+            raise OptionError(f"option {name!r} of policy {self.policy!r} is {self[name]!r}; give a whole number")
+        return int(value)
 
-def whole_number(policy: str, options: Mapping[str, object], name: str, *, low: int, high: float = inf) -> int:
-    """An option that is a whole number within bounds."""
-    value = number(policy, options, name, low=low, high=high)
-    if not value.is_integer():
-        raise OptionError(f"option {name!r} of policy {policy!r} is {options[name]!r}; give a whole number")
-    return int(value)
+    def choice(self, name: str, *allowed: str) -> str:
+        """An option that is one of several words."""
+        value = str(self[name])
+        if value not in allowed:
+            raise OptionError(
+                f"option {name!r} of policy {self.policy!r} is {value!r}; choose among {', '.join(allowed)}"
+            )
+        return value
 
-
-def num_devices(policy: str, options: dict[str, object], machine: Machine) -> int:
-    """On how many devices the plan trains: all that the machine has, unless option `devices` says fewer."""
-    options["devices"] = options["devices"] or machine.num_devices
-    return whole_number(policy, options, "devices", low=1, high=machine.num_devices)
-
-
-def choice(policy: str, options: Mapping[str, object], name: str, allowed: tuple[str, ...]) -> str:
-    """An option that is one of several words."""
-    value = str(options[name])
-    if value not in allowed:
-        raise OptionError(f"option {name!r} of policy {policy!r} is {value!r}; choose among {', '.join(allowed)}")
-    return value
+    def num_devices(self, machine: Machine) -> int:
+        """On how many devices the plan trains: all that the machine has, unless option `devices` says fewer."""
+        self["devices"] = self["devices"] or machine.num_devices
+        return self.whole_number("devices", low=1, high=machine.num_devices)
 
 
 def by_kind(workload: Workload, block: UnitPlan, other: UnitPlan) -> tuple[UnitPlan, ...]:
@@ -79,14 +80,12 @@ def by_kind(workload: Workload, block: UnitPlan, other: UnitPlan) -> tuple[UnitP
     return tuple(block if unit.kind == "block" else other for unit in workload.units)
 
 
-def with_checkpointing(
-    policy: str, options: Mapping[str, object], workload: Workload, unit: UnitPlan
-) -> tuple[UnitPlan, ...]:
+def with_checkpointing(options: Options, workload: Workload, unit: UnitPlan) -> tuple[UnitPlan, ...]:
     """The choice for all units, blocks recomputed from their inputs unless option `checkpointing` is off.
 
     Where it is `selective`, attention and every other product are kept, and the rest is made again, as torchtitan does.
     """
-    how = choice(policy, options, "checkpointing", ("on", "off", "selective"))
+    how = options.choice("checkpointing", "on", "off", "selective")
     if how == "selective":
         return tuple(replace(unit, acts=_selective(u)) if u.kind == "block" else unit for u in workload.units)
     return by_kind(workload, replace(unit, acts="recompute") if how == "on" else unit, unit)
@@ -100,27 +99,26 @@ def _selective(block: Unit) -> tuple[Action, ...]:
     return tuple("keep" if t.index in kept or not t.replayable else "recompute" for t in block.saved)
 
 
-def bounded_semantics(policy: str, options: Mapping[str, object], workload: Workload, own: Semantics) -> Semantics:
+def bounded_semantics(options: Options, workload: Workload, own: Semantics) -> Semantics:
     """The semantics that the option asks for; else exact clipping where training clips, else the policy's own."""
-    asked = options.get("semantics")
-    if asked is None:
+    if options.get("semantics") is None:
         return "exact-clip" if workload.training.max_grad_norm is not None else own
-    return cast(Semantics, choice(policy, options, "semantics", get_args(Semantics)))
+    return cast(Semantics, options.choice("semantics", *get_args(Semantics)))
 
 
 def unitwise_plan(
-    policy: str, options: dict[str, object], workload: Workload, machine: Machine, own: Semantics, **fields: Any
+    options: Options, workload: Workload, machine: Machine, own: Semantics, **fields: Any
 ) -> UnitwisePlan:
     """The policy's plan with these fields, by its `own` semantics unless option `semantics` says otherwise, on all
     devices unless option `devices` does. Updates are held only where they come after backward."""
-    semantics = bounded_semantics(policy, options, workload, own)
+    semantics = bounded_semantics(options, workload, own)
     fields["hold_updates"] = fields.get("hold_updates", False) and semantics == "exact-clip"
-    devices = num_devices(policy, options, machine)
-    return UnitwisePlan(policy=policy, semantics=semantics, devices=devices, options=options, **fields)
+    devices = options.num_devices(machine)
+    return UnitwisePlan(policy=options.policy, semantics=semantics, devices=devices, options=dict(options), **fields)
 
 
 def data_parallel(
-    policy: str, options: dict[str, object], workload: Workload, machine: Machine, unit: UnitPlan, **fields: Any
+    options: Options, workload: Workload, machine: Machine, unit: UnitPlan, **fields: Any
 ) -> UnitwisePlan:
     """One choice for all units on all devices, updated after backward unless option `semantics` says otherwise.
 
@@ -128,9 +126,9 @@ def data_parallel(
     """
     fields["strict_windows"] = unit.params != "device"
     if "prefetch" in options:
-        fields["prefetch_params_units"] = int(number(policy, options, "prefetch", low=0))
-    units = with_checkpointing(policy, options, workload, unit)
-    return unitwise_plan(policy, options, workload, machine, "exact-clip", units=units, hold_updates=True, **fields)
+        fields["prefetch_params_units"] = int(options.number("prefetch", low=0))
+    units = with_checkpointing(options, workload, unit)
+    return unitwise_plan(options, workload, machine, "exact-clip", units=units, hold_updates=True, **fields)
 
 
 def has_nvme(machine: Machine) -> bool:

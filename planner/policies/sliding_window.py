@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.planner.policies.options import by_kind, read_options, unitwise_plan, whole_number
+from tierplan.planner.policies.options import Options, by_kind, unitwise_plan
 from tierplan.sim.workloads.workload import Workload
 
 NAME = "sliding-window"
@@ -21,11 +21,11 @@ OPTIONS: Mapping[str, object] = {"window": 3, "semantics": None}
 
 def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     """All in host memory; `window` blocks on the device, the computing one included."""
-    options = read_options(NAME, given, OPTIONS)
-    window = whole_number(NAME, options, "window", low=1)
+    options = Options(NAME, OPTIONS, given)
+    window = options.whole_number("window", low=1)
     other = UnitPlan(params="host", grads="host", states="host")
     return unitwise_plan(
-        NAME, options, workload, machine, "in-backward",
+        options, workload, machine, "in-backward",
         units=by_kind(workload, replace(other, input="host", acts="recompute"), other),
         prefetch_params_units=window - 1,
         prefetch_acts_units=window - 1,

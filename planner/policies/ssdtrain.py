@@ -23,15 +23,7 @@ from dataclasses import dataclass
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, NVME_READ, NVME_WRITE
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.planner.policies.options import (
-    WHOLE,
-    choice,
-    need_nvme,
-    num_devices,
-    read_options,
-    unitwise_plan,
-    whole_number,
-)
+from tierplan.planner.policies.options import WHOLE, Options, need_nvme, unitwise_plan
 from tierplan.sim.step import Action
 from tierplan.sim.workloads.workload import Workload
 
@@ -44,19 +36,17 @@ INPUT = -1
 def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     """Saved tensors and inputs of blocks on NVMe, but for the tail that the drive could not store in time."""
     need_nvme(NAME, machine)
-    options = read_options(NAME, given, OPTIONS)
-    ahead = whole_number(NAME, options, "prefetch", low=0)
-    devices = num_devices(NAME, options, machine)
-    kept = (
-        _kept(workload, machine, ahead, devices) if choice(NAME, options, "tail", ("rule", "none")) == "rule" else set()
-    )
+    options = Options(NAME, OPTIONS, given)
+    ahead = options.whole_number("prefetch", low=0)
+    devices = options.num_devices(machine)
+    kept = _kept(workload, machine, ahead, devices) if options.choice("tail", "rule", "none") == "rule" else set()
     units = [UnitPlan() for _ in workload.units]
     for u, unit in enumerate(workload.units):
         if unit.kind == "block":
             acts: list[Action] = ["keep" if (u, tensor.index) in kept else "nvme" for tensor in unit.saved]
             units[u] = UnitPlan(input="keep" if (u, INPUT) in kept else "nvme", acts=tuple(acts))
     return unitwise_plan(
-        NAME, options, workload, machine, "in-backward",
+        options, workload, machine, "in-backward",
         units=tuple(units),
         prefetch_acts_units=ahead,
         strict_windows=True,

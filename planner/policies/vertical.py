@@ -14,7 +14,7 @@ from dataclasses import replace
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import Place
-from tierplan.planner.policies.options import by_kind, has_nvme, number, read_options, unitwise_plan, whole_number
+from tierplan.planner.policies.options import Options, by_kind, has_nvme, unitwise_plan
 from tierplan.sim.workloads.workload import Workload
 
 NAME = "vertical"
@@ -23,9 +23,9 @@ OPTIONS: Mapping[str, object] = {"prefetch": 1, "late": 0.0, "semantics": None}
 
 def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     """Everything on NVMe where there is a drive, inputs in host memory, blocks recomputed, vertical order."""
-    options = read_options(NAME, given, OPTIONS)
-    ahead = whole_number(NAME, options, "prefetch", low=0)
-    late = number(NAME, options, "late", low=0, high=1)
+    options = Options(NAME, OPTIONS, given)
+    ahead = options.whole_number("prefetch", low=0)
+    late = options.number("late", low=0, high=1)
     home: Place = "nvme" if has_nvme(machine) else "host"
     other = UnitPlan(params=home, grads="device", states=home)
     units = list(by_kind(workload, replace(other, input="host", acts="recompute"), other))
@@ -33,7 +33,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     for u in blocks[round(len(blocks) * (1 - late)) :]:  # the next forward needs these last
         units[u] = replace(units[u], late_update=True)
     return unitwise_plan(
-        NAME, options, workload, machine, "in-backward",
+        options, workload, machine, "in-backward",
         units=tuple(units),
         order="vertical",
         prefetch_params_units=ahead,

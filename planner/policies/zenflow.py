@@ -16,7 +16,7 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import HOST_ADAM
 from tierplan.planner.plan import UnitwisePlan
 from tierplan.planner.policies import zero_offload
-from tierplan.planner.policies.options import bounded_semantics, number, read_options
+from tierplan.planner.policies.options import Options, bounded_semantics
 from tierplan.sim.workloads.workload import Workload
 
 NAME = "zenflow"
@@ -25,9 +25,9 @@ OPTIONS: Mapping[str, object] = {"checkpointing": "off", "cores": 0.5, "semantic
 
 def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     """ZeRO-Offload with delayed updates, and without checkpointing, as in its example."""
-    options = read_options(NAME, given, OPTIONS)
+    options = Options(NAME, OPTIONS, given)
     own = {name: options[name] for name in ("checkpointing", "devices")}
-    own["semantics"] = bounded_semantics(NAME, options, workload, "delayed-1")
+    own["semantics"] = bounded_semantics(options, workload, "delayed-1")
     plan = zero_offload.policy(workload, machine, own)
-    part = (HOST_ADAM, "parameters", number(NAME, options, "cores", low=0.01, high=1))
+    part = (HOST_ADAM, "parameters", options.number("cores", low=0.01, high=1))
     return replace(plan, policy=NAME, parts=(part,), options={**options, "devices": plan.devices})

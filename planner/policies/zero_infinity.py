@@ -27,16 +27,7 @@ from typing import cast
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Sharing, UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import PLACES, Place, PlanError
-from tierplan.planner.policies.options import (
-    by_kind,
-    choice,
-    has_nvme,
-    need_nvme,
-    num_devices,
-    read_options,
-    unitwise_plan,
-    whole_number,
-)
+from tierplan.planner.policies.options import Options, by_kind, has_nvme, need_nvme, unitwise_plan
 from tierplan.planner.policies.several.zero import HOOKS
 from tierplan.sim.workloads.workload import Workload
 
@@ -63,20 +54,20 @@ FP32_BYTES = 4
 
 def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     """Places as asked for; blocks are recomputed from checkpoints, if any; the optimizer runs after backward."""
-    options = read_options(NAME, given, OPTIONS)
+    options = Options(NAME, OPTIONS, given)
     lowest = "nvme" if has_nvme(machine) else "host"
     options["params"] = options["params"] or lowest
     options["optimizer"] = options["optimizer"] or lowest
-    devices = num_devices(NAME, options, machine)
-    params, optimizer = (cast(Place, choice(NAME, options, name, PLACES)) for name in ("params", "optimizer"))
-    checkpoints = choice(NAME, options, "checkpoints", (*PLACES, "none"))
+    devices = options.num_devices(machine)
+    params, optimizer = (cast(Place, options.choice(name, *PLACES)) for name in ("params", "optimizer"))
+    checkpoints = options.choice("checkpoints", *PLACES, "none")
     if "nvme" in (params, optimizer, checkpoints):
         need_nvme(NAME, machine)
-    ahead = whole_number(NAME, options, "prefetch", low=0)
-    pipelined = choice(NAME, options, "pipeline", ("off", "on")) == "on"
+    ahead = options.whole_number("prefetch", low=0)
+    pipelined = options.choice("pipeline", "off", "on") == "on"
     options["pin_memory"] = options["pin_memory"] or ("off" if params == "device" else "on")
-    pinned = choice(NAME, options, "pin_memory", ("on", "off")) == "on"
-    if choice(NAME, options, "host_buffers", ("deepspeed", "none")) == "deepspeed":
+    pinned = options.choice("pin_memory", "on", "off") == "on"
+    if options.choice("host_buffers", "deepspeed", "none") == "deepspeed":
         need = startup_bytes(workload, params=params, optimizer=optimizer, devices=devices, pinned=pinned)
         if need > (have := next(tier.capacity_bytes for tier in machine.tiers if tier.kind == "host")):
             raise PlanError(
@@ -90,7 +81,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     if checkpoints != "none":
         block = replace(other, input="keep" if checkpoints == "device" else checkpoints, acts="recompute")  # type: ignore[arg-type]
     return unitwise_plan(
-        NAME, options, workload, machine, "exact-clip",
+        options, workload, machine, "exact-clip",
         units=by_kind(workload, block, other),
         prefetch_params_units=ahead,
         prefetch_acts_units=ahead,
@@ -100,7 +91,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         hold_updates=True,
         update_order="backward",
         cast_grads=optimizer != "device",
-        operator_tiles=whole_number(NAME, options, "operator_tiles", low=1),
+        operator_tiles=options.whole_number("operator_tiles", low=1),
         sharing=Sharing(reduces="each" if optimizer == "device" else "last", hooks=HOOKS),
     )  # fmt: skip
 

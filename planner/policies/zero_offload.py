@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Sharing, UnitPlan, UnitwisePlan
-from tierplan.planner.policies.options import choice, number, read_options, unitwise_plan
+from tierplan.planner.policies.options import Options, unitwise_plan
 from tierplan.sim.workloads.workload import Workload
 
 NAME = "zero-offload"
@@ -24,10 +24,10 @@ OPTIONS: Mapping[str, object] = {"device_frac": 0.0, "checkpointing": "on", "upd
 
 def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     """The optimizer on the host, but for `device_frac` of it; activations recomputed per block (`checkpointing`)."""
-    options = read_options(NAME, given, OPTIONS)
-    on_device = number(NAME, options, "device_frac", low=0, high=1) * workload.num_trained
-    recompute = choice(NAME, options, "checkpointing", ("on", "off")) == "on"
-    comes = choice(NAME, options, "update", ("host", "device")) == "device"
+    options = Options(NAME, OPTIONS, given)
+    on_device = options.number("device_frac", low=0, high=1) * workload.num_trained
+    recompute = options.choice("checkpointing", "on", "off") == "on"
+    comes = options.choice("update", "host", "device") == "device"
     units: list[UnitPlan] = []
     for unit in reversed(workload.units):
         acts = "recompute" if recompute and unit.kind == "block" else "keep"
@@ -37,7 +37,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         streamed = {"grads": "device", "update": "device"} if comes and place == "host" else {"grads": place}
         units.insert(0, UnitPlan(params="device", states=place, acts=acts, **streamed))  # type: ignore[arg-type]
     return unitwise_plan(
-        NAME, options, workload, machine, "in-backward" if comes else "exact-clip",
+        options, workload, machine, "in-backward" if comes else "exact-clip",
         units=tuple(units),
         prefetch_states_units=0 if comes else 1,
         hold_updates=True,

@@ -18,7 +18,7 @@ from typing import Literal, cast
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Sharing, UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import Place
-from tierplan.planner.policies.options import Policy, choice, data_parallel, read_options
+from tierplan.planner.policies.options import Options, Policy, data_parallel
 from tierplan.sim.workloads.workload import Workload
 
 OPTIONS: Mapping[str, object] = {
@@ -35,14 +35,14 @@ HOOKS = 0.7
 
 
 def _policy(name: str, place: Place, workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
-    options = read_options(name, given, {**OPTIONS, **OWN[name]})
-    reduces = cast(Literal["each", "last"], choice(name, options, "reduces", ("each", "last")))
+    options = Options(name, {**OPTIONS, **OWN[name]}, given)
+    reduces = cast(Literal["each", "last"], options.choice("reduces", "each", "last"))
     sharing = Sharing(divided="nothing" if name == "ddp" else "all", reduces=reduces)
     if name != "ddp":
-        stay = "reshard" in options and choice(name, options, "reshard", ("on", "off")) == "off"
+        stay = "reshard" in options and options.choice("reshard", "on", "off") == "off"
         sharing = replace(sharing, keeps="all" if stay else "ends", hooks=HOOKS)
     unit = UnitPlan(params=place, grads="device" if reduces == "last" else place, states=place)
-    return data_parallel(name, options, workload, machine, unit, sharing=sharing)
+    return data_parallel(options, workload, machine, unit, sharing=sharing)
 
 
 VARIANTS: Mapping[str, Policy] = {

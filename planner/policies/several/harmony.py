@@ -24,15 +24,7 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import DEVICE, HOST
 from tierplan.planner.plan import PackPlan, Packs
 from tierplan.planner.plan_rules import PackForm, PlanError, Runs
-from tierplan.planner.policies.options import (
-    OptionError,
-    Policy,
-    choice,
-    num_devices,
-    number,
-    read_options,
-    whole_number,
-)
+from tierplan.planner.policies.options import OptionError, Options, Policy
 from tierplan.planner.several_devices.packs import pack_schedule
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.ordering import refine_columns
@@ -57,11 +49,11 @@ SEARCHED, SEARCHED_ALONE = 9, 4
 
 
 def _policy(name: str, form: PackForm, workload: Workload, machine: Machine, given: Mapping[str, object]) -> PackPlan:
-    options = read_options(name, {"devices": 1, **given} if name == "harmony" else given, OPTIONS)
-    has_own_memory = choice(name, options, "host_memory", ("shared", "own")) == "own"
+    options = Options(name, OPTIONS, {"devices": 1, **given} if name == "harmony" else given)
+    has_own_memory = options.choice("host_memory", "shared", "own") == "own"
     if options["task_cleanup_s"] is None:
         options["task_cleanup_s"] = 0.0 if has_own_memory else HARMONYS_CLEANUP_S
-    asked, devices = options["devices"], num_devices(name, options, machine)
+    asked, devices = options["devices"], options.num_devices(machine)
     batches = workload.training.gradient_accumulation_steps
     if form == "data" and asked and devices > batches:
         raise OptionError(
@@ -69,9 +61,9 @@ def _policy(name: str, form: PackForm, workload: Workload, machine: Machine, giv
             "each device needs one: accumulate more, or use fewer devices"
         )
     devices = min(devices, batches) if form == "data" else devices  # each has a micro-batch
-    capacity = whole_number(name, options, "memory_bytes", low=0) or machine.tier(DEVICE).capacity_bytes
-    wanted = whole_number(name, options, "pack", low=0)
-    wanted_forward = whole_number(name, options, "pack_forward", low=0) or wanted
+    capacity = options.whole_number("memory_bytes", low=0) or machine.tier(DEVICE).capacity_bytes
+    wanted = options.whole_number("pack", low=0)
+    wanted_forward = options.whole_number("pack_forward", low=0) or wanted
 
     def with_packs(forward: Runs, backward: Runs) -> PackPlan:
         packs = Packs(
@@ -79,8 +71,8 @@ def _policy(name: str, form: PackForm, workload: Workload, machine: Machine, giv
             devices=devices,
             forward=forward,
             backward=backward,
-            cleanup_s=number(name, options, "task_cleanup_s", low=0),
-            host_copy_bytes_per_s=number(name, options, "host_copy_bytes_per_s", low=0),
+            cleanup_s=options.number("task_cleanup_s", low=0),
+            host_copy_bytes_per_s=options.number("host_copy_bytes_per_s", low=0),
             hold_updates=workload.training.max_grad_norm is not None,
             own_memory=has_own_memory,
         )

@@ -14,7 +14,7 @@ from itertools import pairwise
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import PackPlan, Packs, Sharing, UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import PlanError, Runs
-from tierplan.planner.policies.options import Policy, data_parallel, num_devices, read_options
+from tierplan.planner.policies.options import Options, Policy, data_parallel
 from tierplan.sim.workloads.workload import Workload
 
 SHARES_BATCHES = True
@@ -24,15 +24,15 @@ OPTIONS: Mapping[str, object] = {"checkpointing": "on", "semantics": None}
 
 def _tensor_parallel(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     name = "megatron-tp"
-    options = read_options(name, given, OPTIONS)
+    options = Options(name, OPTIONS, given)
     sharing = Sharing(divided="tensors", waits=True)
-    return data_parallel(name, options, workload, machine, UnitPlan(), sharing=sharing)
+    return data_parallel(options, workload, machine, UnitPlan(), sharing=sharing)
 
 
 def _pipeline_parallel(workload: Workload, machine: Machine, given: Mapping[str, object]) -> PackPlan:
     name = "megatron-pp"
-    options = read_options(name, given, {})
-    devices = num_devices(name, options, machine)
+    options = Options(name, {}, given)
+    devices = options.num_devices(machine)
     if devices > len(workload.blocks):
         raise PlanError(
             f"policy {name!r} on {devices} devices needs at least a block for each, but the model has "
@@ -40,7 +40,7 @@ def _pipeline_parallel(workload: Workload, machine: Machine, given: Mapping[str,
         )
     stages = even_stages(len(workload.blocks), devices)
     packs = Packs(form="resident", devices=devices, forward=stages[:-1], backward=stages)
-    return PackPlan(policy=name, packs=packs, options=options)
+    return PackPlan(policy=name, packs=packs, options=dict(options))
 
 
 def even_stages(blocks: int, count: int) -> Runs:

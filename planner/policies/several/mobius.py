@@ -13,7 +13,7 @@ from math import gcd
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import PackPlan, Packs
-from tierplan.planner.policies.options import num_devices, read_options, whole_number
+from tierplan.planner.policies.options import Options
 from tierplan.sim.workloads.workload import Workload
 
 SHARES_BATCHES = True
@@ -24,10 +24,10 @@ OPTIONS: Mapping[str, object] = {"stages": None}
 
 def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> PackPlan:
     """Equal stages in rounds of one micro-batch per device, or the nearest number that divides the step's."""
-    options = read_options(NAME, given, OPTIONS)
-    devices = num_devices(NAME, options, machine)
+    options = Options(NAME, OPTIONS, given)
+    devices = options.num_devices(machine)
     options["stages"] = options["stages"] or min(devices, len(workload.blocks))
-    runs = equal_stages(workload, whole_number(NAME, options, "stages", low=1, high=len(workload.blocks)))
+    runs = equal_stages(workload, options.whole_number("stages", low=1, high=len(workload.blocks)))
     total = workload.training.gradient_accumulation_steps
     packs = Packs(
         form="pipeline",
@@ -39,7 +39,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         streams=True,
         hold_updates=workload.training.max_grad_norm is not None,
     )
-    return PackPlan(policy=NAME, packs=packs, options=options)
+    return PackPlan(policy=NAME, packs=packs, options=dict(options))
 
 
 def equal_stages(workload: Workload, count: int) -> tuple[tuple[int, int], ...]:

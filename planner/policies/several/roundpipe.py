@@ -23,7 +23,7 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE, DEVICE
 from tierplan.planner.plan import PackPlan, Packs
 from tierplan.planner.plan_rules import PlanError, Runs
-from tierplan.planner.policies.options import Policy, num_devices, read_options, whole_number
+from tierplan.planner.policies.options import Options, Policy
 from tierplan.planner.policies.several.harmony import backward_bytes
 from tierplan.sim.workloads.workload import Unit, Workload, total_work
 
@@ -33,20 +33,20 @@ OPTIONS: Mapping[str, object] = {"rounds": 1}
 
 
 def _policy(name: str, workload: Workload, machine: Machine, given: Mapping[str, object]) -> PackPlan:
-    options = read_options(name, given, OPTIONS)
+    options = Options(name, OPTIONS, given)
     forward, backward = equal_packs(name, workload, machine)
     packs = Packs(
         form="pipeline",
-        devices=num_devices(name, options, machine),
+        devices=options.num_devices(machine),
         forward=forward,
         backward=backward,
-        rounds=whole_number(name, options, "rounds", low=1),
+        rounds=options.whole_number("rounds", low=1),
         streams=True,
         late_updates=name == "roundpipe",
         goes_on=True,
         hold_updates=name != "roundpipe" and workload.training.max_grad_norm is not None,
     )
-    return PackPlan(policy=name, packs=packs, options=options)
+    return PackPlan(policy=name, packs=packs, options=dict(options))
 
 
 def equal_packs(name: str, workload: Workload, machine: Machine) -> tuple[Runs, Runs]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import PagedPlan
-from tierplan.planner.policies.options import num_devices, read_options
+from tierplan.planner.policies.options import Options
 from tierplan.sim.workloads.workload import Workload
 
 SHARES_BATCHES = True
@@ -23,5 +23,5 @@ NAME = "virtual-memory"
 
 def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> PagedPlan:
     """Weights in and out for every use, on all devices."""
-    options = read_options(NAME, given, {})
-    return PagedPlan(policy=NAME, devices=num_devices(NAME, options, machine), options=options)
+    options = Options(NAME, {}, given)
+    return PagedPlan(policy=NAME, devices=options.num_devices(machine), options=dict(options))

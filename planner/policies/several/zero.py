@@ -16,7 +16,7 @@ from typing import Literal, cast
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Sharing, UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import Place
-from tierplan.planner.policies.options import OptionError, Policy, choice, data_parallel, read_options
+from tierplan.planner.policies.options import OptionError, Options, Policy, data_parallel
 from tierplan.sim.workloads.workload import Workload
 
 OPTIONS: Mapping[str, object] = {
@@ -37,9 +37,9 @@ DIVIDED: Mapping[int, Literal["states", "gradients", "all"]] = {1: "states", 2: 
 
 def _policy(stage: int, workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     name = f"zero-{stage}"
-    options = read_options(name, given, OPTIONS)
+    options = Options(name, OPTIONS, given)
     options["overlap"] = options["overlap"] or ("on" if stage == 3 else "off")
-    params, optimizer = (cast(Place, choice(name, options, key, ("device", "host"))) for key in ("params", "optimizer"))
+    params, optimizer = (cast(Place, options.choice(key, "device", "host")) for key in ("params", "optimizer"))
     if params == "host" and (stage < 3 or optimizer == "device"):
         raise OptionError(
             f"option 'params' of policy {name!r} is 'host'; parameters leave the device with zero-3 alone, and after "
@@ -49,11 +49,11 @@ def _policy(stage: int, workload: Workload, machine: Machine, given: Mapping[str
         divided=DIVIDED[stage],
         reduces="last" if stage == 1 else "each",
         by="all_reduce" if stage == 2 else "reduce",
-        waits=choice(name, options, "overlap", ("on", "off")) == "off",
+        waits=options.choice("overlap", "on", "off") == "off",
         hooks=HOOKS if stage == 3 else 0.0,
     )
     unit = UnitPlan(params=params, grads=optimizer, states=optimizer)
-    return data_parallel(name, options, workload, machine, unit, sharing=sharing, update_order="backward")
+    return data_parallel(options, workload, machine, unit, sharing=sharing, update_order="backward")
 
 
 VARIANTS: Mapping[str, Policy] = {f"zero-{stage}": partial(_policy, stage) for stage in DIVIDED}
