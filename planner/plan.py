@@ -81,9 +81,14 @@ class UnitPlan:
         return self.states == "nvme" or (self.states == "host" and self.update == "device")
 
     @property
+    def updated(self) -> Literal["device", "host", "brought"]:
+        """Where the update is made: on the device with states that are there, or brought there; or by the host."""
+        return "device" if self.states == "device" else "brought" if self.update == "device" else "host"
+
+    @property
     def updates_here(self) -> bool:
         """Whether the update runs on the device."""
-        return self.states == "device" or self.update == "device"
+        return self.updated != "host"
 
     @property
     def returns_grads(self) -> bool:

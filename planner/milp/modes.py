@@ -2,48 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from typing import Literal
+from itertools import product
 
+from tierplan.planner.plan import UnitPlan
 from tierplan.planner.plan_rules import PLACES, Place, UpdatePlace
 from tierplan.sim.step import Semantics
 
-
-@dataclass(frozen=True, slots=True)
-class Mode:
-    """Where a unit's parameters, optimizer states and waiting gradients live."""
-
-    params: Place
-    states: Place
-    grads: Place
-    frozen: Place | None = None
-    """Where frozen parameters live, of a unit that has any."""
-    update: UpdatePlace = "home"
-    """`device`: states, and gradients, that are elsewhere come there for the update."""
-
-    @property
-    def updated(self) -> Literal["device", "host", "brought"]:
-        """Where the update is made: on the device with states that are there, or brought there; or by the host."""
-        return "device" if self.states == "device" else "brought" if self.update == "device" else "host"
-
-    @property
-    def returns_grads(self) -> bool:
-        """Whether gradients leave the device and come back for the update."""
-        return self.updated == "brought" and self.grads != "device"
+Mode = UnitPlan
+"""A unit's plan that says where things live, and nothing else."""
 
 
-_MODES: tuple[Mode, ...] = (
-    Mode("device", "device", "device"),
-    *(Mode(p, s, "host") for p in ("device", "host", "nvme") for s in ("host", "nvme")),
-    *(Mode(p, s, "device") for p in ("device", "host", "nvme") for s in ("host", "nvme")),
-    *(Mode(p, "nvme", "nvme") for p in ("device", "host", "nvme")),
-    *(Mode(p, s, "device", update="device") for p in ("device", "host", "nvme") for s in ("host", "nvme")),
-)
-_RETURNING: tuple[Mode, ...] = (
-    *(Mode(p, s, "host", update="device") for p in ("device", "host", "nvme") for s in ("host", "nvme")),
-    *(Mode(p, "nvme", "nvme", update="device") for p in ("device", "host", "nvme")),
-)
+def _off_device(grads: Place, update: UpdatePlace = "home") -> list[Mode]:
+    """With states off the device, and gradients that wait there; on NVMe only beside the states."""
+    homes = product(PLACES, PLACES[1:] if grads != "nvme" else PLACES[2:])
+    return [Mode(params=params, states=states, grads=grads, update=update) for params, states in homes]
+
+
+_MODES = [Mode(), *(mode for grads in ("host", "device", "nvme") for mode in _off_device(grads))]
+_MODES += _off_device("device", "device")
+_RETURNING = [*_off_device("host", "device"), *_off_device("nvme", "device")]
 MODES = tuple(
     replace(mode, frozen=frozen) for modes in (_MODES, _RETURNING) for frozen in (None, *PLACES) for mode in modes
 )

@@ -173,18 +173,11 @@ class Draft:
 
     def program(self) -> Program:
         """What has been added, as arrays."""
+        types = {"optional": bool, **dict.fromkeys(("integer", "starts", "columns"), np.int32)}
+        listed = [(name, values) for name, values in vars(self).items() if name != "families"]
         return Program(
-            cost=np.array(self.cost),
-            low=np.array(self.low),
-            high=np.array(self.high),
-            integer=np.array(self.integer, dtype=np.int32),
-            optional=np.array(self.optional, dtype=bool),
-            starts=np.array(self.starts, dtype=np.int32),
-            columns=np.array(self.columns, dtype=np.int32),
-            values=np.array(self.values),
-            row_low=np.array(self.row_low),
-            row_high=np.array(self.row_high),
-            families={family: np.array(rows, dtype=np.int32) for family, rows in self.families.items()},
+            **{name: np.array(values, types.get(name, float)) for name, values in listed},
+            families={family: np.array(rows, np.int32) for family, rows in self.families.items()},
         )
 
 
@@ -390,10 +383,3 @@ def extended(narrow: Program, basis: Any, wide: Program) -> Any | None:
             there[number] = each
     found.col_status, found.row_status = of_columns, of_rows
     return found
-
-
-def solve(
-    program: Program, *, integral: bool = False, time_limit_s: float = LP_TIME_LIMIT_S, gap: float = 0.01, seed: int = 0
-) -> Solution:
-    """The solution of one program alone."""
-    return Solver(seed=seed).solve(program, integral=integral, time_limit_s=time_limit_s, gap=gap)

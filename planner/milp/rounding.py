@@ -105,7 +105,7 @@ def _rank(name: int | str) -> int:
 
 
 def _unit_plan(problem: Problem, u: int, mode: int, actions: Sequence[str]) -> UnitPlan:
-    unit, where = problem.units[u], MODES[mode]
+    unit = problem.units[u]
     num_slots = sum(len(g.slots) for g in unit.groups)
     acts: list[Action] = ["keep"] * num_slots
     x: str = "keep"
@@ -114,12 +114,5 @@ def _unit_plan(problem: Problem, u: int, mode: int, actions: Sequence[str]) -> U
             x = action
         for slot in group.slots:
             acts[slot] = action  # type: ignore[call-overload]
-    return UnitPlan(
-        params=where.params,
-        frozen=where.frozen,
-        grads=where.grads,
-        states=where.states,
-        update=where.update,
-        input=x,  # type: ignore[arg-type]
-        acts=tuple(acts) if len(set(acts)) > 1 else (acts[0] if acts else "keep"),
-    )
+    same = acts[0] if acts else "keep"
+    return replace(MODES[mode], input=x, acts=tuple(acts) if len(set(acts)) > 1 else same)  # type: ignore[arg-type]

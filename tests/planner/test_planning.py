@@ -20,7 +20,7 @@ from tierplan.planner.lowering.tiling import with_batch
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import compute_s
 from tierplan.planner.milp.model import Margins, build, fractions
-from tierplan.planner.milp.program import solve
+from tierplan.planner.milp.program import Solver
 from tierplan.planner.milp.rounding import round_to_plan
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import PlanError
@@ -158,7 +158,7 @@ def test_rounding_stays_within_one_unit_of_the_solution(seed):
     machine = small_machine(device_mb=rng.uniform(120, 260), host_mb=400, link_mb_per_s=rng.choice((50, 200)))
     p = problem(workload, machine, semantics="in-backward")
     model = build(p, margins=Margins(device_gb=0.005))
-    solution = solve(model.program)
+    solution = Solver().solve(model.program)
     shares = fractions(model, solution)
     made = round_to_plan(p, shares)
     for k in range(2):
@@ -177,7 +177,7 @@ def test_late_updates_are_those_that_backward_has_no_time_for():
     workload = random_chain(rng, 6)
     p = problem(workload, random_machine(rng, workload), semantics="in-backward")
     model = build(p)
-    made = round_to_plan(p, fractions(model, solve(model.program)))
+    made = round_to_plan(p, fractions(model, Solver().solve(model.program)))
     nums = [
         sum(unit.late_update for unit in late_updates(p, made, stretch=s).units) for s in (float("inf"), 2.0, 1.0, 0.5)
     ]
@@ -295,7 +295,7 @@ def test_with_clipping_no_update_at_the_end_holds_up_the_next_forward():
         workload = random_chain(rng, 6)
         p = problem(workload, random_machine(rng, workload), semantics="exact-clip")
         model = build(p)
-        solution = solve(model.program)
+        solution = Solver().solve(model.program)
         if not solution.usable:
             continue
         units = round_to_plan(p, fractions(model, solution)).units

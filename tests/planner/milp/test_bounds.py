@@ -16,7 +16,7 @@ from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import compute_s, lower_bound, shortages
 from tierplan.planner.milp.model import Margins, build
 from tierplan.planner.milp.modes import MODES, Mode
-from tierplan.planner.milp.program import solve
+from tierplan.planner.milp.program import Solver
 from tierplan.planner.plan import Plan, UnitPlan, UnitwisePlan
 from tierplan.planner.planning import plan
 from tierplan.planner.search.budget import Budget
@@ -56,7 +56,7 @@ def test_the_widest_program_alone_gives_the_step_of_the_bound(semantics):
         workload = random_chain(rng, 4)
         p = problem(workload, random_machine(rng, workload), semantics=semantics)
         model = build(p, margins=Margins(relaxed=True))
-        alone_s = model.step_bound_s(solve(model.program).objective)
+        alone_s = model.step_bound_s(Solver().solve(model.program).objective)
         assert lower_bound(p).step_s == pytest.approx(max(alone_s, compute_s(p)))
 
 
@@ -119,8 +119,8 @@ def test_a_limit_that_reads_and_writes_do_not_use_up_alone_is_not_used_up():
     assert step_s > 1.05 * (states_mb / 40 + states_mb / 80) / 1.3
     model = build(problem(workload, machine, semantics="in-backward"))
     low = model.program.low.copy()
-    low[[choice.place[MODES.index(Mode("host", "nvme", "host"))] for choice in model.choices]] = 1.0
-    found = solve(replace(model.program, low=low))
+    low[[choice.place[MODES.index(Mode(params="host", states="nvme", grads="host"))] for choice in model.choices]] = 1.0
+    found = Solver().solve(replace(model.program, low=low))
     assert closed_s * 0.999 <= model.step_bound_s(found.objective) <= step_s
 
 

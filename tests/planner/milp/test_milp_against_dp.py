@@ -9,7 +9,7 @@ import pytest
 from tests.planner.instances import MB, chain, small_machine
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.model import build, fractions
-from tierplan.planner.milp.program import solve
+from tierplan.planner.milp.program import Solver
 from tierplan.planner.milp.rounding import round_to_plan
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
@@ -66,7 +66,7 @@ def test_recompute_choices_against_dynamic_programming(seed):
     p = problem(workload, machine, semantics="in-backward")
     expected = keep_or_recompute_s(workload, capacity_mb, resident_mb, border_mb=1, grads_mb=2)
     model = build(p, integral=True)
-    found = solve(model.program, integral=True, gap=0.0)
+    found = Solver().solve(model.program, integral=True, gap=0.0)
     if expected is None:
         assert found.status == "infeasible"
         return

@@ -18,7 +18,7 @@ from torch.distributed._tools.ilp_utils import Graph
 from tests.planner.instances import MB, chain, small_machine
 from tierplan.planner.milp.amounts import Problem, problem
 from tierplan.planner.milp.model import Fractions, build, fractions
-from tierplan.planner.milp.program import solve
+from tierplan.planner.milp.program import Solver
 from tierplan.sim.workloads.workload import Workload
 
 UNIT_BYTES = 2**30
@@ -110,7 +110,7 @@ def test_recompute_choices_against_pytorchs_own_program(seed, monkeypatch):
     machine = small_machine(device_mb=capacity_mb, host_mb=0, nvme_mb=0)
     p = problem(workload, machine, semantics="in-backward")
     model = build(p)
-    found = solve(model.program)
+    found = Solver().solve(model.program)
     if not found.usable:
         assert peak_bytes == -1, "PyTorch's program found what ours says cannot fit"
         return
@@ -118,7 +118,7 @@ def test_recompute_choices_against_pytorchs_own_program(seed, monkeypatch):
     ours_s = recompute_s(p, fractions(model, found))
     assert ours_s == pytest.approx(theirs_ms / 1000, abs=2e-4)  # PyTorch rounds to 0.01 ms, its solver less finely
     whole = build(p, integral=True)
-    counted = solve(whole.program, integral=True, gap=0.0)
+    counted = Solver().solve(whole.program, integral=True, gap=0.0)
     if counted.usable:
         assert recompute_s(p, fractions(whole, counted)) >= theirs_ms / 1000 - 2e-4
 
@@ -130,7 +130,7 @@ def test_the_instances_are_not_all_trivial():
         _, _, workload, capacity_mb = instance(seed)
         p = problem(workload, small_machine(device_mb=capacity_mb, host_mb=0, nvme_mb=0), semantics="in-backward")
         model = build(p)
-        found = solve(model.program)
+        found = Solver().solve(model.program)
         if found.usable:
             shares.append(recompute_s(p, fractions(model, found)) / sum(u.fwd_s for u in p.units))
     assert sum(share > 0.05 for share in shares) >= 12

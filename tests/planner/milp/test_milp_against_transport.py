@@ -20,7 +20,7 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import lower_bound
 from tierplan.planner.milp.model import build, fractions
-from tierplan.planner.milp.program import solve
+from tierplan.planner.milp.program import Solver
 from tierplan.planner.milp.rounding import round_to_plan
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
@@ -195,7 +195,7 @@ def test_offload_choices_against_a_transport_optimum(seed):
     expected_s = Transport(workload, machine).optimum_s()
     p = problem(workload, machine, semantics="in-backward")
     model = build(p)
-    found = solve(model.program)
+    found = Solver().solve(model.program)
     assert found.usable == (expected_s is not None)
     if expected_s is None:
         return

@@ -15,7 +15,7 @@ import pytest
 from tests.planner.instances import random_chain, random_machine
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.model import Margins, build
-from tierplan.planner.milp.program import Draft, Program, Solver, extended, solve
+from tierplan.planner.milp.program import Draft, Program, Solver, extended
 
 
 def best_by_cbc(program: Program, *, integral: bool) -> float | None:
@@ -58,7 +58,7 @@ def best_by_enumeration(program: Program) -> float:
 @pytest.mark.parametrize("seed", range(6))
 def test_integers_against_enumeration_and_another_solver(seed):
     program = random_draft(seed).program()
-    found = solve(program, integral=True, gap=0.0)
+    found = Solver().solve(program, integral=True, gap=0.0)
     assert found.status == "optimal"
     assert found.objective == pytest.approx(best_by_enumeration(program))
     assert found.objective == pytest.approx(best_by_cbc(program, integral=True))
@@ -69,7 +69,7 @@ def test_integers_against_enumeration_and_another_solver(seed):
 @pytest.mark.parametrize("seed", range(6))
 def test_another_solver_agrees_without_integers(seed):
     program = random_draft(seed).program()
-    found = solve(program)
+    found = Solver().solve(program)
     assert found.objective == pytest.approx(best_by_cbc(program, integral=False))
     assert found.objective <= best_by_enumeration(program) + 1e-9
 
@@ -80,7 +80,7 @@ def test_another_solver_agrees_on_planning_programs(semantics, seed):
     rng = random.Random(seed)
     workload = random_chain(rng, 3, accumulation=rng.choice((1, 3)))
     program = build(problem(workload, random_machine(rng, workload), semantics=semantics)).program
-    found, best = solve(program), best_by_cbc(program, integral=False)
+    found, best = Solver().solve(program), best_by_cbc(program, integral=False)
     assert (best is not None) == found.usable
     if best is not None:
         assert found.objective == pytest.approx(best, rel=1e-6)
@@ -90,7 +90,7 @@ def test_another_solver_agrees_on_planning_programs(semantics, seed):
 def test_infeasible_is_said(integral):
     draft = random_draft(0)
     draft.row([(1.0, 0)], low=4.0, family="too much")
-    found = solve(draft.program(), integral=integral)
+    found = Solver().solve(draft.program(), integral=integral)
     assert found.status == "infeasible"
     assert not found.usable
 
@@ -182,4 +182,4 @@ def test_a_repeated_column_is_summed():
     draft = Draft()
     x = draft.column(cost=-1)
     draft.row([(1.0, x), (1.0, x)], high=4.0, family="twice")
-    assert solve(draft.program()).objective == pytest.approx(-2.0)
+    assert Solver().solve(draft.program()).objective == pytest.approx(-2.0)

@@ -20,7 +20,7 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.milp.amounts import Problem, problem
 from tierplan.planner.milp.model import Margins, Model, build, with_actions
 from tierplan.planner.milp.modes import MODES, Mode
-from tierplan.planner.milp.program import solve
+from tierplan.planner.milp.program import Solver
 from tierplan.planner.milp.rounding import actions_of
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import Order, Place, PlanError
@@ -83,7 +83,7 @@ def decided(p: Problem, plan: UnitwisePlan) -> Model:
     low, high = model.program.low.copy(), model.program.high.copy()
     for unit, choice, columns in zip(p.units, plan.units, model.choices, strict=True):
         for k, column in columns.place.items():
-            mode = Mode(choice.params, choice.states, choice.grads, update=choice.update)
+            mode = Mode(params=choice.params, states=choice.states, grads=choice.grads, update=choice.update)
             in_host = {replace(mode, states="host"): choice.host_frac, mode: 1 - choice.host_frac}
             if choice.states != "nvme":
                 in_host = {mode: 1.0}
@@ -153,7 +153,7 @@ def num_that_hold(semantics: Semantics, runs: Sequence[range] | None, seeds: ran
         if runs is not None and len(p.units) == 5:
             p = replace(p, runs=runs)
         model = decided(p, plan)
-        found = solve(model.program)
+        found = Solver().solve(model.program)
         assert found.status == "optimal", (seed, plan)
         assert model.step_bound_s(found.objective) <= step_s * (1 + 1e-6), (seed, plan)
     return num_ran
@@ -175,6 +175,6 @@ def test_gradients_that_are_complete_leave_room_for_those_that_follow(states: Pl
     step_s = PlanSimulator(workload, machine, Budget(1e9))(plan).step_s
     assert step_s is not None
     model = decided(problem(workload, machine, semantics=semantics), plan)
-    found = solve(model.program)
+    found = Solver().solve(model.program)
     assert found.status == "optimal"
     assert model.step_bound_s(found.objective) <= step_s * (1 + 1e-6)

@@ -12,7 +12,7 @@ from tierplan.planner.milp.amounts import Problem, problem, runs_of
 from tierplan.planner.milp.bounds import lower_bound
 from tierplan.planner.milp.integral import solve_whole
 from tierplan.planner.milp.model import Margins, build, fractions, with_actions, with_margins
-from tierplan.planner.milp.program import Solver, solve
+from tierplan.planner.milp.program import Solver
 from tierplan.planner.milp.rounding import actions_of, round_to_plan
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
@@ -29,7 +29,7 @@ def test_whole_actions_are_within_the_gap_of_the_integral_optimum(seed):
     p = instance(seed)
     found = solve_whole(build(p), Margins(), gap=0.02)
     model = build(p, integral=True)
-    exact = solve(model.program, integral=True, gap=0.0)
+    exact = Solver().solve(model.program, integral=True, gap=0.0)
     assert (found is not None) == exact.usable
     if found is None:
         return
@@ -57,7 +57,7 @@ def test_a_start_changes_the_way_and_not_the_optimum(seed):
     solver.solve(model.program)
     margins = Margins(device_gb=0.02 * p.device_gb, host_gb=0.05 * p.host_gb, rate_frac={"nvme.read": 0.8})
     changed = with_margins(model, margins).program
-    cold, warm = solve(changed), solver.solve(changed)
+    cold, warm = Solver().solve(changed), solver.solve(changed)
     assert warm.status == cold.status
     if cold.usable:
         assert warm.objective == pytest.approx(cold.objective, rel=1e-6)
@@ -72,7 +72,7 @@ def test_a_start_saves_most_iterations():
     model, solver = build(p), Solver()
     assert solver.solve(model.program).usable
     changed = with_margins(model, Margins(device_gb=0.003)).program
-    cold, warm = solve(changed), solver.solve(changed)
+    cold, warm = Solver().solve(changed), solver.solve(changed)
     assert warm.iterations < cold.iterations / 3
     assert warm.work_ops < cold.work_ops
 
@@ -80,10 +80,10 @@ def test_a_start_saves_most_iterations():
 def test_decided_actions_are_the_ones_that_are_solved():
     p = instance(3)
     model = build(p)
-    shares = fractions(model, solve(model.program))
+    shares = fractions(model, Solver().solve(model.program))
     made = round_to_plan(p, shares)
     decided = with_actions(model, actions_of(p, made))
-    found = solve(decided.program)
+    found = Solver().solve(decided.program)
     if found.usable:
         again = round_to_plan(p, fractions(decided, found))
         assert [u.acts for u in again.units] == [u.acts for u in made.units]

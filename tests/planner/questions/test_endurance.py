@@ -17,7 +17,7 @@ from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import lower_bound
 from tierplan.planner.milp.capacities import ENDURANCE
 from tierplan.planner.milp.model import build, fractions
-from tierplan.planner.milp.program import solve
+from tierplan.planner.milp.program import Solver
 from tierplan.planner.plan import UnitPlan
 from tierplan.planner.planning import plan
 from tierplan.planner.questions.endurance import SECONDS_PER_YEAR, allowed_bytes_per_s, lifetime_s, written_bytes
@@ -82,7 +82,7 @@ def test_the_program_writes_no_more_than_it_may():
     for limit_mb_per_s in (8.0, 4.0, 1.0, 0.1):
         p = problem(workload, machine, semantics="in-backward", write_limit_bytes_per_s=limit_mb_per_s * MB)
         model = build(p)
-        found = solve(model.program)
+        found = Solver().solve(model.program)
         assert found.usable
         step_s = fractions(model, found).step_s
         (row,) = model.program.rows_of(ENDURANCE)
