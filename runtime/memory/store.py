@@ -20,9 +20,11 @@ import os
 import statistics
 import threading
 import time
+from bisect import bisect, insort
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +55,11 @@ class Extent:
     offset_bytes: int
     size_bytes: int
     """The bytes asked for; the extent covers whole pages."""
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """Where its pages begin and end."""
+        return self.offset_bytes, self.offset_bytes + padded(self.size_bytes)
 
 
 class Store:
@@ -99,7 +106,7 @@ class Store:
             raise
         self.pattern, self.paths = self._striping.pattern, tuple(f.path for f in self._files)
         """One round of stripes, as indices of folders; and the files."""
-        self._free: list[tuple[int, int]] = []  # offset, length; by offset, never adjacent
+        self._used: list[tuple[int, int]] = []  # where extents begin and end, in order
         self.size_bytes = 0
         """Address space in use or freed: what the files together must hold."""
         self._lock = threading.Lock()
@@ -142,41 +149,30 @@ class Store:
 
     def allocate(self, size_bytes: int) -> Extent:
         """An extent of whole pages, the first free range that fits; the files grow when none does."""
-        room = padded(size_bytes)
+        room, offset = padded(size_bytes), 0
         with self._lock:
-            for k, (offset, length) in enumerate(self._free):
-                if length >= room:
-                    if length == room:
-                        del self._free[k]
-                    else:
-                        self._free[k] = (offset + room, length - room)
-                    return Extent(offset, size_bytes)
-            offset = self.size_bytes
-            if self._free and sum(self._free[-1]) == offset:
-                offset = self._free.pop()[0]
-            for file, share in zip(self._files, self._striping.shares(offset + room), strict=True):
-                file.grow(share)
-            self.size_bytes = offset + room
+            for begin, end in self._used:
+                if begin - offset >= room:
+                    break
+                offset = end
+            if offset + room > self.size_bytes:
+                for file, share in zip(self._files, self._striping.shares(offset + room), strict=True):
+                    file.grow(share)
+                self.size_bytes = offset + room
+            insort(self._used, (offset, offset + room))
             return Extent(offset, size_bytes)
 
     def allocate_at(self, extent: Extent, checksum: str) -> None:
         """Takes a known extent, of an earlier run, into use. Call before any `allocate`."""
-        if extent.offset_bytes % PAGE_BYTES:
-            raise self._implausible(extent)
+        begin, end = extent.range
         with self._lock:
+            at = bisect(self._used, (begin, end))
+            around = [*self._used[max(at - 1, 0) : at], (begin, end), *self._used[at : at + 1]]
+            if begin % PAGE_BYTES or any(one[1] > other[0] for one, other in pairwise(around)):
+                raise self._implausible(extent)
+            self._used.insert(at, (begin, end))
             self._checksums[extent] = checksum
-            end = extent.offset_bytes + padded(extent.size_bytes)
-            if end > self.size_bytes:
-                if extent.offset_bytes > self.size_bytes:
-                    self._free.append((self.size_bytes, extent.offset_bytes - self.size_bytes))
-                self.size_bytes = end
-                return
-            for k, (offset, length) in enumerate(self._free):
-                if offset <= extent.offset_bytes and end <= offset + length:
-                    rest = [(offset, extent.offset_bytes - offset), (end, offset + length - end)]
-                    self._free[k : k + 1] = [r for r in rest if r[1]]
-                    return
-            raise self._implausible(extent)
+            self.size_bytes = max(self.size_bytes, end)
 
     def _implausible(self, extent: Extent) -> StoreError:
         names = ", ".join(str(path) for path in self.paths)
@@ -188,15 +184,7 @@ class Store:
         """Gives an extent back; its range may be allocated again at once."""
         with self._lock:
             self._forget(extent)
-            self._free.append((extent.offset_bytes, padded(extent.size_bytes)))
-            self._free.sort()
-            merged: list[tuple[int, int]] = []
-            for offset, length in self._free:
-                if merged and sum(merged[-1]) == offset:
-                    merged[-1] = (merged[-1][0], merged[-1][1] + length)
-                else:
-                    merged.append((offset, length))
-            self._free = merged
+            self._used.remove(extent.range)
 
     def read(self, extent: Extent, into: torch.Tensor) -> None:
         """Fills a uint8 tensor of the extent's size, or of its size in whole pages (which avoids a copy).

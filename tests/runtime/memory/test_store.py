@@ -15,7 +15,7 @@ import torch
 
 from tierplan.runtime.memory.arena import PAGE_BYTES, Pool, map_host
 from tierplan.runtime.memory.files import StoreError
-from tierplan.runtime.memory.store import Store, measure_weights
+from tierplan.runtime.memory.store import Extent, Store, measure_weights
 from tierplan.runtime.memory.tier_file import HEADER_BYTES
 
 
@@ -81,8 +81,10 @@ def test_known_extents_can_be_taken_again(tmp_path: Path) -> None:
         found = torch.empty(5000, dtype=torch.uint8)
         again.read(kept[k], found)
         assert torch.equal(found, noise(5000, k))
-    with pytest.raises(StoreError, match="overlaps one that is in use"):
-        again.allocate_at(kept[0], "")
+    past_the_end = Extent(fresh[-1].offset_bytes, 1 << 20)
+    for taken in (kept[0], past_the_end):
+        with pytest.raises(StoreError, match="overlaps one that is in use"):
+            again.allocate_at(taken, "")
     again.close()
 
 
