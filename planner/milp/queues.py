@@ -129,24 +129,15 @@ def _own_turns(cols: Columns, u: int) -> float:
 
 def _made_and_needed(cols: Columns, phase: str, u: int) -> tuple[Terms, Terms, Terms, Terms]:
     """Of one unit's turn: activations made that leave, made that stay, needed back, and no longer kept."""
-    n, turn = len(cols.units), float(cols.p.turn)
-    own = _own_turns(cols, u)
-    made: Terms = []
-    stay: Terms = []
-    need: Terms = []
-    gone: Terms = []
-    if phase == "fwd":
-        made += cols.acted(u, ("host", "nvme"), inputs=False, scale=own)
-        stay += cols.acted(u, ("keep",), inputs=False, scale=own)
-        if u + 1 < n:
-            made += cols.acted(u + 1, ("host", "nvme"), inputs=True, scale=turn)
-            stay += cols.acted(u + 1, ("keep",), inputs=True, scale=turn)
-    else:
-        need += cols.acted(u, ("host", "nvme"), inputs=False, scale=own)
-        need += cols.acted(u, ("host", "nvme"), inputs=True, scale=turn)
-        gone += cols.acted(u, ("keep",), inputs=False, scale=own)
-        gone += cols.acted(u, ("keep",), inputs=True, scale=turn)
-    return made, stay, need, gone
+    behind = u + 1 if phase == "fwd" else u  # whose input is made, or has been used
+    which = ((u, False, _own_turns(cols, u)), (behind, True, float(cols.p.turn)))
+
+    def waiting(*wheres: str) -> Terms:
+        there = (part for part in which if part[0] < len(cols.units))
+        return [t for v, inputs, scale in there for t in cols.acted(v, wheres, inputs=inputs, scale=scale)]
+
+    away, here = waiting("host", "nvme"), waiting("keep")
+    return (away, here, [], []) if phase == "fwd" else ([], [], away, here)
 
 
 def parameter_queues(cols: Columns) -> Parameters:

@@ -17,7 +17,7 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST_ADAM, collective, p2p
 from tierplan.planner.plan import Packs
 from tierplan.planner.several_devices.collectives import collective_work
-from tierplan.sim.workloads.workload import Workload, total_work
+from tierplan.sim.workloads.workload import Training, Unit, Workload, total_work
 
 INFINITE = float("inf")
 STEPS = 3
@@ -45,6 +45,16 @@ class _Pack:
     """From the end of its last micro-batch until its gradients are in host memory."""
 
 
+def pack_bytes(training: Training, phase: str, units: Sequence[Unit]) -> int:
+    """What a pack (`fwd` or `bwd`) must hold at its fullest; what enters and leaves it is there twice."""
+    held = sum(map(training.params_bytes, units)) + 2 * units[0].input_bytes + 2 * units[-1].output_bytes
+    if phase == "fwd":
+        return held + max(u.saved_bytes + u.forward_work_bytes for u in units)
+    saved = sum(u.saved_bytes for u in units) + sum(u.input_bytes for u in units[1:])
+    gradients = sum(u.num_trained for u in units) * training.grad_bytes
+    return held + gradients + saved + max(u.backward_work_bytes for u in units)
+
+
 class PackEstimate:
     """Step times and memory of packs of one workload on one machine."""
 
@@ -60,17 +70,7 @@ class PackEstimate:
         self._pack = cache(self._costs)
 
     def _fits(self, phase: str, first: int, end: int) -> bool:
-        """By what a pack must hold at its fullest."""
-        t, units = self.training, self.units[first:end]
-        params_bytes = sum(map(t.params_bytes, units))
-        borders = 2 * units[0].input_bytes + 2 * units[-1].output_bytes
-        if phase == "fwd":
-            working = max(u.saved_bytes + u.forward_work_bytes for u in units)
-            return params_bytes + working + borders <= self.capacity_bytes
-        saved = sum(u.saved_bytes for u in units) + sum(u.input_bytes for u in units[1:])
-        work = max(u.backward_work_bytes for u in units)
-        gradients = sum(u.num_trained for u in units) * t.grad_bytes
-        return params_bytes + gradients + saved + work + borders <= self.capacity_bytes
+        return pack_bytes(self.training, phase, self.units[first:end]) <= self.capacity_bytes
 
     def step_s(self, packs: Packs) -> float:
         """Seconds of a step among others like it; infinite where a pack does not fit."""

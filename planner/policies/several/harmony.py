@@ -25,6 +25,7 @@ from tierplan.hwmodels.names import DEVICE, HOST
 from tierplan.planner.plan import PackPlan, Packs
 from tierplan.planner.plan_rules import PackForm, PlanError, Runs
 from tierplan.planner.policies.options import OptionError, Options, Policy
+from tierplan.planner.several_devices.pack_estimate import pack_bytes
 from tierplan.planner.several_devices.packs import pack_schedule
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.ordering import refine_columns
@@ -168,14 +169,11 @@ def _split(weights: list[float], count: int) -> Runs:
 
 
 def backward_bytes(workload: Workload, units: tuple[Unit, ...]) -> int:
-    """Harmony's estimate for a backward task: weights, gradients, all saved tensors, double-buffered borders."""
-    t = workload.training
-    params = sum(t.params_bytes(u) + u.num_trained * t.grad_bytes for u in units)
-    acts = sum(u.saved_bytes + u.input_bytes for u in units) + max(u.backward_work_bytes for u in units)
-    return params + acts + 3 * units[0].input_bytes + 2 * units[-1].output_bytes
+    """Harmony's estimate for a backward task, which has its input twice more."""
+    return pack_bytes(workload.training, "bwd", units) + 2 * units[0].input_bytes
 
 
 def _forward_bytes(workload: Workload, units: tuple[Unit, ...]) -> int:
-    params = sum(map(workload.training.params_bytes, units))
-    work = max(u.saved_bytes + u.forward_work_bytes for u in units)
-    return params + work + 3 * units[0].input_bytes + 2 * max(u.output_bytes for u in units)
+    """And for a forward task, with its input once more, and twice the largest output in place of the last."""
+    more = max(u.output_bytes for u in units) - units[-1].output_bytes
+    return pack_bytes(workload.training, "fwd", units) + units[0].input_bytes + 2 * more
