@@ -35,6 +35,7 @@ from tierplan.sim.ranks import is_pipeline, joined_trace
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.schedule_file import load_schedule
 from tierplan.sim.trace import write_atomically
+from tierplan.sim.workloads.models import read_config
 from tierplan.sim.workloads.workload import Training
 
 SCHEDULES = ("constant", "linear", "cosine")
@@ -144,7 +145,9 @@ def run_job(job: Job, *, show_progress: bool = False, ranks: Ranks | None = None
         raise JobError(f"--steps is {job.num_steps}; give 1 or more")
     if training.base and not training.lora and job.export:
         raise JobError(f"{job.plan} leaves a model in {training.base}, which is not saved; add --no-export")
-    raw = _config(job.model)
+    if not job.model.exists():
+        raise JobError(f"{job.model} does not exist; --model takes a folder that holds a config.json, or such a file")
+    _, raw = read_config(job.model, training)
     model = hollow_model(raw, training)
     folder = job.model if job.model.is_dir() else job.model.parent
     tokenizer_files = _tokenizer_files(folder) if job.model.is_dir() else []
@@ -280,19 +283,6 @@ def _training(schedule: Schedule, path: Path, rank: int, num_ranks: int) -> Trai
     if (wrong := check_tokens(schedule, step)) is not None:
         raise JobError(f"{path}: {wrong}. Plan again")
     return step.training
-
-
-def _config(model: Path) -> dict[str, object]:
-    path = model / "config.json" if model.is_dir() else model
-    if not path.exists():
-        raise JobError(f"{path} does not exist; --model takes a folder that holds a config.json, or such a file")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise JobError(f"{path} is not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise JobError(f"{path} holds {type(raw).__name__}, not an object with a model's settings")
-    return raw
 
 
 def _tokenizer(folder: Path) -> Any:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 
+from tierplan.hwmodels.records import RecordError, parse_json
 from tierplan.planner.training_files.keys import AUTO
 from tierplan.sim.workloads.workload import Training, WorkloadError
 
@@ -22,27 +22,18 @@ def read(path: Path) -> dict[str, object]:
     import yaml
 
     try:
-        text = path.read_text(encoding="utf-8")
-        raw = json.loads(text, object_pairs_hook=_once) if path.suffix == ".json" else yaml.safe_load(text)
+        raw = parse_json(path.read_bytes()) if path.suffix == ".json" else yaml.safe_load(path.read_text("utf-8"))
         raw = _with_switches(raw) if isinstance(raw, dict) else raw
     except FileNotFoundError as error:
         raise WorkloadError(f"there is no file {str(path)!r}; give a configuration in JSON or YAML") from error
+    except RecordError as error:
+        raise WorkloadError(f"{path}: {error}") from error
     except (ValueError, RecursionError, yaml.YAMLError) as error:
-        kind = "JSON" if path.suffix == ".json" else "YAML"
-        raise WorkloadError(f"{path} is not {kind}: {' '.join(str(error).split())}") from error
+        raise WorkloadError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(raw, dict):
         holds = "nothing" if raw is None else f"a {type(raw).__name__}"
         raise WorkloadError(f"{path} holds {holds}; a configuration is one JSON object")
     return raw
-
-
-def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """An object of JSON, none of whose keys is there twice, which DeepSpeed refuses too."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)!r} is there twice; leave one of them out")
-    return found
 
 
 def _with_switches(raw: Mapping[str, object]) -> dict[str, object]:

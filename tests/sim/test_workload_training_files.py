@@ -92,7 +92,7 @@ def test_settings_come_from_the_file_and_auto_from_the_base(tmp_path: Path) -> N
         ({"optimizer": {"type": "Lamb"}}, "optimizer.type is 'Lamb'"),
         ({"train_micro_batch_size_per_gpu": 0}, "train_micro_batch_size_per_gpu is 0"),
         ({"gradient_clipping": -1}, "gradient_clipping is -1"),
-        ({"gradient_clipping": float("nan")}, "gradient_clipping is nan"),
+        ({"gradient_clipping": float("nan")}, "NaN is not JSON"),
         ({"bf16": {"enabled": "on"}}, "enabled is 'on'; it must be true or false"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16 and fp16 are both enabled"),
         ({"train_batch_size": "many"}, "train_batch_size is 'many'; it must be a whole number"),
@@ -182,7 +182,7 @@ def test_what_is_recomputed_is_assumed_by_name_where_no_file_says_it(tmp_path: P
 
 def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2, "stage": 3}}')
-    with pytest.raises(WorkloadError, match="'stage' is there twice; leave one of them out"):
+    with pytest.raises(WorkloadError, match="'stage' is there twice"):
         read_training_file(tmp_path / "ds.json", BASE)
 
 
