@@ -59,7 +59,7 @@ class Builder:
         self._becomes[name] = name
         return name
 
-    def over(self, old: str, content: Content | None = None) -> str:
+    def over(self, old: str, content: Content | str = "") -> str:
         """A buffer that takes over the bytes of `old`, and its identity in the next step: an in-place update."""
         b = self.buffers[old]
         new = self.buffer(content or b.content, b.tier, b.size_bytes, b.kind, reuses=old, owner=self._owners.get(old))
@@ -129,7 +129,7 @@ class Builder:
 
         `more` is as for `op`.
         """
-        target = self.over(over) if over else self.like(source, tier, owner)
+        target = self.over(over, self.buffers[source].content) if over else self.like(source, tier, owner)
         reads = (source, over) if over else (source,)
         work = {"bytes": self.buffers[source].size_bytes}
         self.op(key, stream, "copy", work=work, reads=reads, writes=(target,), **more)

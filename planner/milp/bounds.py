@@ -124,8 +124,6 @@ def shares_of_step(model: Model, solution: Solution) -> dict[str, float]:
 
     The duration's cost is the sum of its rows' duals, so these products add up to the whole step.
     """
-    if not len(solution.duals):
-        return {}
     program = model.program
     durations = np.isin(program.columns, [column for column, _ in model.tau])
     rows, columns = program.row_of_entry[durations], program.columns[durations]
@@ -142,8 +140,6 @@ def shares_of_step(model: Model, solution: Solution) -> dict[str, float]:
 
 def worth_of_memory(model: Model, solution: Solution) -> dict[str, float]:
     """Seconds per GB that the memory rows' duals put on one more GB of each tier."""
-    if not len(solution.duals):
-        return {}
     rows = {tier: model.program.rows_of(family) for family, tier in MEMORY_FAMILIES.items()}
     return {tier: -float(solution.duals[numbers].sum()) for tier, numbers in rows.items() if len(numbers)}
 

@@ -18,16 +18,7 @@ from itertools import pairwise, product
 from typing import Any
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.names import (
-    HOST,
-    HOST_ADAM,
-    compute,
-    d2h,
-    device,
-    h2d,
-    p2p,
-    parse_stream,
-)
+from tierplan.hwmodels.names import HOST, HOST_ADAM, compute, d2h, device, h2d, p2p, parse_stream
 from tierplan.planner.plan import PackPlan, facts_of, shared_micro_batches
 from tierplan.planner.several_devices.collectives import add_all_reduce
 from tierplan.sim.builder import Builder, tiers_of
@@ -51,7 +42,6 @@ from tierplan.sim.contents import (
     micro_batch_name,
     op_key,
     pack_name,
-    parse_content,
     recompute_key,
 )
 from tierplan.sim.schedule import Schedule
@@ -308,15 +298,10 @@ class PackLowering(Builder):
     def _leaves(self, what: str, unit: int, m: int, buffer: str, task: Task) -> None:
         """Over host memory to a later task on the same device; another device takes it itself where it can."""
         if not self._goes_round or not any(parse_stream(link).task == "p2p" for link in self.links):
-            label, room = copy_key("offload", self._label(what, unit, m)), self.brought.get((what, unit, m))
-            if room is None or not self.packs.streams:
-                buffer = self.copy(label, d2h(task.device), buffer, HOST, m=m)
-            else:  # takes the place of the input that has been brought from there
-                gone = self.over(room, parse_content(self.buffers[buffer].content))
-                work = {"bytes": self.buffers[buffer].size_bytes}
-                reads, stream = (buffer, room), d2h(task.device)
-                self.op(label, stream, "copy", work=work, reads=reads, writes=(gone,), m=m)
-                buffer = gone
+            # may take the place of the input that has been brought from there
+            room = self.brought.get((what, unit, m)) if self.packs.streams else None
+            key = copy_key("offload", self._label(what, unit, m))
+            buffer = self.copy(key, d2h(task.device), buffer, HOST, over=room, m=m)
         self.handed[what, unit, m] = buffer
 
     def _forward(self, task: Task, i: int, m: int, x: str | None) -> None:

@@ -120,8 +120,6 @@ class _Paged(Builder):
 
     def _update(self, unit: Unit) -> None:
         """All-reduces a unit's gradients and updates it, on every device that trained."""
-        if not unit.num_parameters:
-            return
         ranks = [r for r in range(self.n) if ("grads", unit.name, r) in self.homes]
         own = {r: self._page_in("grads", unit, r, "update")[0] for r in ranks}
         update_work = self.workload.training.update_work(unit)
