@@ -49,7 +49,6 @@ def solve_whole(
     margins: Margins,
     *,
     gap: float = GAP,
-    time_limit_s: float = TIME_LIMIT_S,
     solver: Solver | None = None,
 ) -> Whole | None:
     """The best whole actions found for a program of `build`, within `gap` of the bound if branching gets there in time.
@@ -73,7 +72,7 @@ def solve_whole(
     branched = best is None or best[1] > bound_s * (1 + gap) + DUST
     if branched:
         whole = build(problem, margins=margins, integral=True)
-        counted = solver.solve(whole.program, integral=True, time_limit_s=time_limit_s, gap=gap)
+        counted = solver.solve(whole.program, integral=True, time_limit_s=TIME_LIMIT_S, gap=gap)
         solutions.append(counted)
         if counted.usable:
             shares = fractions(whole, counted)

@@ -137,18 +137,10 @@ class Draft:
     row_high: list[float] = field(default_factory=list)
     families: dict[str, list[int]] = field(default_factory=dict)
 
-    def column(
-        self,
-        *,
-        low: float = 0.0,
-        high: float = inf,
-        cost: float = 0.0,
-        integer: bool = False,
-        optional: bool = False,
-    ) -> int:
-        """Adds a column; its number."""
+    def column(self, *, high: float = inf, cost: float = 0.0, integer: bool = False, optional: bool = False) -> int:
+        """Adds a column, of 0 or more; its number."""
         self.optional.append(optional)
-        self.low.append(low)
+        self.low.append(0.0)
         self.high.append(high)
         self.cost.append(cost)
         if integer:

@@ -16,14 +16,14 @@ from tierplan.planner.milp.amounts import Problem
 from tierplan.planner.milp.model import Fractions
 from tierplan.planner.milp.modes import MODES
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.planner.plan_rules import ACTIONS
+from tierplan.planner.plan_rules import ACTIONS, PLANNER
 from tierplan.sim.step import Action
 
 Name = TypeVar("Name", int, str)
 DECIDED = 1e-6
 
 
-def round_to_plan(problem: Problem, shares: Fractions, *, policy: str = "planner") -> UnitwisePlan:
+def round_to_plan(problem: Problem, shares: Fractions) -> UnitwisePlan:
     """The plan nearest to the solution's shares, in the sense of the module's docstring."""
     modes = _diffuse(
         shares.place,
@@ -43,7 +43,7 @@ def round_to_plan(problem: Problem, shares: Fractions, *, policy: str = "planner
             actions[u].append(name)
     units = tuple(_unit_plan(problem, u, modes[u], actions[u]) for u in range(len(problem.units)))
     plan = UnitwisePlan(
-        policy=policy, units=units, semantics=problem.semantics, order=problem.order, sub_batches=problem.sub_batches
+        policy=PLANNER, units=units, semantics=problem.semantics, order=problem.order, sub_batches=problem.sub_batches
     )
     return _without_late_uploads(plan) if problem.semantics == "exact-clip" else plan
 

@@ -107,7 +107,7 @@ class OperationLog(TorchDispatchMode):
         out = func(*args, **kwargs)
         numbers = [self.number(t) if isinstance(t, torch.Tensor) else (None, False) for t in flatten(out)[0]]
         fresh = tuple(number if is_new else None for number, is_new in numbers)
-        changed = [value for a, value in _arguments(func, args, kwargs) if a.alias_info and a.alias_info.is_write]
+        changed = [value for a, value in arguments(func, args, kwargs) if a.alias_info and a.alias_info.is_write]
         written = tuple(self.number(t)[0] for t in flatten(changed)[0] if isinstance(t, torch.Tensor))
         if written or any(n is not None for n in fresh):
             self.calls.append(_Operation(func, *noted, tuple(read), fresh, written, is_random(func, args, kwargs)))
@@ -144,7 +144,7 @@ class OperationLog(TorchDispatchMode):
         return Recipe(tuple(calls), sources, target, last)
 
 
-def _arguments(func: Any, args: Any, kwargs: Any) -> Iterable[tuple[Any, Any]]:
+def arguments(func: Any, args: Any, kwargs: Any) -> Iterable[tuple[Any, Any]]:
     """The operation's declared arguments, each with its value or its default."""
     for k, argument in enumerate(func._schema.arguments):
         given = args[k] if k < len(args) else kwargs.get(argument.name, argument.default_value)
@@ -155,7 +155,7 @@ def is_random(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether the operation draws random numbers; attention does only with dropout."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    return not any(a.name == "dropout_p" and value == 0 for a, value in _arguments(func, args, kwargs))
+    return not any(a.name == "dropout_p" and value == 0 for a, value in arguments(func, args, kwargs))
 
 
 @dataclass(frozen=True)

@@ -198,11 +198,11 @@ class Executor:
         with self._lock:
             self._end = min(self._end, max(self._num_begun, self.first_step + 1))
 
-    def trace(self, name: str = "measured", meta: Mapping[str, object] | None = None) -> Trace:
+    def trace(self, meta: Mapping[str, object] | None = None) -> Trace:
         """What has happened so far; times count from the first call of `run`. Keys have the prefix `s0/`, `s1/`, ..."""
         with self._lock:
             return Trace(
-                name=name,
+                name="measured",
                 spans=tuple(sorted(self._spans, key=lambda s: s.start_ns)),
                 memory=tuple(self.ledger.events),
                 capacity_bytes=dict(self.ledger.capacity_bytes),

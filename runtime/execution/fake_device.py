@@ -34,7 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tierplan.runtime.autograd.replay import is_random
+from tierplan.runtime.autograd.replay import arguments, is_random
 from tierplan.runtime.execution.device import DEVICE_STREAMS, Device, Event
 from tierplan.runtime.memory.arena import Pool, map_host
 
@@ -407,9 +407,7 @@ def _copied(value: object) -> object:
 
 def _written_arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
     """Arguments that an operation writes to: what is declared, and what is given."""
-    for k, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield argument, args[k] if k < len(args) else kwargs.get(argument.name)
+    return ((a, value) for a, value in arguments(func, args, kwargs) if a.alias_info and a.alias_info.is_write)
 
 
 def _changed(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:

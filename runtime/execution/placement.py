@@ -25,7 +25,7 @@ from tierplan.runtime.memory.arena import PAGE_BYTES, map_host
 from tierplan.runtime.memory.files import Folders, paths_of
 from tierplan.runtime.memory.store import Extent, Store, measure_weights
 from tierplan.runtime.ranks.collectives import joined, own_part, shards_of
-from tierplan.sim.contents import Content, Frozen, Gradients, Params, States
+from tierplan.sim.contents import Content, Frozen, Gradients, Params
 from tierplan.sim.schedule import Schedule
 
 Weights = Callable[[ModelUnit], Sequence[torch.Tensor]]
@@ -161,18 +161,13 @@ class Placement:
                     for (_, p), view in zip(part.parameters, part.views(flat), strict=True):
                         p.data = view.clone()
 
-    def content(self, content: Params | Frozen | States) -> torch.Tensor:
-        """A copy of a unit's parameters, trained or frozen, or of all its states, in host memory; uint8.
+    def content(self, content: Params | Frozen) -> torch.Tensor:
+        """A copy of a unit's parameters, trained or frozen, in host memory; uint8.
 
         A unit whose last update is still to come is given as it is after that.
         """
-        if content.unit not in self.late_updates or isinstance(content, Frozen):
-            return self._states(content.unit) if isinstance(content, States) else self._as_it_is(content)
-        params, states = self._after_late_update(content)
-        if isinstance(content, Params):
-            return params
-        assert states is not None
-        return states
+        is_to_come = isinstance(content, Params) and content.unit in self.late_updates
+        return self._after_late_update(content.unit) if is_to_come else self._as_it_is(content)
 
     def _by_content(self) -> dict[Content, Instance]:
         return {content_of(x): x for x in self.executor.carried.values()}
@@ -199,10 +194,10 @@ class Placement:
         parts = [self._as_it_is(part) for part in states_of(name, self._by_content())]
         return parts[0] if len(parts) == 1 else self.bodies.layouts[name].join(parts)
 
-    def _after_late_update(self, content: Params | States) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Copies of a unit's parameters and states with the update that the next step would begin with."""
-        bodies, by_content, name = self.bodies, self._by_content(), content.unit
-        unit = bodies.unit_of(content)
+    def _after_late_update(self, name: str) -> torch.Tensor:
+        """A copy of a unit's parameters with the update that the next step would begin with."""
+        bodies, by_content = self.bodies, self._by_content()
+        unit = bodies.unit_of(Params(name))
         grads, params = by_content[Gradients(name, 0)], bodies.places.read(by_content[Params(name)]).view(bodies.dtype)
         states = self._states(name) if states_of(name, by_content) else None
         part = own_part(grads, unit, bodies.ranks)
@@ -213,4 +208,4 @@ class Placement:
             bodies.update(name, own, gradient, views, part, self.executor.num_steps_done - 1)
         if bodies.ranks is not None and len(own) < unit.num_trained:
             params = joined(own, unit, bodies.ranks)
-        return params.view(torch.uint8), states
+        return params.view(torch.uint8)

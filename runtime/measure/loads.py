@@ -30,6 +30,8 @@ from tierplan.sim.workloads.workload import Training
 BLOCK = "blocks"
 """Work kind of the load that runs a whole block."""
 
+TINY_HIDDEN = 64
+"""Width of a block whose time is all overhead."""
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -72,8 +74,6 @@ class Sizes:
     """Memory that copies and updates turn over, so that caches do not help."""
     file_area_bytes: int = 1024 * MIB
     """Bytes of the file that reads and writes turn over."""
-    overhead_hidden: int = 64
-    """Width of a block whose time is all overhead."""
 
 
 @contextmanager
@@ -104,7 +104,7 @@ def loads(
 
 
 def _compute_loads(sizes: Sizes, device: Device, dtypes: tuple[str, ...]) -> list[Load]:
-    loads = [_overhead(sizes, device)]
+    loads = [_overhead(device)]
     for dtype in dtypes:
         loads += [_matmuls(sizes, hidden, dtype, device) for hidden in sizes.hidden]
         loads.append(_attention(sizes, dtype, device))
@@ -145,10 +145,10 @@ class TransformerBlock(torch.nn.Module):
         return x_btd + self.down(F.gelu(self.up(self.norm_2(x_btd)), approximate="tanh"))
 
 
-def _overhead(sizes: Sizes, device: Device) -> Load:
+def _overhead(device: Device) -> Load:
     """Forward of a block too small for its work to count: what it costs to launch one. Its amount is one op."""
-    block = TransformerBlock(sizes.overhead_hidden, 1).to(device.torch_device)
-    x_btd = torch.zeros(1, 8, sizes.overhead_hidden, device=device.torch_device)
+    block = TransformerBlock(TINY_HIDDEN, 1).to(device.torch_device)
+    x_btd = torch.zeros(1, 8, TINY_HIDDEN, device=device.torch_device)
     return Load(COMPUTE, "ops", 1.0, _done(device, COMPUTE, lambda: block(x_btd)))
 
 

@@ -36,6 +36,8 @@ from tierplan.runtime.memory.files import StoreError
 from tierplan.runtime.memory.striping import REQUEST_BYTES, Striping, stripe_pattern
 from tierplan.runtime.memory.tier_file import FILE_NAME, PROBE_NAME, Owner, TierFile
 
+NUM_THREADS = 2
+"""For each folder: so many requests are in flight there."""
 STAGING_BYTES = 8 << 20
 PROBE_BYTES = 64 << 20
 SAMPLE_BYTES = 64
@@ -71,14 +73,13 @@ class Store:
         *,
         weights: Sequence[float] = (),
         pattern: Sequence[int] = (),
-        num_threads: int = 2,
         run_id: str = "",
     ) -> None:
         """Opens the folders; `weights` are their relative speeds (equal if not given).
 
         `pattern` is the round of stripes that the data in the files was written with, if there is any: it counts, and
-        not the weights. `num_threads` requests are in flight per folder. A folder that holds committed data is opened
-        for the run of that `run_id` only. Raises `StoreError`.
+        not the weights. A folder that holds committed data is opened for the run of that `run_id` only. Raises
+        `StoreError`.
         """
         if not folders:
             raise StoreError(errno.EINVAL, "the NVMe tier needs at least one folder")
@@ -100,7 +101,7 @@ class Store:
         self._files: list[TierFile] = []
         try:
             for folder in folders:
-                self._files.append(TierFile(Path(folder), num_threads, run_id))
+                self._files.append(TierFile(Path(folder), NUM_THREADS, run_id))
         except BaseException:
             self.close()
             raise

@@ -104,10 +104,6 @@ def test_a_run_resumes_with_states_in_any_number_of_parts(then: int, tmp_path: P
     places: dict[str, Any] = {"nvme_dir": tmp_path / "nvme", "out_dir": tmp_path / "out", "optimizer": optimizer}
     with Trainer(lower(plan, workload, machine()), model, **places) as first:
         first.run(batches, 3)
-        before = first.placement.content(States("L1"))
-    with Trainer(lower(other, workload, machine()), copy.deepcopy(resumed), resume=True, **places) as second:
-        second.run(batches, 0)
-        assert torch.equal(second.placement.content(States("L1")), before)
     with Trainer(lower(other, workload, machine()), resumed, resume=True, **places) as second:
         second.run(batches, 3)
         second.restore_model()
