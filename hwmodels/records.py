@@ -2,6 +2,7 @@
 
 load_record(Trace, path, ...)       a dataclass from a file of JSON with a format and a version
 decode(Campaign, tomllib.loads(t))  a dataclass from what a parser gives
+check_record(plan, PlanError)       the same rules for one in memory
 schema_of(Schedule, ...)          what `load_record` takes, for other tools
 
 RecordError(ValueError)             `ops[3] ('fwd/L0'): micro_batch is 0.5; it must be a whole number >= 0`
@@ -129,12 +130,26 @@ def schema_of(kind: type[object], *, format: str, version: int) -> dict[str, Any
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
+def check_record(record: object, error: type[ValueError], whose: str = "") -> None:
+    """Raises `error` unless each field of a dataclass is of its type; those that are dataclasses check themselves."""
+    kind: Any = type(record)
+    try:
+        msgspec.convert(record, _strict(kind, True, 1), from_attributes=True)
+    except msgspec.ValidationError as wrong:
+        raise error(whose + _explained(str(wrong), record, kind, "")) from None
+
+
 @cache
-def _strict(kind: Any, complete: bool) -> Any:
-    """The type with a struct in the place of each dataclass in it: a struct refuses fields that it does not know."""
+def _strict(kind: Any, complete: bool, depth: int = -1) -> Any:
+    """The type with a struct in the place of each dataclass in it: a struct refuses fields that it does not know.
+
+    With a `depth`, dataclasses as deep as that are left as they are.
+    """
     if isinstance(kind, type) and is_dataclass(kind):
+        if not depth:
+            return Any
         hints = _hints(kind)
-        described = [(f.name, _strict(hints[f.name], complete)) for f in fields(kind)]
+        described = [(f.name, _strict(hints[f.name], complete, depth - 1)) for f in fields(kind)]
         optional = {f.name for f in fields(kind) if (f.default, f.default_factory) != (MISSING, MISSING)}
         return msgspec.defstruct(
             kind.__name__,
@@ -145,7 +160,7 @@ def _strict(kind: Any, complete: bool) -> Any:
     origin, inner = get_origin(kind), get_args(kind)
     if origin is None or origin in (Annotated, Literal):
         return Any if kind is object else kind
-    inner = tuple(x if x is ... else _strict(x, complete) for x in inner)
+    inner = tuple(x if x is ... else _strict(x, complete, depth) for x in inner)
     return reduce(or_, inner) if origin in (Union, UnionType) else origin[inner]
 
 
@@ -167,7 +182,7 @@ def _explained(message: str, data: Any, kind: Any, where: str) -> str:
     for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
         kind = _without_none(kind)
         if name:
-            data, kind = data[name], _hints(kind)[name]
+            data, kind = data[name] if isinstance(data, dict) else getattr(data, name), _hints(kind)[name]
             where += f": {name}" if where.endswith(")") else f".{name}" if where else name
         else:
             data, kind = data[int(index)], (get_args(kind) or (object,))[0]
@@ -179,7 +194,8 @@ def _explained(message: str, data: Any, kind: Any, where: str) -> str:
     if match := re.fullmatch(r"Object missing required field `(.*)`", text):
         return f"{where} lacks the field {match[1]!r}, which must be there"
     if text.startswith("Invalid enum"):
-        rule = f"one of {', '.join(map(str, get_args(_without_none(kind))))}"
+        literals = (k for k in (kind, *get_args(kind)) if get_origin(k) is Literal)
+        rule = f"one of {', '.join(str(word) for k in literals for word in get_args(k))}"
     elif match := re.match(r"Expected `(.*?)`([^,]*)", text):
         rule = " or ".join(WORDS.get(word, word) for word in match[1].split(" | ")) + match[2]
     else:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import ClassVar, Literal
 
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.records import Count, Whole, check_record
 from tierplan.hwmodels.scaling import Part
 from tierplan.hwmodels.shown import Shown
 from tierplan.planner.plan_rules import (
@@ -26,9 +27,7 @@ from tierplan.planner.plan_rules import (
     UpdateOrder,
     UpdatePlace,
     WriteBack,
-    check_number,
     check_unitwise,
-    check_words,
     refuse_clipping,
     refuse_codes,
     refuse_frozen,
@@ -137,18 +136,18 @@ class UnitwisePlan(Shown):
     """When updates happen, hence which numbers training gives: see docs/design.md."""
     order: Order = "horizontal"
     """Horizontal: all units of a micro-batch, then the next. Vertical: all micro-batches of a unit, then the next."""
-    prefetch_params_units: int = 1
+    prefetch_params_units: Whole = 1
     """How many units ahead parameters may be fetched, beside the next, which arrives while its predecessor computes."""
-    prefetch_acts_units: int = 1
+    prefetch_acts_units: Whole = 1
     """The same for offloaded activations in backward."""
-    prefetch_states_units: int = 1
+    prefetch_states_units: Whole = 1
     """How many updates ahead optimizer states may be read from NVMe."""
     strict_windows: bool = False
     """The windows above bind even where memory has room, as in systems with a fixed number of buffers."""
     overtaking: bool = False
     """Links, drives and the host's cores are listed to run whichever op is ready, rather than wait for one whose inputs
     are late."""
-    updates_in_flight: int = 0
+    updates_in_flight: Whole = 0
     """How many units' states may be between NVMe and their return to it at once; 0 leaves that to memory."""
     write_back: WriteBack = "at once"
     """When updated states go home. Delayed: when those of the next update have been read, so that the drive reads and
@@ -157,21 +156,21 @@ class UnitwisePlan(Shown):
     """Of updates after backward: in the order in which the next step needs them, or in that of the gradients."""
     hold_updates: bool = False
     """No update before backward has ended, as in systems that look for overflow in all gradients first."""
-    update_over_units: int = 1
+    update_over_units: Count = 1
     """Turns of units over which an update is spread whose states come to the device: its parts run between the
     backwards of the units that follow, so that compute need not wait until the link has brought them all."""
     cast_grads: bool = False
     """Gradients that go to NVMe are cast to fp32 in host memory first."""
-    segment_units: int = 1
+    segment_units: Count = 1
     """Blocks that are recomputed together: only the first one's input is kept, the others are made again too."""
-    sub_batches: int = 1
+    sub_batches: Count = 1
     """Parts that a micro-batch is cut into; with vertical order a unit works on them one after the other."""
     sums_tied: bool = False
     """A tied head's gradients of all micro-batches are added up before the embedding's, in vertical order: they are
     held once, and the last bits are others than plain training's."""
-    operator_tiles: int = 1
+    operator_tiles: Count = 1
     """Units that each block is cut into by cutting its operators: fewer parameters are on the device at once."""
-    devices: int = 1
+    devices: Count = 1
     """On which the plan trains."""
     sharing: Sharing = Sharing()
     """What they divide; of no account on one device."""
@@ -218,7 +217,7 @@ class Packs:
     """Data: every device takes every pack, with its part of the micro-batches. Pipeline: devices take packs in turn.
     Resident: each has one backward pack, which stays there and goes forward too, one forward and one backward in turns
     (1F1B)."""
-    devices: int
+    devices: Count
     forward: Runs
     """First unit and the one after the last, in order; together all units before the last backward pack."""
     backward: Runs
@@ -227,7 +226,7 @@ class Packs:
     """Seconds of the compute stream that the end of each pack's turn costs."""
     host_copy_bytes_per_s: float = 0.0
     """At which a stashed input passes from one device's process to another's in host memory; 0: nothing is copied."""
-    rounds: int = 1
+    rounds: Count = 1
     """Parts of the step's micro-batches, each of which goes through all packs before the next; gradients add up."""
     flushes: bool = False
     """A round begins when the one before has left all devices; else devices take its packs as they fall idle."""
@@ -287,9 +286,7 @@ class PackPlan:
     def check(self, workload: Workload) -> None:
         """Raises `PlanError` if packs leave out units or take some twice, or for training that they cannot do."""
         packs = self.packs
-        check_words(f"plan {self.policy!r}", packs)
-        check_number(self.policy, "devices", packs.devices, 1)
-        check_number(self.policy, "rounds", packs.rounds, 1)
+        check_record(packs, PlanError, f"plan {self.policy!r}: ")
         if (total := workload.training.gradient_accumulation_steps) % packs.rounds:
             raise PlanError(
                 f"plan {self.policy!r} takes its micro-batches in {packs.rounds} rounds, which do not divide the "
@@ -368,7 +365,7 @@ class PagedPlan:
 
     policy: str
     """Who decided: a policy's name or `planner`."""
-    devices: int
+    devices: Count
     options: Mapping[str, object] = field(default_factory=dict)
     """The policy's own settings, for the record; lowering does not look at them."""
     kind: ClassVar[str] = "paged"
@@ -379,7 +376,7 @@ class PagedPlan:
 
     def check(self, workload: Workload) -> None:
         """Raises `PlanError` for a wrong number of devices, or training that paging cannot do."""
-        check_number(self.policy, "devices", self.devices, 1)
+        check_record(self, PlanError, f"plan {self.policy!r}: ")
         refuse_frozen(f"plan {self.policy!r} pages weights", workload)
         refuse_clipping(f"plan {self.policy!r} pages weights", workload.training)
         refuse_codes(f"plan {self.policy!r} pages weights", workload.training)

@@ -5,10 +5,9 @@ PlanError(ValueError)   a plan that contradicts itself, its workload or its mach
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Literal, get_args
 
+from tierplan.hwmodels.records import check_record
 from tierplan.sim.step import Action
 from tierplan.sim.workloads.workload import Training, Unit, Workload
 
@@ -32,32 +31,10 @@ MAX_TURNS = 200_000
 ACTIONS: tuple[Action, ...] = get_args(Action)
 
 Divided = Literal["all", "gradients", "states", "nothing", "tensors"]
-PLAN_NUMBERS: Mapping[str, int] = {
-    **dict.fromkeys(("prefetch_params_units", "prefetch_acts_units", "prefetch_states_units", "updates_in_flight"), 0),
-    **dict.fromkeys(("segment_units", "sub_batches", "operator_tiles", "devices", "update_over_units"), 1),
-}
-"""Fields of a unit-wise plan that are whole numbers, each with the least that it may be."""
 
 
 class PlanError(ValueError):
     """A plan that contradicts itself, its workload or its machine."""
-
-
-@cache
-def _words(kind: type) -> Mapping[str, tuple[str, ...]]:
-    """The fields that are one of several words, and these."""
-    return {name: get_args(hint) for name, hint in get_type_hints(kind).items() if get_origin(hint) is Literal}
-
-
-def check_words(whose: str, choices: Any) -> None:
-    for name, words in _words(choices.__class__).items():
-        if (word := getattr(choices, name)) not in words:
-            raise PlanError(f"{whose} has {name} {word!r}; choose among {', '.join(words)}")
-
-
-def check_number(policy: str, name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or value < least:
-        raise PlanError(f"plan {policy!r}: {name} is {value!r}; it must be a whole number of {least} or more")
 
 
 def refuse_frozen(whose: str, workload: Workload) -> None:
@@ -90,10 +67,8 @@ def refuse_clipping(whose: str, training: Training) -> None:
 
 def check_unitwise(plan: UnitwisePlan, workload: Workload) -> None:
     """Raises `PlanError` if the plan contradicts itself, or does not fit the workload or what training asks for."""
-    check_words(f"plan {plan.policy!r}", plan)
-    check_words(f"plan {plan.policy!r}", plan.sharing)
-    for name, least in PLAN_NUMBERS.items():
-        check_number(plan.policy, name, getattr(plan, name), least)
+    for decided in (plan, plan.sharing):
+        check_record(decided, PlanError, f"plan {plan.policy!r}: ")
     if any(not 0 < part <= 1 for *_, part in plan.parts):
         raise PlanError(f"plan {plan.policy!r} uses parts {plan.parts}; each must be above 0 and at most 1")
     if plan.devices > 1 and plan.sharing.divided == "nothing" and {u.states for u in plan.units} != {"device"}:
@@ -126,14 +101,12 @@ def check_unitwise(plan: UnitwisePlan, workload: Workload) -> None:
 
 
 def _check_unit(unit: Unit, choice: UnitPlan) -> None:
-    check_words(f"unit {unit.name!r}", choice)
+    check_record(choice, PlanError, f"unit {unit.name!r}: ")
     if not isinstance(choice.acts, str) and len(choice.acts) != len(unit.saved):
         raise PlanError(
             f"unit {unit.name!r} saves {len(unit.saved)} tensors, but the plan has {len(choice.acts)} actions "
             "for it; give one action for all, or one per tensor"
         )
-    if choice.frozen not in (None, *PLACES):
-        raise PlanError(f"unit {unit.name!r} has frozen {choice.frozen!r}; choose among {', '.join(PLACES)}, or null")
     if choice.state_shards < 1 or (choice.state_shards > 1 and not choice.states_travel):
         raise PlanError(
             f"unit {unit.name!r} has optimizer states in {choice.states!r} in {choice.state_shards} shards; the number "
@@ -152,8 +125,6 @@ def _check_unit(unit: Unit, choice: UnitPlan) -> None:
             "gradients wait on 'nvme'; keep gradients on 'device' or 'host', or all states on 'nvme'"
         )
     actions = {choice.acts} if isinstance(choice.acts, str) else set(choice.acts)
-    if unknown := sorted(actions - set(ACTIONS)):
-        raise PlanError(f"unit {unit.name!r} has action {unknown[0]!r}; choose among {', '.join(ACTIONS)}")
     if unit.kind != "block" and "recompute" in actions and unit.saved:
         raise PlanError(
             f"unit {unit.name!r} is no block, so what it saves cannot be made again; "

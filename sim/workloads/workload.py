@@ -16,7 +16,7 @@ from typing import Annotated, Literal, get_args
 
 import msgspec
 
-from tierplan.hwmodels.records import Count
+from tierplan.hwmodels.records import Count, check_record
 from tierplan.hwmodels.shown import Shown
 from tierplan.sim.contents import part_ranges
 from tierplan.sim.workloads.adapters import read_adapters
@@ -87,19 +87,10 @@ class Training:
     """Format in which activations leave the device; empty for that of their own. Changes the numbers."""
 
     def __post_init__(self) -> None:
-        for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "sequence_length", "loss_chunks"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise WorkloadError(f"{name} is {value!r}; it must be a whole number of 1 or more")
-            if name != "sequence_length" and value > MAX_SEQUENCES:
+        check_record(self, WorkloadError)
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "loss_chunks"):
+            if (value := getattr(self, name)) > MAX_SEQUENCES:
                 raise WorkloadError(f"{name} is {value:,}; no step has so many, give {MAX_SEQUENCES:,} or fewer")
-        for name in ("dtype", "trained_dtype"):
-            value = getattr(self, name)
-            if value not in DTYPE_BYTES and (name, value) != ("trained_dtype", None):
-                raise WorkloadError(f"{name} is {value!r}; choose one of {', '.join(DTYPE_BYTES)}")
-        for name, known in (("attention", ("flash", "plain")), ("backend", ("cpu", "cuda"))):
-            if getattr(self, name) not in known:
-                raise WorkloadError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(known)}")
         try:
             object.__setattr__(self, "optimizer", self.optim.spec)
             if self.lora:
@@ -134,10 +125,6 @@ class Training:
             raise WorkloadError(
                 f"optimizer {self.optimizer!r} keeps moments in the dtype of the weights, bf16, but that of trained "
                 f"weights is {self.dtype_of_trained!r}; give dtype bf16, or another format of states"
-            )
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise WorkloadError(
-                f"max_grad_norm is {self.max_grad_norm!r}; give a number above 0, or none for no clipping"
             )
 
     @property

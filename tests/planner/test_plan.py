@@ -46,8 +46,8 @@ def test_delayed_updates_cannot_be_asked_of_packs_or_pages(kind: Any) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"form": "ring"}, "form 'ring'; choose among data, pipeline"),
-        ({"devices": 0}, "devices is 0; it must be a whole number of 1 or more"),
+        ({"form": "ring"}, "form is 'ring'; it must be one of data, pipeline"),
+        ({"devices": 0}, "devices is 0; it must be a whole number >= 1"),
         ({"form": "pipeline", "devices": 2}, "wants 2 devices, but machine 'toy' has 1"),
         ({"cleanup_s": -1.0}, "cleanup_s is -1.0; it must be a number of 0 or more"),
         ({"host_copy_bytes_per_s": float("nan")}, "host_copy_bytes_per_s is nan"),

@@ -222,7 +222,7 @@ def test_a_trace_has_no_more_positions_than_the_closed_forms() -> None:
 
 @pytest.mark.parametrize(("setting", "value"), [("attention", "eager"), ("backend", "tpu"), ("dtype", "fp8")])
 def test_settings_that_do_not_exist_are_refused(setting: str, value: str) -> None:
-    with pytest.raises(WorkloadError, match=f"{setting} is '{value}'; choose one of"):
+    with pytest.raises(WorkloadError, match=f"{setting} is '{value}'; it must be one of"):
         replace(BASE, **{setting: value})  # type: ignore[arg-type]
 
 
