@@ -97,7 +97,8 @@ def update_states(
         return
     grads = [grads] if isinstance(grads, torch.Tensor) else grads
     _check_finite(grads, label, CHUNK_ELEMENTS)
-    kernel = kernel_of(settings.name)
+    by_chance = layout.optimizer.is_stochastic
+    is_coded = layout.optimizer.grain is not None and not by_chance
     starts = list(itertools.accumulate((grad.numel() for grad in grads), initial=part.start))
     ends = list(itertools.accumulate(segment.length for segment in segments))
     for view in views:
@@ -108,7 +109,6 @@ def update_states(
         )
         own = params[view.begin - part.start :][: view.length]
         target = view.tensors.get("master", own)
-        by_chance = layout.optimizer.is_stochastic
         size = CODED_ELEMENTS if by_chance or (view.formats and layout.optimizer.grain) else view.length
         for begin in range(0, view.length, size):
             end = min(begin + size, view.length)
@@ -119,19 +119,8 @@ def update_states(
             moments = view.moments(begin, end)
             stored = {"target": target[begin:end], **moments}
             exact = {name: tensor.float() for name, tensor in stored.items()} if by_chance else stored
-            kernel(
-                OptimizerStep(
-                    target=exact["target"],
-                    grad=grad.to(exact["target"].dtype),
-                    moments={name: exact[name] for name in moments},
-                    settings=settings,
-                    number=step,
-                    lr=lr if segment.lr_factor == 1.0 else lr * segment.lr_factor,
-                    weight_decay=segment.weight_decay,
-                    shape=view.shape,
-                    is_coded=layout.optimizer.grain is not None and not by_chance,
-                )
-            )
+            grad = grad.to(exact["target"].dtype)
+            _step(exact, grad, segment, settings, step=step, lr=lr, shape=view.shape, is_coded=is_coded)
             view.keep(moments, begin, end)
             for salt, (name, rounded) in enumerate(stored.items() if by_chance else ()):
                 round_by_chance(exact[name], rounded, step=step, salt=salt, begin=view.offset + begin)
@@ -194,9 +183,8 @@ def update_flat(
         own = _some(grads[k], of_grad)
         if clip is not None:
             own = own * clip
-        rate = lr if segment.lr_factor == 1.0 else lr * segment.lr_factor
         of_piece = {name: _some(tensor, here) for name, tensor in tensors.items()}
-        _step(of_piece, own.to(target.dtype), settings, step, rate, segment.weight_decay, in_vector)
+        _step(of_piece, own.to(target.dtype), segment, settings, step=step, lr=lr, in_vector=in_vector)
         if master is not None:
             _some(params, here).copy_(of_piece["target"])
 
@@ -224,11 +212,13 @@ def _cuts(
 def _step(
     tensors: Mapping[str, torch.Tensor],
     grad: torch.Tensor,
+    segment: Segment,
     settings: OptimizerSettings,
+    *,
     step: int,
     lr: float,
-    weight_decay: float,
     in_vector: tuple[int, int] | None = None,
+    **more: Any,
 ) -> None:
     """The optimizer's kernel on what is updated (`target`) and its moments.
 
@@ -238,15 +228,15 @@ def _step(
         offset, length = in_vector
         around = (offset, length - offset - grad.numel())
         padded = {name: functional.pad(own, around) for name, own in tensors.items()}
-        _step(padded, functional.pad(grad, around), settings, step, lr, weight_decay)
+        _step(padded, functional.pad(grad, around), segment, settings, step=step, lr=lr)
         for name, own in tensors.items():
             own.copy_(padded[name][offset : offset + grad.numel()])
         return
     moments = dict(tensors)
     kernel_of(settings.name)(
         OptimizerStep(
-            target=moments.pop("target"), grad=grad, moments=moments, settings=settings, number=step, lr=lr,
-            weight_decay=weight_decay, shape=(),
+            target=moments.pop("target"), grad=grad, moments=moments, settings=settings, number=step,
+            lr=lr if segment.lr_factor == 1.0 else lr * segment.lr_factor, weight_decay=segment.weight_decay, **more,
         )
     )  # fmt: skip
 

@@ -33,7 +33,7 @@ class OptimizerStep:
     """1 in the first step of training."""
     lr: float
     weight_decay: float
-    shape: Shape
+    shape: Shape = ()
     """Of the parameter, where the step sees all of it."""
     is_coded: bool = False
     """Whether moments stay in 8 or 4 bits between steps."""
