@@ -319,7 +319,7 @@ class Search:
             if name in NEED_SEVERAL_DEVICES and self.num_devices == 1:
                 return "needs several devices; this machine has one"
             try:
-                return POLICIES[name](self.workload, self.machine, {})
+                return POLICIES[name](self.workload, self.asked, {})
             except (PlanError, MachineError, WorkloadError) as error:
                 return str(error)
 

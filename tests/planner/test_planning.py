@@ -74,6 +74,15 @@ def test_the_bound_covers_the_shape_of_a_policys_plan_that_wins(
         assert has_program != any("compute alone" in note for note in result.notes)
 
 
+def test_policies_are_compared_on_the_machine_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search leaves out memory that no step uses; zero-infinity's buffers use it before the first step."""
+    monkeypatch.setattr(loop.Search, "_rounds", lambda *args: iter(()))
+    workload, machine = toy_workload(4), toy_machine(device_bytes=200 * MIB, host_bytes=4096 * MIB)
+    alone = predict("zero-infinity", workload, machine)
+    assert alone.fits
+    assert plan(workload, machine, time_limit_s=1).policies["zero-infinity"].step_s == pytest.approx(alone.step_s)
+
+
 def test_one_micro_batch_has_one_search_whatever_order_a_policy_says(monkeypatch: pytest.MonkeyPatch) -> None:
     raced: list[int] = []
     monkeypatch.setattr(loop, "race", lambda racers, *_, **__: raced.append(len(racers)) or iter(()))
