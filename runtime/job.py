@@ -99,7 +99,7 @@ class Done:
         lines = [f"{self.num_steps} steps done{resumed}, loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}"]
         if result.step_ends_s:
             step_s = result.step_s
-            lines.append(f"step time {step_s:.3f} s, {self.tokens_per_step / step_s:,.0f} tokens/s")
+            lines.append(f"step time {step_s:.3f} s on average, {self.tokens_per_step / step_s:,.0f} tokens/s")
             if self.predicted_step_s:
                 error = self.predicted_step_s / step_s - 1
                 lines[-1] += f"; predicted {self.predicted_step_s:.3f} s ({format_error(error)})"

@@ -80,6 +80,23 @@ def test_compare_writes_the_page_and_says_the_error(folder: Path, capsys: pytest
     assert "The loss went from 3.0000 to 2.5000 in 6 steps." in html
 
 
+def test_it_says_which_steps_are_judged(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A trace begins where the run was last resumed and covers so many steps: what is not in it is not judged."""
+    words = (str(folder / "plan.json"), str(folder / "run"), "-o", str(folder / "report.html"))
+    command.run(arguments(*words))
+    assert "measured: median of 4 steps; not judged: 2 to warm up\n" in capsys.readouterr().out
+    trace, _ = load_run(folder / "run")
+    resumed = tuple(s._replace(key=s.key.replace("s", "s1", 1)) for s in trace.spans)
+    replace(trace, spans=resumed).save(folder / "run" / "trace.json")
+    (folder / "run" / "metrics.jsonl").write_text('{"loss": 3.0}\n' * 50)
+    command.run(arguments(*words))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "median of 4 steps; not judged: 10 before the run was last resumed, 2 to warm up, 34 after the trace" in said
+    command.run(arguments(*words, "--json"))
+    judged = json.loads(capsys.readouterr().out)["steps"]
+    assert judged == {"judged": 4, "before_resumed": 10, "warmup": 2, "after_trace": 34}
+
+
 def test_json_is_the_comparison(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = folder / "report.html"
     command.run(arguments(str(folder / "plan.json"), str(folder / "run"), "-o", str(page), "--json"))
