@@ -33,8 +33,10 @@ ADAPTERS = {
 }  # fmt: skip
 
 
-def read_training_file(path: str | Path, base: Training) -> Configured:
+def read_training_file(path: str | Path, base: Training, *, devices: int = 1) -> Configured:
     """What a configuration of DeepSpeed, accelerate or the Hugging Face Trainer asks for.
+
+    `devices` is the number of GPUs that share DeepSpeed's batch where the file does not say it.
 
     Raises `WorkloadError` for another file, and for settings that nothing here has (adapters, several machines).
     """
@@ -47,7 +49,7 @@ def read_training_file(path: str | Path, base: Training) -> Configured:
             "in 32 or 16 bits, not for adapters or a quantised base"
         )
     if "distributed_type" in raw or "compute_environment" in raw:
-        found = of_accelerate_config(raw, base, path)
+        found = of_accelerate_config(raw, base, path, devices)
         return found.noting(*unaccounted_note(flat(raw), OF_ACCELERATE))
     if TRAINER_ONLY & raw.keys():
         if isinstance(fsdp := raw.get("fsdp_config"), str):
@@ -58,7 +60,7 @@ def read_training_file(path: str | Path, base: Training) -> Configured:
         longest = next((count(raw, name, 0) for name in LONGEST if raw.get(name)), None)
         return replace(found.noting(*unaccounted_note(flat(raw), OF_TRAINER)), left_open=(), longest=longest)
     if DEEPSPEED_ONLY & raw.keys():
-        return of_deepspeed(raw, base, str(path))
+        return of_deepspeed(raw, base, str(path), devices=devices)
     raise WorkloadError(
         f"{path} is no configuration of DeepSpeed (zero_optimization, train_micro_batch_size_per_gpu), of accelerate "
         "(distributed_type) or of the Trainer (per_device_train_batch_size); give one of these"

@@ -21,14 +21,14 @@ DEEPSPEED_OF_ACCELERATE = {
 }  # fmt: skip
 
 
-def of_accelerate_config(raw: Mapping[str, object], base: Training, path: Path) -> Configured:
+def of_accelerate_config(raw: Mapping[str, object], base: Training, path: Path, devices: int) -> Configured:
     """What `accelerate config` wrote, with the number of processes, each of which has a GPU."""
-    found = _of_accelerate(raw, base, path)
+    alone = raw.get("distributed_type") in NOT_DISTRIBUTED
+    num = count(raw, "num_processes", 0) or (1 if alone else None)
+    found = _of_accelerate(raw, base, path, num or devices)
     for kind, key in (("DEEPSPEED", "deepspeed_config"), ("FSDP", "fsdp_config")):
         if (own := raw.get("distributed_type")) != kind:
             found = found.noting(*unused_note(raw, key, f"distributed_type is {own}"))
-    alone = raw.get("distributed_type") in NOT_DISTRIBUTED
-    num = count(raw, "num_processes", 0) or (1 if alone else None)
     if num is None:
         return found
     if alone and num > 1:
@@ -41,7 +41,7 @@ def of_accelerate_config(raw: Mapping[str, object], base: Training, path: Path) 
     return replace(found, devices=num, why_devices=f"num_processes {num}")
 
 
-def _of_accelerate(raw: Mapping[str, object], base: Training, path: Path) -> Configured:
+def _of_accelerate(raw: Mapping[str, object], base: Training, path: Path, devices: int) -> Configured:
     if count(raw, "num_machines", 1) != 1:
         raise WorkloadError(f"{path}: num_machines is {raw['num_machines']!r}; steps are explained on one machine")
     precision = str(raw.get("mixed_precision") or "no").lower()
@@ -57,7 +57,8 @@ def _of_accelerate(raw: Mapping[str, object], base: Training, path: Path) -> Con
                         f"{path}: deepspeed_config has {both[0]} beside deepspeed_config_file, which accelerate "
                         "refuses; leave one of them out"
                     )
-                return with_deepspeed(ours["deepspeed_config_file"], base, path, raw, mixed=precision)
+                theirs = ours["deepspeed_config_file"]
+                return with_deepspeed(theirs, base, path, raw, mixed=precision, devices=devices)
             zero: dict[str, object] = {"stage": ours.get("zero_stage", 2)}
             for name in ("optimizer", "param"):
                 if device := ours.get(f"offload_{name}_device"):

@@ -20,9 +20,13 @@ PER_GPU = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 DEEPSPEED_ONLY = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"}
 
 
-def of_deepspeed(raw: Mapping[str, object], base: Training, path: str, of_trainer: bool | None = None) -> Configured:
+def of_deepspeed(
+    raw: Mapping[str, object], base: Training, path: str, of_trainer: bool | None = None, devices: int = 1
+) -> Configured:
     """The Trainer recomputes by its own setting, `of_trainer`, and never looks at DeepSpeed's."""
     says = flat(raw)
+    made = {} if of_trainer is not None else _left_out(raw, base, devices, path)
+    raw = {**raw, **made}
     zero = section_of(raw, "zero_optimization")
     for old, key in (("cpu_offload", "offload_optimizer"), ("cpu_offload_params", "offload_param")):
         if flag(zero, old, path):  # of DeepSpeed before 0.4
@@ -32,6 +36,9 @@ def of_deepspeed(raw: Mapping[str, object], base: Training, path: str, of_traine
         raise WorkloadError(f"{path}: zero_optimization.stage is {stage!r}; DeepSpeed has stages 0 to 3")
     read = ("activation_checkpointing.cpu_checkpointing",) if stage == 3 or of_trainer is not None else ()
     notes = [*unaccounted_note({key: value for key, value in says.items() if key not in read}, OF_DEEPSPEED)]
+    if made:
+        sizes = ", ".join(f"{key} {size}" for key, size in made.items())
+        notes.append(f"train_batch_size {raw['train_batch_size']} on {_gpus(devices)} makes {sizes}, as in DeepSpeed")
     training = replace(
         base,
         per_device_train_batch_size=count(raw, "train_micro_batch_size_per_gpu", base.per_device_train_batch_size),
@@ -74,6 +81,35 @@ def of_deepspeed(raw: Mapping[str, object], base: Training, path: str, of_traine
         left_open=tuple(ours for ours, their in zip(OF_STEP, PER_GPU, strict=True) if raw.get(their, AUTO) == AUTO),
         says=says,
     )
+
+
+def _left_out(raw: Mapping[str, object], base: Training, devices: int, path: str) -> dict[str, int]:
+    """What DeepSpeed makes of the batch of all GPUs where the file does not say how it is divided.
+
+    Raises `WorkloadError` where it cannot be divided so. What is `auto` is said elsewhere.
+    """
+    said = [key for key in PER_GPU if raw.get(key) is not None]
+    batch = count(raw, "train_batch_size", 0)
+    if not batch or len(said) == len(PER_GPU):
+        return {}
+    micro_key, accumulation_key = PER_GPU
+    if micro_key in said:
+        micro = count(raw, micro_key, base.per_device_train_batch_size)
+        made, size, what = {accumulation_key: batch // (micro * devices)}, micro, f"micro-batches of {micro}"
+    else:
+        size = count(raw, accumulation_key, base.gradient_accumulation_steps) if said else 1
+        made = {micro_key: batch // (size * devices), **({} if said else {accumulation_key: 1})}
+        what = f"micro-batches in {size} gradient accumulation steps"
+    if batch % (size * devices):
+        raise WorkloadError(
+            f"{path}: train_batch_size is {batch}, but {batch} sequences are not whole {what} on {_gpus(devices)}; "
+            "make it a multiple, or say of how many GPUs it is (explain-run --devices)"
+        )
+    return made
+
+
+def _gpus(num: int) -> str:
+    return "1 GPU" if num == 1 else f"{num} GPUs"
 
 
 def _of_stage(zero: Mapping[str, object], stage: int, path: str, *, checkpoints: str) -> tuple[str, dict[str, str]]:
@@ -128,6 +164,7 @@ def with_deepspeed(
     *,
     mixed: str,
     recompute: bool | None = None,
+    devices: int = 1,
 ) -> Configured:
     """A DeepSpeed configuration inside another file, or beside it.
 
@@ -155,7 +192,7 @@ def with_deepspeed(
             raise WorkloadError(
                 f"{path} asks for {mixed}, but DeepSpeed's {name}.enabled is {section['enabled']!r}; make them agree"
             )
-    found = of_deepspeed(content, base, str(path), recompute)
+    found = of_deepspeed(content, base, str(path), recompute, devices)
     if "optim" in raw and found.training.optimizer != base.optimizer:
         found = found.noting(f"DeepSpeed's optimizer.type {theirs['optimizer.type']} runs, not optim {raw['optim']}")
     return replace(found, says={**flat(raw), **found.says})

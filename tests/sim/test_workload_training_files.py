@@ -77,6 +77,35 @@ def test_settings_come_from_the_file_and_auto_from_the_base(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
+    ("says", "devices", "batch", "accumulation", "filled_in"),
+    [
+        ({"train_micro_batch_size_per_gpu": 4}, 1, 4, 6, "gradient_accumulation_steps 6"),
+        ({"train_micro_batch_size_per_gpu": 4}, 2, 4, 3, "gradient_accumulation_steps 3"),
+        ({"gradient_accumulation_steps": 3}, 2, 4, 3, "train_micro_batch_size_per_gpu 4"),
+        ({}, 2, 12, 1, "train_micro_batch_size_per_gpu 12, gradient_accumulation_steps 1"),
+    ],
+)
+def test_of_three_batch_sizes_the_one_left_out_is_what_deepspeed_makes_it(
+    tmp_path: Path, says: dict[str, int], devices: int, batch: int, accumulation: int, filled_in: str
+) -> None:
+    """`_set_batch_related_parameters` of DeepSpeed 0.19's `runtime/config.py`."""
+    found = read_training_file(written(tmp_path, {"train_batch_size": 24, **says}), BASE, devices=devices)
+    t = found.training
+    assert (t.per_device_train_batch_size, t.gradient_accumulation_steps) == (batch, accumulation)
+    assert not found.left_open
+    gpus = "1 GPU" if devices == 1 else f"{devices} GPUs"
+    assert f"train_batch_size 24 on {gpus} makes {filled_in}, as in DeepSpeed" in found.notes
+
+
+def test_accelerate_says_how_many_gpus_share_deepspeeds_batch(tmp_path: Path) -> None:
+    written(tmp_path, {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2})
+    text = "distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config: {deepspeed_config_file: ds.json}"
+    (tmp_path / "c.yaml").write_text(text)
+    found = read_training_file(tmp_path / "c.yaml", BASE)
+    assert (found.training.gradient_accumulation_steps, found.devices) == (3, 4)
+
+
+@pytest.mark.parametrize(
     ("content", "message"),
     [
         ([], "one JSON object"),
@@ -96,8 +125,12 @@ def test_settings_come_from_the_file_and_auto_from_the_base(tmp_path: Path) -> N
         ({"bf16": {"enabled": "on"}}, "enabled is 'on'; it must be true or false"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16 and fp16 are both enabled"),
         ({"train_batch_size": "many"}, "train_batch_size is 'many'; it must be a whole number"),
-        ({"train_batch_size": 8}, "train_batch_size is 8, .* is 3; give train_micro_batch_size_per_gpu and"),
-        ({"train_batch_size": 9}, "train_batch_size is 9, .* is 3; give train_micro_batch_size_per_gpu and"),
+        (
+            {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 1},
+            "train_batch_size is 8, .* is 3; give train_micro_batch_size_per_gpu and",
+        ),
+        ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 3}, "8 sequences are not whole .* of 3 on 1 GPU"),
+        ({"train_batch_size": 8, "gradient_accumulation_steps": 16}, "8 sequences are not whole .* in 16 .* on 1 GPU"),
     ],
 )
 def test_deepspeed_errors(tmp_path: Path, content: object, message: str) -> None:

@@ -373,6 +373,19 @@ def test_a_run_on_another_number_of_gpus_is_refused_with_what_to_give(
     assert json.loads(capsys.readouterr().out)["devices"] == num
 
 
+def test_the_gpus_that_are_asked_for_share_deepspeeds_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    zero = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+    Path("ds.json").write_text(json.dumps({**zero, "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}))
+    asked = ["explain-run", "--model", "gpt2", "--machine", "desktop-4090", "--step-s", "1", "--config", "ds.json"]
+    for devices, accumulation in ((1, 4), (2, 2)):
+        assert main([*asked, "--devices", str(devices), "--json"]) == 0
+        training = json.loads(capsys.readouterr().out)["setup"]["training"]
+        assert training["gradient_accumulation_steps"] == accumulation
+
+
 def test_semantics_are_those_that_are_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(ZERO_3))

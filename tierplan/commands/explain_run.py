@@ -47,9 +47,10 @@ def run(args: argparse.Namespace) -> int:
     if args.config and args.policy:
         raise ValueError("--config and --policy both say how it is trained; give one of them")
     point = scenario.read_point(args)
-    base = training_of(point, machine_of(point))
+    machine = machine_of(point)
+    base = training_of(point, machine)
     if args.config:
-        configured = scenario.read_configured(args, args.config, base)
+        configured = scenario.read_configured(args, args.config, base, devices=machine.num_devices)
         if args.semantics:
             configured = replace(configured, options={**configured.options, "semantics": args.semantics})
     else:
