@@ -39,6 +39,7 @@ from tierplan.hwmodels.names import (
     parse_stream,
     ring,
 )
+from tierplan.hwmodels.units import format_amount
 
 DTYPES = ("fp32", "bf16", "fp16")
 Taker = tuple[str, str, float]
@@ -237,8 +238,8 @@ def _tiers(draft: _Draft, num_gpus: int, num_drives: int) -> tuple[TierSpec, ...
         total, reserve = draft.number(f"{section}.capacity"), draft.description.number(f"{section}.reserve") or 0.0
         if reserve >= total:
             raise MachineError(
-                f"{section}.reserve of machine {draft.name!r} is {reserve:.0f} bytes, not less than "
-                f"{section}.capacity, {total:.0f}; nothing would be left for a plan"
+                f"{section}.reserve of machine {draft.name!r} is {format_amount(reserve, 'bytes')}, not less than "
+                f"{section}.capacity, {format_amount(total, 'bytes')}; nothing would be left for a plan"
             )
         return int(total - reserve)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
@@ -116,7 +117,9 @@ def load_part(section: str, name: str) -> Description:
     """The catalog's description of a GPU (`gpu`) or a drive (`nvme`). Raises `MachineError` that lists all parts."""
     folder = PARTS[section]
     if name not in (names := catalog_names(folder)):
-        close = [n for n in names if name in n] or difflib.get_close_matches(name, names, n=1)
+        spelled = re.sub(r"[\s_]+", "-", name.strip().lower())
+        close = [n for n in names if spelled in n] or [n for n in names if n in spelled][-1:]
+        close = close or difflib.get_close_matches(spelled, names, n=1)
         hint = f"did you mean {' or '.join(close)}? " if close else ""
         raise MachineError(f"no part {name!r} among the catalog's {folder}; {hint}it has {', '.join(names)}")
     text = _catalog(folder).joinpath(f"{name}.toml").read_text(encoding="utf-8")

@@ -110,6 +110,8 @@ def test_a_card_without_bf16_says_so_in_the_first_lines(capsys: pytest.CaptureFi
         (["--context-length", "4096"], "--seq"),
         (["--batch-size", "4"], "nearest: --batch"),
         (["--set", "gpu.part=4090"], "did you mean rtx-4090?"),
+        (["--set", "gpu.part=RTX 4090"], "did you mean rtx-4090?"),
+        (["--set", "gpu.part=NVIDIA GeForce RTX 4090"], "did you mean rtx-4090?"),
         (["--set", "gpu.part=mi250x"], "of AMD's GPUs the catalog has the mi300x"),
         (["--machine", "m2-ultra"], "Apple's memory, which CPU and GPU share, is not planned yet"),
         (["--machine", "macbook-pro"], "Apple's memory"),

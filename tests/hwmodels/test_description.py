@@ -258,7 +258,7 @@ def test_a_listed_limit_is_in_fractions_of_full_speed() -> None:
         ("adam =", "#", "does not say host.adam"),
         ('memory_bandwidth = "1 TB/s"', "", "gpu.memory_bandwidth; give one"),
         ("read =", "#", "does not say nvme.read"),
-        ('capacity = "24 GB"', 'capacity = "0.5 GB"', "nothing would be left"),
+        ('capacity = "24 GB"', 'capacity = "0.5 GB"', "is 1 GiB, not less than gpu.capacity, 476.8 MiB"),
         ("[gpu]", '[[switch]]\nname = "a"\n[gpu]', r"switch\[0\] \('a'\) lacks the field 'limit'"),
         ("drives = 2", "drives = 2\nread_share = 0", "must be above 0"),
         ("[host]", "[host]\nrounding = 'up'", "choose among exact, page, power-of-two"),
