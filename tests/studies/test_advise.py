@@ -203,5 +203,9 @@ def test_text_page_and_json_say_the_same(advice: Advice, tmp_path: Path) -> None
 
 def test_a_price_that_nobody_knows_is_not_nothing(advice: Advice) -> None:
     assert advice.costs is not None
-    text = " ".join(advice_lines(replace(advice, costs=replace(advice.costs, machine_usd=0.0))))
+    text = " ".join(advice_lines(replace(advice, costs=replace(advice.costs, machine_usd=None))))
     assert "machine of unknown price" in text
+    described = load_description("laptop", ["nvme.price=100"])
+    costs = costs_of({"tokens_per_s": 1.0, "drive_lifetime_s": None}, described, PriceList(), 1e6)
+    assert costs.machine_usd is None
+    assert costs.total_usd == costs.energy_usd + costs.drives_usd

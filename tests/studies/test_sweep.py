@@ -59,6 +59,14 @@ def test_study_is_the_product_of_its_axes(tmp_path: Path) -> None:
     assert points[0].columns()["nvme.drives"] == 1
 
 
+def test_a_row_has_no_micro_batch_that_nobody_asked_for() -> None:
+    """Where it is searched, the answer says it."""
+    searched = Point(model="m", machine="x", sequences=8).columns()
+    assert searched["sequences"] == 8
+    assert not {"batch", "accumulation"} & searched.keys()
+    assert Point(model="m", machine="x", batch=8).columns()["batch"] == 8
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

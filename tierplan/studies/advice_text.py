@@ -137,7 +137,7 @@ def _figures(advice: Advice) -> list[tuple[str, str]]:
     figures = []
     costs, answer = advice.costs, advice.answer
     if costs is not None:
-        machine = _usd(costs.machine_usd) if costs.machine_usd else "of unknown price"
+        machine = "of unknown price" if costs.machine_usd is None else _usd(costs.machine_usd)
         money = f"{_usd(costs.total_usd)} USD: electricity {_usd(costs.energy_usd)}, machine {machine}"
         money += f", drives {_usd(costs.drives_usd)}" if costs.drives_usd else ""
         peaks = ", ".join(f"{tier} {format_bytes(size)}" for tier, size in answer["peak_bytes"].items())

@@ -196,7 +196,7 @@ def shown_row(point: Point, row: Row, prices: PriceList, tokens: float) -> dict[
             ("time", format_s(costs.seconds)),
             ("cost", f"{costs.total_usd:,.2f} USD"),
             ("electricity", f"{costs.energy_usd:,.2f} USD, {costs.energy_kwh:,.1f} kWh"),
-            ("machine", f"{costs.machine_usd:,.2f} USD"),
+            ("machine", "of unknown price" if costs.machine_usd is None else f"{costs.machine_usd:,.2f} USD"),
             ("drives", f"{costs.drives_usd:,.2f} USD"),
             *wear,
         ],

@@ -201,8 +201,8 @@ class Costs:
     seconds: float
     energy_kwh: float
     energy_usd: float
-    machine_usd: float
-    """The part of the machine's price that is written off meanwhile, without drives."""
+    machine_usd: float | None
+    """The part of the machine's price that is written off meanwhile, without drives; None where no price is known."""
     drives_usd: float
     """The same of the drives, or the part of their lives that is used up, whichever is more."""
     wear_frac: float | None
@@ -214,7 +214,7 @@ class Costs:
 
     @property
     def total_usd(self) -> float:
-        return self.energy_usd + self.machine_usd + self.drives_usd
+        return self.energy_usd + (self.machine_usd or 0.0) + self.drives_usd
 
 
 def costs_of(answer: Mapping[str, Any], description: Description, prices: PriceList, tokens: float) -> Costs:
@@ -239,7 +239,7 @@ def costs_of(answer: Mapping[str, Any], description: Description, prices: PriceL
         seconds=seconds,
         energy_kwh=energy_kwh,
         energy_usd=energy_kwh * prices.electricity_usd_per_kwh,
-        machine_usd=computer_usd * written_off_frac,
+        machine_usd=computer_usd * written_off_frac if computer_usd else None,
         drives_usd=drives_usd * max(wear_frac or 0.0, written_off_frac),
         wear_frac=wear_frac,
         drive_life_s=life_s,

@@ -94,10 +94,12 @@ class Point:
         return hashlib.sha256(record.encode()).hexdigest()[:16]
 
     def columns(self) -> dict[str, object]:
-        """The point as columns of a table: one per field, and one per changed machine key."""
+        """The point as columns of a table: one per field that was asked, and one per changed machine key."""
         record = asdict(replace(self, devices=None))
         overrides = record.pop("overrides")
-        del record["devices"]  # a prediction says it
+        answered = ("devices", *(("batch", "accumulation") if self.sequences else ()))
+        for name in answered:  # a prediction says it
+            del record[name]
         return {**record, **overrides}
 
 
