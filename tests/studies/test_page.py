@@ -105,6 +105,17 @@ def test_the_price_counts_every_part(page: tuple[Study, Path]) -> None:
             )
 
 
+def test_a_machine_without_drives_can_be_chosen(tmp_path: Path) -> None:
+    small_grid(tmp_path)
+    asked = ["--model", str(tmp_path), "--gpu", "rtx-4090", "--gpus", "1", "--dram", "64", "--sequences", "4"]
+    asked += ["--seq", "64", "--drives", "0", "1", "--method", "zero-offload", "--workers", "1"]
+    assert main(["page", "-o", str(tmp_path / "p.html"), *asked]) == 0
+    without, with_one = embedded(tmp_path / "p.html")["rows"]
+    assert without["step_s"] == with_one["step_s"]
+    assert [tier for tier, *_ in without["memory"]] == ["gpu0", "host"]
+    assert 0 < with_one["price_usd"] - without["price_usd"]
+
+
 @pytest.mark.parametrize(
     ("choices", "message"),
     [

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(choices, "--gpu NAME", "cards of the catalog", nargs="+", default=())
     option(choices, "--gpus N", "numbers of GPUs", whole(1), nargs="+", default=())
     option(choices, "--dram GIB", "of DRAM", whole(1), nargs="+", default=())
-    option(choices, "--drives N", "numbers of drives", whole(1), nargs="+", default=())
+    option(choices, "--drives N", "numbers of drives", whole(0), nargs="+", default=())
     option(choices, "--method NAME", "planner, or a published system's policy", nargs="+", default=())
     option(choices, "--sequences N", "per optimizer step, as for `plan`", whole(1), nargs="+", default=())
     fixed = parser.add_argument_group("the same everywhere")
