@@ -70,6 +70,14 @@ class OutOfMemory(SimulationError):
         return _smallest_capacity_bytes(graph_columns(self.columns), self.stuck.tier)
 
     @property
+    def _also_short(self) -> str:
+        """The tier that is too small where this one has whatever the schedule asks of it."""
+        graph = graph_columns(self.columns)
+        where = _stuck(_with_capacity(graph, self.stuck.tier, _most_bytes(graph, self.stuck.tier)))
+        assert where is not None, "this tier alone is short, and has no capacity that does"
+        return self.columns.tiers[where.tier].name
+
+    @property
     def what(self) -> str:
         """What does not fit where, without who holds the memory and what would do."""
         if self.op is None:
@@ -87,7 +95,7 @@ class OutOfMemory(SimulationError):
         if len(self.holders) > 5:
             held += f" and {len(self.holders) - 5} more"
         if self.needed_bytes is None:
-            remedy = f"No capacity of {self.tier!r} alone helps: another tier is too small as well"
+            remedy = f"No capacity of {self.tier!r} alone helps: {self._also_short!r} is too small as well"
         else:
             remedy = f"This schedule completes with {self.needed_bytes:,} bytes there or more"
         return f"{self.what}; held by {held or 'nothing'}. {remedy}; or choose a plan that keeps less there"
@@ -128,15 +136,23 @@ def smallest_capacity_bytes(schedule: Schedule, tier: str) -> int | None:
 
 def _smallest_capacity_bytes(graph: GraphColumns, tier: int) -> int | None:
     def is_enough(size_bytes: int) -> bool:
-        capacity_bytes = graph.capacity_bytes.copy()
-        capacity_bytes[tier] = size_bytes
-        return _stuck(graph._replace(capacity_bytes=capacity_bytes)) is None
+        return _stuck(_with_capacity(graph, tier, size_bytes)) is None
 
-    low = int(graph.initial_bytes[tier])
-    high = low + int(graph.request_bytes[graph.request_tier == tier].sum())
+    low, high = int(graph.initial_bytes[tier]), _most_bytes(graph, tier)
     if not is_enough(high):
         return None
     return low + bisect_left(range(low, high), True, key=is_enough)
+
+
+def _most_bytes(graph: GraphColumns, tier: int) -> int:
+    """All that the step holds in the tier and asks of it."""
+    return int(graph.initial_bytes[tier]) + int(graph.request_bytes[graph.request_tier == tier].sum())
+
+
+def _with_capacity(graph: GraphColumns, tier: int, size_bytes: int) -> GraphColumns:
+    capacity_bytes = graph.capacity_bytes.copy()
+    capacity_bytes[tier] = size_bytes
+    return graph._replace(capacity_bytes=capacity_bytes)
 
 
 def _stuck(graph: GraphColumns) -> Stuck | None:

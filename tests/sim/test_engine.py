@@ -415,7 +415,7 @@ def test_when_two_tiers_are_short_it_says_so() -> None:
     buffers = (buffer("a", tier="one", size_bytes=5), buffer("b", tier="two", size_bytes=5))
     tiers = (Tier(name="one", capacity_bytes=4), Tier(name="two", capacity_bytes=4))
     schedule = validate(Schedule(name="x", tiers=tiers, buffers=buffers, ops=(op("o", writes="a b"),)))
-    with pytest.raises(OutOfMemory, match="another tier is too small as well"):
+    with pytest.raises(OutOfMemory, match="No capacity of 'one' alone helps: 'two' is too small as well"):
         simulate(schedule, {"o": Cost(0.0, 1.0)})
 
 
