@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict, replace
+from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from tierplan.hwmodels import load_description
+from tierplan.hwmodels.catalog import load_part
 from tierplan.planner.questions.endurance import SECONDS_PER_YEAR
 from tierplan.studies.advice_text import advice_lines, write_advice
 from tierplan.studies.advise import Advice, advise, answer_point, largest_model_of, worthwhile
@@ -90,6 +92,21 @@ def test_what_shops_sell() -> None:
     assert all(p.machine for p in purchases(load_description("cloud-h100"), PriceList())), "it is rented"
     drive_usd = load_description("desktop-4090").number("nvme.price") or PriceList().drive_usd
     assert next(p.price_usd for p in laptop if p.machine) == 1500 + 1599 + drive_usd
+
+
+def test_a_first_drive_is_for_sale(tmp_path: Path) -> None:
+    """`laptop` without drives could train gpt-6.7b with one, and was advised to be another machine."""
+    laptop = {p.what: p for p in purchases(load_description("laptop", ["nvme.drives=0"]), PriceList())}
+    own_usd = load_description("laptop").number("nvme.price")
+    assert (laptop["1 drive"].overrides, laptop["1 drive"].price_usd) == ({"nvme.drives": 1}, own_usd)
+    assert laptop["2 drives"].overrides == {"nvme.drives": 2}
+    text = (files("tierplan.hwmodels") / "catalog" / "machines" / "desktop-4090.toml").read_text(encoding="utf-8")
+    path = tmp_path / "none.toml"
+    path.write_text(text.partition("[nvme]")[0] + "[nvme]\ndrives = 0\n")
+    none = {p.what: p for p in purchases(load_description(str(path)), PriceList())}
+    with_one = none["1 drive"].applied(Point(model="gpt2", machine=str(path)))
+    assert machine_of(with_one).tier("nvme").capacity_bytes == 2 * 10**12
+    assert none["1 drive"].price_usd == load_part("nvme", "990-pro").number("nvme.price")
 
 
 def test_few_of_a_kind_are_planned_and_the_others_named(advice: Advice) -> None:

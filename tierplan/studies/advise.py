@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from tierplan.hwmodels import Description, load_description
 from tierplan.hwmodels.catalog import load_part
+from tierplan.hwmodels.description import PARTS
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.search.lesser import Known
 from tierplan.studies.answer import answer_record, impossible_record
@@ -289,15 +290,20 @@ def _assumptions(description: Description, prices: PriceList, bought: Sequence[P
     ]
     if any("host.capacity" in purchase.overrides for purchase in bought):
         assumptions.append(f"DRAM costs {prices.dram_usd_per_gib:g} USD per GiB (64 GB of DDR5, June 2026)")
-    if description.number("nvme.drives") and description.number("nvme.price") is None:
+    has_drives = description.number("nvme.drives") or any("nvme.drives" in purchase.overrides for purchase in bought)
+    named = {
+        section: [str(b.overrides[f"{section}.part"]) for b in bought if f"{section}.part" in b.overrides]
+        for section in PARTS
+    }
+    if has_drives and not named["nvme"] and description.number("nvme.price") is None:
         assumptions.append(f"a drive costs {prices.drive_usd:g} USD (2 TB, February 2026)")
     if description.number("host.power") is None:
         assumptions.append(f"the machine without GPUs and drives takes {prices.host_power_w:g} W")
-    named = {"gpu.price": "the GPU's price", "host.price": "the host's price", "gpu.power": "the GPU's power"}
-    if unknown := [what for key, what in named.items() if description.number(key) is None]:
+    lacking = {"gpu.price": "the GPU's price", "host.price": "the host's price", "gpu.power": "the GPU's power"}
+    if unknown := [what for key, what in lacking.items() if description.number(key) is None]:
         assumptions.append(f"{', '.join(unknown)}: not known, and counted as 0")
-    cards = [str(part) for purchase in bought if (part := purchase.overrides.get("gpu.part"))]
-    prices_of = {name: load_part("gpu", name).quantity("gpu.price") for name in cards}
-    assumptions += [f"{name} costs {q.value:g} USD ({q.source})" for name, q in prices_of.items() if q]
+    for section, names in named.items():
+        prices_of = {name: load_part(section, name).quantity(f"{section}.price") for name in names}
+        assumptions += [f"{name} costs {q.value:g} USD ({q.source})" for name, q in prices_of.items() if q]
     rent = load_description(RENTED).quantity("host.rent")
     return (*assumptions, *([f"{RENTED} costs {rent.value:g} USD an hour ({rent.source})"] if rent else []))

@@ -22,6 +22,8 @@ TOKENS = 1e9
 """Of a job, where nobody says how much is to be trained in all."""
 MOST_OF_A_KIND = 2
 """Purchases of one kind that are planned."""
+DRIVE = "990-pro"
+"""Of the catalog: what is bought for a machine without drives."""
 NO_MORE_FRAC = 0.02
 """A purchase promises more than a cheaper one by more than this."""
 GPU_FIGURES = ("gpu.capacity", "gpu.memory_bandwidth", "gpu.peak_fp32", "gpu.peak_bf16", "gpu.peak_fp16")
@@ -98,14 +100,14 @@ def purchases(description: Description, prices: PriceList) -> list[Purchase]:
     form = FORMS[case]
     found: list[Purchase] = []
     drives = int(description.number("nvme.drives") or 0)
-    if drives and description.number("nvme.read"):
-        price = description.number("nvme.price") or prices.drive_usd
-        for number in sorted({drives + 1, min(2 * drives + 2, form.drives)}):
-            if drives < number <= form.drives:
-                what = f"{number - drives} more drive{'s' * (number > drives + 1)}"
-                found.append(
-                    Purchase(what=what, overrides={"nvme.drives": number}, price_usd=(number - drives) * price)
-                )
+    is_described = description.number("nvme.read") is not None
+    drive = description if is_described else load_part("nvme", DRIVE)
+    price = drive.number("nvme.price") or prices.drive_usd
+    for number in sorted({drives + 1, min(2 * drives + 2, form.drives)}):
+        if drives < number <= form.drives:
+            what = f"{number - drives}{' more' * bool(drives)} drive{'s' * (number > drives + 1)}"
+            overrides = {"nvme.drives": number, **({} if is_described else {"nvme.part": DRIVE})}
+            found.append(Purchase(what=what, overrides=overrides, price_usd=(number - drives) * price))
     capacity = description.number("host.capacity") or 0.0
     now_gib = min(form.dram_gib, key=lambda gib: abs(gib * GIB - capacity))
     # more modules of the size that is there are bought beside them, everything else in their place
