@@ -45,6 +45,8 @@ class MemoryShortage:
     capacity_bytes: int
     needed_bytes: int | None
     """Smallest capacity of this tier with which the plan would do; None where another tier is short as well."""
+    also_short: str
+    """That tier; empty where there is none."""
 
     @property
     def short_bytes(self) -> int | None:
@@ -267,7 +269,7 @@ def predict_plan(plan: Plan, workload: Workload, machine: Machine) -> Prediction
         columns = Lowering(workload, machine).columns(plan)
         steady = steady_state(columns, machine)
     except OutOfMemory as error:
-        shortage = MemoryShortage(error.tier, error.op, error.capacity_bytes, error.needed_bytes)
+        shortage = MemoryShortage(error.tier, error.op, error.capacity_bytes, error.needed_bytes, error.also_short)
         return Prediction(**base, columns=columns, shortage=shortage, why_not=str(error))  # type: ignore[arg-type]
     except (ScheduleError, PlanError) as error:
         return Prediction(**base, why_not=str(error))  # type: ignore[arg-type]

@@ -69,13 +69,12 @@ class OutOfMemory(SimulationError):
         """
         return _smallest_capacity_bytes(graph_columns(self.columns), self.stuck.tier)
 
-    @property
-    def _also_short(self) -> str:
-        """The tier that is too small where this one has whatever the schedule asks of it."""
+    @cached_property
+    def also_short(self) -> str:
+        """The tier that is too small where this one has whatever the schedule asks of it; empty where none is."""
         graph = graph_columns(self.columns)
         where = _stuck(_with_capacity(graph, self.stuck.tier, _most_bytes(graph, self.stuck.tier)))
-        assert where is not None, "this tier alone is short, and has no capacity that does"
-        return self.columns.tiers[where.tier].name
+        return "" if where is None else self.columns.tiers[where.tier].name
 
     @property
     def what(self) -> str:
@@ -95,7 +94,7 @@ class OutOfMemory(SimulationError):
         if len(self.holders) > 5:
             held += f" and {len(self.holders) - 5} more"
         if self.needed_bytes is None:
-            remedy = f"No capacity of {self.tier!r} alone helps: {self._also_short!r} is too small as well"
+            remedy = f"No capacity of {self.tier!r} alone helps: {self.also_short!r} is too small as well"
         else:
             remedy = f"This schedule completes with {self.needed_bytes:,} bytes there or more"
         return f"{self.what}; held by {held or 'nothing'}. {remedy}; or choose a plan that keeps less there"

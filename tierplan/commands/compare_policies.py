@@ -108,7 +108,7 @@ def short_reason(prediction: Prediction) -> str:
     if shortage is None:
         return "does not run: " + in_short(prediction.why_not)
     if shortage.short_bytes is None:
-        return f"does not fit: {shortage.tier} is too small, and another tier as well"
+        return f"does not fit: {shortage.tier} is too small, and {shortage.also_short} as well"
     return (
         f"does not fit: needs {format_bytes(shortage.short_bytes)} more in {shortage.tier} "
         f"({format_bytes(shortage.needed_bytes or 0)} instead of {format_bytes(shortage.capacity_bytes)})"

@@ -478,3 +478,11 @@ def test_a_loss_in_chunks_does_not_add_to_the_models_flops(more: dict[str, Any])
     whole, chunked = (load_workload("llama-3.2-1b", Training(**more, loss_chunks=chunks)) for chunks in (1, 8))
     assert chunked.units[-1].backward != whole.units[-1].backward
     assert chunked.flops == whole.flops
+
+
+def test_a_policy_that_two_tiers_are_too_small_for_names_both() -> None:
+    """In a table there is no room for more; JSON has it too."""
+    workload, machine = toy_workload(4), toy_machine(device_bytes=20 * MIB, host_bytes=20 * MIB)
+    found = predict("zero-offload", workload, machine)
+    assert compare_policies.short_reason(found) == "does not fit: gpu0 is too small, and host as well"
+    assert found.record()["shortage"]["also_short"] == "host"
