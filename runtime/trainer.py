@@ -222,6 +222,13 @@ class Trainer:
         torch.set_num_threads(self._threads)
         let_helpers_go()
         wanted = self.num_steps_done + steps
+        if self._durability is not None and steps:
+            self._durability.check_room(
+                self._executor.carried.values(),
+                self._bodies.frozen_sums,
+                num_commits=-(-steps // (self.checkpoint_every or steps)),
+                num_ranks=1 if self.ranks is None else self.ranks.size,
+            )
         try:
             due = self.num_steps_done
             if self.reference_work is not None:

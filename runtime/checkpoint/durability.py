@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +28,8 @@ from tierplan.runtime.checkpoint.snapshot import Snapshot
 from tierplan.runtime.execution.instances import Instance
 from tierplan.runtime.execution.ops import Bodies
 from tierplan.runtime.execution.values import BufferValue, content_of, states_of, value_of
-from tierplan.runtime.memory.arena import PAGE_BYTES, Block, Pool, map_host
+from tierplan.runtime.memory import files
+from tierplan.runtime.memory.arena import PAGE_BYTES, Block, Pool, map_host, padded
 from tierplan.runtime.memory.store import DamageError, Extent, Store
 from tierplan.runtime.ranks.collectives import own_part, shards_of
 from tierplan.runtime.ranks.group import Ranks
@@ -76,6 +77,16 @@ class Durability:
         self._copies = Pool(map_host, 0)
         """Of what changed while a commit was made."""
         self._has_failed = False
+
+    def check_room(
+        self, carried: Iterable[Instance], frozen: Container[str], *, num_commits: int, num_ranks: int
+    ) -> None:
+        """Raises `StoreError` unless the folder has room for what commits write: all that steps carry on in memory, of
+        each rank. The commit before stays until the next one counts."""
+        buffers = [x.buffer for x in carried if x.buffer.content not in frozen]
+        one_file = PAGE_BYTES + sum(padded(b.size_bytes) for b in buffers if b.tier != NVME)
+        num_files = 1 if self.last is not None or num_commits == 1 else 2
+        files.check_room(self.folder, num_ranks * num_files * one_file, "the commits need", "or give another folder")
 
     def begin_commit(
         self,

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tierplan.runtime.memory.arena import PAGE_BYTES, map_host
+from tierplan.sim.output.text import format_bytes
 
 PRIVATE = 0o600
 IN_USE = (errno.EWOULDBLOCK, errno.EACCES)
@@ -156,6 +157,22 @@ def is_at(fd: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(fd), path.lstat())
     except OSError:
         return False
+
+
+def check_room(folder: Path, needed_bytes: int, what: str, remedy: str) -> None:
+    """Raises `StoreError` unless the folder's drive has so much free for `what` needs it."""
+    if needed_bytes > (free := room_bytes(folder)):
+        raise StoreError(
+            errno.ENOSPC,
+            f"{folder} has {format_bytes(free)} free, but {what} {format_bytes(needed_bytes)} there; free space, "
+            f"{remedy}",
+        )
+
+
+def room_bytes(folder: Path) -> int:
+    """What whoever runs this may write in the folder."""
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize
 
 
 def grow_file(fd: int, path: Path, size_bytes: int) -> None:

@@ -141,14 +141,8 @@ class TierFile:
         if size_bytes <= self.size_bytes:
             return
         held = os.fstat(self.fd).st_blocks * 512
-        disk = os.statvfs(self.folder)
-        free, needed = disk.f_bavail * disk.f_frsize, HEADER_BYTES + size_bytes - held
-        if needed > free:
-            raise StoreError(
-                errno.ENOSPC,
-                f"{self.folder} has {free:,} bytes free, but the plan needs {needed:,} more there; "
-                "free space, give another folder, or lower the NVMe budget",
-            )
+        needed = HEADER_BYTES + size_bytes - held
+        files.check_room(self.folder, needed, "the plan needs", "give another folder, or lower the NVMe budget")
         files.grow_file(self._lock_fd, self.path, HEADER_BYTES + size_bytes)
         self.size_bytes = size_bytes
 

@@ -230,6 +230,29 @@ def test_a_full_disk_at_the_record_leaves_the_last_commit(tmp_path: Path) -> Non
     assert same(train_on(tmp_path, schedule), plain_weights())
 
 
+@pytest.mark.parametrize(("steps", "files"), [(1, 1), (2, 2)])
+def test_a_run_begins_only_where_its_commits_have_room(steps: int, files: int, tmp_path: Path) -> None:
+    """What lies in memory is written by each commit, and the one before stays until the next one counts."""
+    schedule = schedule_for("memory")
+    train_on(tmp_path / "whole", schedule, 1)
+    needed = files * (tmp_path / "whole" / "out" / "resident-1.bin").stat().st_size
+    with mock.patch("tierplan.runtime.memory.files.room_bytes", return_value=needed):
+        train_on(tmp_path / "fits", schedule, steps)
+    full = mock.patch("tierplan.runtime.memory.files.room_bytes", return_value=needed - 1)
+    with full, pytest.raises(StoreError, match=r"out has .* free, but the commits need .* there") as caught:
+        train_on(tmp_path / "full", schedule, steps)
+    assert caught.value.errno == errno.ENOSPC
+    assert not (tmp_path / "full" / "out" / f"resident-{steps}.bin").exists()
+
+
+def test_a_resumed_run_needs_room_for_one_commit_more(tmp_path: Path) -> None:
+    schedule = schedule_for("memory")
+    train_on(tmp_path, schedule, 1)
+    needed = (tmp_path / "out" / "resident-1.bin").stat().st_size
+    with mock.patch("tierplan.runtime.memory.files.room_bytes", return_value=needed):
+        train_on(tmp_path, schedule, 3)
+
+
 @pytest.mark.nightly  # with each `make test`, test_crash_consistency kills runs of two other plans
 @pytest.mark.parametrize("choice", list(CHOICES))
 def test_killed_at_many_random_moments(choice: str, tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_unwritable_folder(tmp_path: Path) -> None:
 
 def test_full_disk_is_an_error_before_the_run(tmp_path: Path) -> None:
     store = Store([tmp_path])
-    with pytest.raises(StoreError, match="bytes free, but the plan needs") as caught:
+    with pytest.raises(StoreError, match="free, but the plan needs 1,048,576 TiB there") as caught:
         store.reserve(1 << 60)
     assert caught.value.errno == errno.ENOSPC
     store.close()
