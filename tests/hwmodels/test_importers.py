@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -231,7 +232,8 @@ def test_tools_together_make_a_machine(tmp_path: Path, capsys: pytest.CaptureFix
     assert machine.tier("gpu0").capacity_bytes > 130 * 2**30
     assert machine.limits["gpu0.link"] == pytest.approx(37.4e9)
     assert "gpu.memory_bandwidth" in machine.nameplate
-    assert "box.toml" in capsys.readouterr().out
+    assert "box.toml" in (said := capsys.readouterr().out)
+    assert re.search(r"^gpu.capacity = [\d.]+ GiB$", said, re.MULTILINE), "as `machine show` has it"
 
 
 def test_an_import_that_leaves_gaps_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -271,7 +273,9 @@ def test_a_gpu_that_the_catalog_does_not_have_is_not_taken_for_the_bases(
     target = str(tmp_path / "mine.toml")
     given = ["machine", "import", "--base", "fuyou-4090", "--nvidia-smi", str(tmp_path / "smi.csv"), "-o", target]
     assert main(given) == 1
-    assert "gpu.memory_bandwidth" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "give one; the catalog has no GPU of this name: give gpu.memory_bandwidth and a peak, such as" in said
+    assert not Path(target).exists(), "no machine"
     sheet = ["--set", "gpu.memory_bandwidth=2 TB/s", "--set", "gpu.peak_fp16=400 TFLOP/s"]
     assert main([*given, *sheet]) == 0
     description = load_description(target)

@@ -301,7 +301,7 @@ def _with_parts(base: Description, values: Mapping[str, Quantity], summary: str)
     """The base with the parts among the values: what its file says of others, its summary too, goes. So does its GPU
     where there is another one that the catalog does not have.
     """
-    if "gpu.count" in values and "gpu.part" not in values:
+    if _is_new_gpu(values):
         kept = {k: q for k, q in base.values.items() if KEYS[k].section != DEVICE_PREFIX or KEYS[k].whole}
         kept.pop("gpu.part", None)
         base = replace(base, values=kept, summary=summary)
@@ -341,9 +341,34 @@ def _import(args: argparse.Namespace) -> int:
         base = _with_parts(load_description(args.base), values, f"imported from {', '.join(names)} on {args.base}")
     description = replace(base, name=args.name or Path(args.output).stem, values={**base.values, **values})
     description = override(description, args.overrides)
-    write_atomically(args.output, write_description(description))
-    machine = build_machine(load_description(str(args.output)))
-    shown = [f"{name} = {quantity.value}" for name, quantity in values.items()]
+    machine = _written_machine(Path(args.output), description, NOT_OF_THE_CATALOG if _is_new_gpu(values) else "")
+    shown = [f"{name} = {quantity.text(KEYS[name])}" for name, quantity in values.items()]
     record = {**_record(machine), "imported": list(values), "file": args.output}
     tell(args, record, [*shown, *structure(machine), f"written to {args.output}"])
     return 0
+
+
+NOT_OF_THE_CATALOG = (
+    "; the catalog has no GPU of this name: give gpu.memory_bandwidth and a peak, such as gpu.peak_bf16, of its data "
+    "sheet with --set"
+)
+
+
+def _is_new_gpu(values: Mapping[str, Quantity]) -> bool:
+    """Whether there is a GPU that the catalog does not have."""
+    return "gpu.count" in values and "gpu.part" not in values
+
+
+def _written_machine(target: Path, description: Description, hint: str) -> Machine:
+    """The machine of the file that is written. Raises `MachineError`, with the hint, where it would be none: the file is
+    as it was then."""
+    before = target.read_bytes() if target.exists() else None
+    write_atomically(target, write_description(description))
+    try:
+        return build_machine(load_description(str(target)))
+    except MachineError as error:
+        if before is None:
+            target.unlink()
+        else:
+            write_atomically(target, before)
+        raise MachineError(f"{error}{hint}") from None
