@@ -360,8 +360,10 @@ def _is_new_gpu(values: Mapping[str, Quantity]) -> bool:
 
 
 def _written_machine(target: Path, description: Description, hint: str) -> Machine:
-    """The machine of the file that is written. Raises `MachineError`, with the hint, where it would be none: the file is
-    as it was then."""
+    """The machine of the file that is written. Raises `MachineError`, with the hint, where it would be none.
+
+    The file is as it was then.
+    """
     before = target.read_bytes() if target.exists() else None
     write_atomically(target, write_description(description))
     try:
