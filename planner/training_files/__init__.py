@@ -16,6 +16,7 @@ attention, whatever is `auto`) is taken from `base`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +34,15 @@ ADAPTERS = {
 }  # fmt: skip
 
 
+SUPERVISED = ("sft", "pt")
+"""LLaMA-Factory's stages that are."""
+OTHER_OBJECTIVES = (
+    "beta", "pref_loss", "rl", "num_generations", "max_completion_length", "num_ppo_epochs", "kl_coef",
+    "desirable_weight", "center_rewards_coefficient", "precompute_ref_log_probs",
+)  # fmt: skip
+"""Settings of TRL, LLaMA-Factory and Axolotl that only preferences, rewards or generated text have."""
+
+
 def read_training_file(path: str | Path, base: Training, *, devices: int = 1) -> Configured:
     """What a configuration of DeepSpeed, accelerate or the Hugging Face Trainer asks for.
 
@@ -47,6 +57,13 @@ def read_training_file(path: str | Path, base: Training, *, devices: int = 1) ->
         raise WorkloadError(
             f"{path} has {adapters[0]}: {raw[adapters[0]]!r}; steps are explained where all parameters are trained "
             "in 32 or 16 bits, not for adapters or a quantised base"
+        )
+    _check_objective(raw, path)
+    if "micro_batch_size" in raw:
+        raise WorkloadError(
+            f"{path} is Axolotl's, whose words are not read; give options in their place, --batch "
+            f"{raw['micro_batch_size']} for micro_batch_size, and --accumulation, --seq, --dtype and --optimizer, with "
+            "--policy in-memory, or full-recompute with gradient_checkpointing"
         )
     if "distributed_type" in raw or "compute_environment" in raw:
         found = of_accelerate_config(raw, base, path, devices)
@@ -65,3 +82,16 @@ def read_training_file(path: str | Path, base: Training, *, devices: int = 1) ->
         f"{path} is no configuration of DeepSpeed (zero_optimization, train_micro_batch_size_per_gpu), of accelerate "
         "(distributed_type) or of the Trainer (per_device_train_batch_size); give one of these"
     )
+
+
+def _check_objective(raw: Mapping[str, object], path: Path) -> None:
+    """Refuses training that runs a second model, or generates."""
+    stage = raw.get("stage") if "finetuning_type" in raw else None
+    found = [key for key in OTHER_OBJECTIVES if raw.get(key)]
+    if stage not in (None, *SUPERVISED):
+        found.insert(0, "stage")
+    if found:
+        raise WorkloadError(
+            f"{path} has {found[0]}: {raw[found[0]]!r}; only supervised training is simulated: steps of DPO, PPO, GRPO, "
+            "KTO and reward models run a second model, pairs of sequences or generation"
+        )

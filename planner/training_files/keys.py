@@ -106,7 +106,7 @@ OF_TRAINER: Known = {
     **_IN_FSDP,
     **_any("""per_device_train_batch_size gradient_accumulation_steps max_grad_norm bf16 fp16 optim deepspeed fsdp
         gradient_checkpointing activation_checkpointing gradient_checkpointing_kwargs activation_checkpointing_kwargs
-        finetuning_type disable_gradient_checkpointing cutoff_len max_length max_seq_length packing
+        finetuning_type stage disable_gradient_checkpointing cutoff_len max_length max_seq_length packing
         output_dir overwrite_output_dir num_train_epochs max_steps seed data_seed learning_rate
         weight_decay run_name project report_to disable_tqdm skip_memory_metrics local_rank prediction_loss_only
         per_device_eval_batch_size include_for_metrics include_inputs_for_metrics batch_eval_metrics

@@ -397,6 +397,10 @@ def test_offloaded_parameters_that_stay_after_forward_are_said_to_be_simulated_o
         ("- 1", "one JSON object"),
         ("", "holds nothing"),
         ("a: 1", "no configuration of DeepSpeed"),
+        ("per_device_train_batch_size: 1\nfinetuning_type: full\nstage: dpo", "has stage: 'dpo'; only supervised"),
+        ("output_dir: x\nbeta: 0.1\nloss_type: [sigmoid]", "has beta: 0.1; only supervised"),
+        ("output_dir: x\nbeta: 0.0\nnum_generations: 8", "has num_generations: 8; only supervised"),
+        ("base_model: m\nmicro_batch_size: 2\ngradient_checkpointing: true", "is Axolotl's, .* --batch 2 for micro_"),
         ("a: &a\n  b: *a", "is not YAML"),
         ("output_dir: x\nfsdp: {full_shard: true}", "fsdp is .*; give true, or words"),
         ("distributed_type: NO\nnum_machines: 4", "num_machines is 4"),
@@ -449,6 +453,13 @@ def test_what_no_configuration_may_say(tmp_path: Path, text: str, message: str) 
     (tmp_path / "fp16.json").write_text(json.dumps({"fp16": {"enabled": True}}))
     with pytest.raises(WorkloadError, match=message):
         read_training_file(tmp_path / "c.yaml", BASE)
+
+
+def test_supervised_stages_of_llama_factory_are_read(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("per_device_train_batch_size: 2\nfinetuning_type: full\nstage: sft\n")
+    found = read_training_file(tmp_path / "c.yaml", BASE)
+    assert found.training.per_device_train_batch_size == 2
+    assert not any("not taken into account" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("word", ["false", "False", False])
