@@ -92,6 +92,6 @@ def _check_objective(raw: Mapping[str, object], path: Path) -> None:
         found.insert(0, "stage")
     if found:
         raise WorkloadError(
-            f"{path} has {found[0]}: {raw[found[0]]!r}; only supervised training is simulated: steps of DPO, PPO, GRPO, "
-            "KTO and reward models run a second model, pairs of sequences or generation"
+            f"{path} has {found[0]}: {raw[found[0]]!r}; only supervised training is simulated: steps of DPO, PPO, "
+            "GRPO, KTO and reward models run a second model, pairs of sequences or generation"
         )

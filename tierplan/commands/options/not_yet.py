@@ -6,6 +6,14 @@ import re
 from collections.abc import Mapping
 
 NOT_YET: Mapping[str, str] = {
+    r"[dpk][pt]o$|grpo|orpo|rlhf|reward|prefer": (
+        "only supervised training is planned: DPO, PPO, GRPO, KTO and reward models run a second model, pairs of "
+        "sequences or generation"
+    ),
+    "nodes|num.?machines|hosts$": "one machine is planned; nearest: --devices N for its number of GPUs",
+    "^[tpsce]p$|parallel": (
+        "how GPUs share the work is the plan's to choose; a published way: simulate --policy (a wrong name lists all)"
+    ),
     "lora|peft|adapter": "adapters: --lora r=16,targets=all-linear",
     "4.?bit|8.?bit|nf4|int[48]|fp8|quant": "a quantised base: --base nf4 with --lora r=16; 8-bit states: --optimizer "
     "adamw:states=8bit; activations that leave the device: --acts fp8",
