@@ -121,7 +121,9 @@ class Sharing:
     """Whose parameters are gathered once for a micro-batch, and stay for its backward. Ends: those of embedding and
     head, FSDP's root. All: every unit's, as FSDP does that does not reshard after forward (`SHARD_GRAD_OP`)."""
     hooks: float = 0.0
-    """Host time of the framework's hooks around a pass of a unit, over that of launching its kernels."""
+    """Host time of the framework's hooks around a pass of a unit, over that of launching a kernel."""
+    module_hooks: float = 0.0
+    """The same of hooks around each module of the unit that has parameters of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ def digest(thing: Workload | Machine | Schedule) -> str:
     for name in ("meta", "description", "nameplate", "basis"):
         record.pop(name, None)
     for unit in record.get("units", ()):
-        del unit["num_kernels"]  # which follows from the model
+        del unit["num_kernels"], unit["num_modules"]  # which follow from the model
     for stream in record.get("streams", ()):
         for name in ("beside_s", "wake_s", "launch_s"):  # of few; others have the fingerprint that they had before
             if not stream[name]:

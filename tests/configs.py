@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tierplan.sim.workloads.models import SUPPORTED
+
 LLAMA = {
     "hidden_size": 64,
     "num_hidden_layers": 3,
@@ -46,6 +48,8 @@ CONFIGS: dict[str, dict[str, object]] = {
     },
     "mixtral": {**LLAMA, "num_local_experts": 4},
 }  # fmt: skip
+CLOSED = tuple(family for family in SUPPORTED if family in CONFIGS)
+"""Those with closed forms that transformers has."""
 WIDTHS = ("n_embd", "hidden_size", "ffn_dim", "word_embed_proj_dim", "intermediate_size", "d_model", "d_ff")
 
 

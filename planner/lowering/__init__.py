@@ -18,7 +18,7 @@ from tierplan.hwmodels.machine import SECONDS, Machine
 from tierplan.hwmodels.scaling import rates_of, with_parts
 from tierplan.planner.lowering.launches import with_launches
 from tierplan.planner.lowering.unitwise import Chains, chains_of, unitwise_columns
-from tierplan.planner.plan import PackPlan, PagedPlan, Plan, UnitwisePlan
+from tierplan.planner.plan import PackPlan, PagedPlan, Plan, Sharing, UnitwisePlan
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.several_devices.packs import pack_schedule
 from tierplan.planner.several_devices.packs_unitwise import unitwise_pack_schedule
@@ -39,7 +39,7 @@ class Lowering:
 
     def __init__(self, workload: Workload, machine: Machine) -> None:
         self.workload, self.machine = workload, machine
-        self._launching: dict[float, tuple[Workload, Chains]] = {}
+        self._launching: dict[Sharing | None, tuple[Workload, Chains]] = {}
 
     def columns(self, plan: Plan, *, refine: bool = True) -> ScheduleColumns:
         """As `lower`, without a name being made where one device runs a unit-wise plan."""
@@ -49,7 +49,7 @@ class Lowering:
                 f"plan {plan.policy!r} wants {plan.devices} devices, but machine {self.machine.name!r} has "
                 f"{self.machine.num_devices}"
             )
-        workload, chains = self._with_launches(plan.sharing.hooks if isinstance(plan, UnitwisePlan) else 0.0)
+        workload, chains = self._with_launches(plan.sharing if isinstance(plan, UnitwisePlan) else None)
         match plan:
             case UnitwisePlan():
                 columns = unitwise_columns(plan, workload, self.machine, chains)
@@ -67,11 +67,11 @@ class Lowering:
             return columns
         return refine_columns(columns, self.machine, num_devices=plan.devices, overtakes=plan.overtaking)
 
-    def _with_launches(self, hooks: float) -> tuple[Workload, Chains]:
-        if hooks not in self._launching:
-            workload = with_launches(self.workload, self.machine, hooks)
-            self._launching[hooks] = workload, chains_of(workload)
-        return self._launching[hooks]
+    def _with_launches(self, sharing: Sharing | None) -> tuple[Workload, Chains]:
+        if sharing not in self._launching:
+            workload = with_launches(self.workload, self.machine, sharing)
+            self._launching[sharing] = workload, chains_of(workload)
+        return self._launching[sharing]
 
 
 def _held_back(columns: ScheduleColumns, machine: Machine, less: Machine) -> ScheduleColumns:

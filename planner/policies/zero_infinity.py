@@ -28,7 +28,7 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Sharing, UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import PLACES, Place, PlanError
 from tierplan.planner.policies.options import Options, by_kind, has_nvme, need_nvme, unitwise_plan
-from tierplan.planner.policies.several.zero import HOOKS
+from tierplan.planner.policies.several.zero import MODULE_HOOKS
 from tierplan.sim.workloads.workload import Workload
 
 NAME = "zero-infinity"
@@ -92,7 +92,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         update_order="backward",
         cast_grads=optimizer != "device",
         operator_tiles=options.whole_number("operator_tiles", low=1),
-        sharing=Sharing(reduces="each" if optimizer == "device" else "last", hooks=HOOKS),
+        sharing=Sharing(reduces="each" if optimizer == "device" else "last", module_hooks=MODULE_HOOKS),
     )  # fmt: skip
 
 

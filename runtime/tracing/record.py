@@ -90,6 +90,8 @@ class UnitRecorder(TorchDispatchMode):
     in_backward: bool = False
     num_kernels: int = 0
     """That forward launches."""
+    num_modules: int = 0
+    """With parameters of their own, that forward calls."""
 
     def __post_init__(self) -> None:
         super().__init__()

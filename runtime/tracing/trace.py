@@ -213,6 +213,8 @@ class _Tracer:
 
     def _leave(self, module: nn.Module, args: object, out: object) -> None:
         self.scopes.pop()
+        if self.recorder is not None and any(True for _ in module.parameters(recurse=False)):
+            self.recorder.num_modules += 1
 
     def _complete(self, p: torch.Tensor) -> None:
         """Called by autograd when a parameter's gradient is complete."""
@@ -347,6 +349,7 @@ class _Tracer:
             forward=total_work(o.work for o in recorder.operations),
             backward=total_work(recorder.backward_work),
             num_kernels=recorder.num_kernels,
+            num_modules=recorder.num_modules,
             saved=saved_tensors(recorder.operations, list(recorder.saves.values())),
             input_bytes=sum(t.untyped_storage().nbytes() for t in self.given),
             output_bytes=out_bytes,

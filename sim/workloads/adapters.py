@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 METHODS = ("lora", "dora", "ia3")
-FORM = "r=16,alpha=32,targets=all-linear,dropout=0.05,method=lora,save=embed_tokens+lm_head"
+FORM = "r=16,alpha=32,targets=all-linear,dropout=0.05,method=lora,save=embed_tokens+lm_head,autocast=on"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,9 @@ class Adapters:
     dropout: float = 0.0
     feedforward: tuple[str, ...] = ()
     """Those of IA3's targets whose input is scaled, not their output; none for PEFT's choice for the family."""
+    autocast: bool = False
+    """Adapters in fp32 on a base in 16 bits, whose products run in 16 bits (Trainer's `bf16=True`): what they read is
+    cast to fp32 and back, and their weights where they are used. This is planned, and not executed."""
     save: tuple[str, ...] = ()
     """Names of modules (PEFT's `modules_to_save`) of which a copy is trained in full, in the type of the model, and
     saved; the original is kept beside it, and the adapters are of that type too."""
@@ -36,7 +39,7 @@ def read_adapters(text: str) -> Adapters:
     """The adapters of a text such as `r=16,targets=q_proj+v_proj`. Raises `ValueError` for any other text."""
     given: dict[str, Any] = {}
     kinds: dict[str, Callable[[str], Any]] = {"r": int, "alpha": float, "dropout": float}
-    kinds |= {"targets": _names, "feedforward": _names, "save": _names, "method": str}
+    kinds |= {"targets": _names, "feedforward": _names, "save": _names, "method": str, "autocast": _is_on}
     for part in text.split(","):
         key, _, value = (word.strip() for word in part.partition("="))
         try:
@@ -52,6 +55,12 @@ def read_adapters(text: str) -> Adapters:
     if adapters.feedforward and adapters.method != "ia3":
         raise ValueError(f"adapters {text!r} have feedforward layers, which are those of method=ia3; leave them out")
     return adapters
+
+
+def _is_on(value: str) -> bool:
+    if value not in ("on", "off"):
+        raise ValueError(f"neither on nor off: {value}")
+    return value == "on"
 
 
 def _names(value: str) -> tuple[str, ...]:

@@ -76,7 +76,7 @@ FORMATS: dict[str, Format] = {
     "int8": Format(bits=8, scales=FP32, is_base=True),
     "nf4": Format(bits=4, block=64, scales=FP32, is_base=True, codebook=NF4_VALUES),
     "nf4-double": Format(bits=4, block=64, scales=Format(bits=8, block=256, scales=FP32), is_base=True),
-    "int4": Format(bits=4, block=128, scales=Format(bits=20), pass_bytes=23.5, num_kernels=5, is_base=True),
+    "int4": Format(bits=4, block=128, scales=Format(bits=20), pass_bytes=23.5, num_kernels=9, is_base=True),
     "df11": Format(bits=11, block=4096, scales=FP32, is_base=True, exact_of="bf16"),
     "dynamic8": Format(bits=8, block=256, scales=FP32),
     "dynamic4": Format(bits=4, block=128, scales=FP32),

@@ -35,6 +35,7 @@ SUPPORTED: Mapping[str, str] = {
     "mistral": "llama",
     "qwen2": "llama",
     "qwen3": "llama",
+    "qwen": "qwen",
 }
 """Model types with closed forms, and the module in `tierplan.sim.workloads.families` that has them."""
 NO_DROPOUT: Mapping[str, tuple[str, ...]] = {
@@ -167,9 +168,9 @@ def workload_of(name: str, raw: Mapping[str, object], training: Training) -> Wor
     is_known = adapters.targets == ("all-linear",) or {*adapters.targets} <= {*family.layers}
     is_known &= {*adapters.save} <= {family.words, "lm_head"}
     is_plain = not training.lora or (adapters.method == "lora" and is_known and bool(family.layers))
-    if not is_plain or training.freeze or training.base:
+    if not is_plain or training.freeze or (training.base and not training.lora):
         raise NotCovered(
-            "of adapters and frozen parameters, the closed forms cover LoRA on linear layers of a base in dtype, with "
+            "of adapters and frozen parameters, the closed forms cover LoRA on linear layers of a base, with "
             f"words and output saved: of {raw['model_type']}, on {', '.join(sorted(family.layers)) or 'none'}, and "
             f"save={family.words}+lm_head; use tracing (--exact)"
         )

@@ -30,12 +30,10 @@ from tierplan.sim.workloads.models import read_config, workload_of
 from tierplan.sim.workloads.workload import (
     DTYPE_BYTES,
     NotCovered,
-    SavedTensor,
     Training,
     Unit,
     Workload,
     WorkloadError,
-    total_work,
 )
 from tierplan.validation.published.reproduce import PEAKS, Report, Row, constants_of, peak_of
 
@@ -68,10 +66,8 @@ class Question:
     sequences: int
     """In one step, over all devices."""
     loss: str = ""
-    """`compiled`: one kernel per chunk, which reads and writes logits in 16 bits once, forward and backward. `16-bit`:
-    logits, their copy behind the shift, and the softmax stay in 16 bits. Empty: as transformers has it, in fp32."""
-    autocast: bool = False
-    """Products of fp32 adapters run in the type of the base, as under Trainer's `bf16=True`."""
+    """`compiled`: one kernel per chunk, which reads and writes logits in 16 bits once, forward and backward. Empty: as
+    the model's class has it."""
     block_s: tuple[float, float] | None = None
     """Measured seconds of a block's forward and backward per token, where published; else its modelled work."""
     config: tuple[tuple[str, Any], ...] = ()
@@ -92,29 +88,14 @@ class Question:
         workload = replace(workload, units=tuple(self._timed(u) if u.kind == "block" else u for u in workload.units))
         if self.compiled:
             workload = replace(workload, units=tuple(_compiled(u, workload) for u in workload.units))
-        if self.autocast:
-            workload = replace(workload, units=tuple(_autocast(u, self.training.dtype) for u in workload.units))
         if not self.loss:
             return workload
         *units, head = workload.units
         t = self.training
         logits = t.per_device_train_batch_size * t.sequence_length * int(str(workload.config["vocab_size"]))
-        if self.loss == "compiled":
-            passes = {"elementwise_bytes": 2.0 * 2 * logits}
-            twice = {kind: 2 * amount for kind, amount in head.forward.items()}  # gradients of logits in their place
-            head = replace(head, forward={**head.forward, **passes}, backward={**twice, **passes})
-        else:  # forward: the copy, log-softmax and its mean read and write; backward: their gradients, and the padding
-            read, back = ({"elementwise_bytes": 2.0 * n * logits} for n in (5, 7))
-            softmax = SavedTensor(index=0, name="log_softmax", size_bytes=2 * logits, dtype=t.dtype)
-            head = replace(
-                head,
-                forward={**head.forward, **read},
-                backward={**head.backward, **back},
-                recompute=None,
-                saved=(softmax,),
-                forward_work_bytes=4 * logits,
-                backward_work_bytes=4 * logits,
-            )
+        passes = {"elementwise_bytes": 2.0 * 2 * logits}
+        twice = {kind: 2 * amount for kind, amount in head.forward.items()}  # gradients of logits in their place
+        head = replace(head, forward={**head.forward, **passes}, backward={**twice, **passes})
         return replace(workload, units=(*units, head))
 
     def _timed(self, block: Unit) -> Unit:
@@ -182,14 +163,6 @@ def _compiled(unit: Unit, workload: Workload) -> Unit:
     return replace(unit, forward=forward, backward=backward, recompute=None, num_kernels=0)
 
 
-def _autocast(unit: Unit, dtype: str) -> Unit:
-    forward, backward = (
-        total_work({kind.replace("matmul_fp32", f"matmul_{dtype}"): n} for kind, n in work.items())
-        for work in (unit.forward, unit.backward)
-    )
-    return replace(unit, forward=forward, backward=backward, recompute=None)
-
-
 @lru_cache(maxsize=64)
 def _workload(model: str, training: Training, changes: tuple[tuple[str, Any], ...]) -> Workload:
     name, config = read_config(model, training)
@@ -246,7 +219,7 @@ def question_of(point: Facts, rule: Facts, models: Mapping[str, str]) -> Questio
     )
 
 
-OF_THE_SYSTEM = ("loss", "autocast", "launch_s", "adapters_of_experts", "compiled", "attention")
+OF_THE_SYSTEM = ("loss", "launch_s", "adapters_of_experts", "compiled", "attention")
 """What a point or its rule may say of a question, in the question's own words."""
 
 

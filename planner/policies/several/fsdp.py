@@ -30,8 +30,9 @@ OPTIONS: Mapping[str, object] = {
 OWN: Mapping[str, Mapping[str, object]] = {"ddp": {"reduces": "last"}, "fsdp": {"reshard": "on"}, "fsdp-offload": {}}
 """Options of one policy alone, and defaults that are its own."""
 
-HOOKS = 0.7
-"""Of FSDP2, around every block, measured as those of ZeRO-3 (`zero.HOOKS`): 0.47 ms without, 0.74 to 0.84 with them."""
+HOOKS = 26.0
+"""Of FSDP2, around every block, measured as those of ZeRO-3 (`zero.MODULE_HOOKS`): 0.47 ms without, 0.74 to 0.84 with
+them, which are 22 to 30 launches more."""
 
 
 def _policy(name: str, place: Place, workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:

@@ -8,4 +8,5 @@ gpt2    GPT-2
 opt     OPT
 llama   Llama, Mistral, Qwen, Gemma, Phi and others of its kind
 bert    BERT
+qwen    Qwen, the first of its name
 """

@@ -50,6 +50,7 @@ def head(tape: Tape, config: Config, x: Value, labels: Value) -> Value:
     hidden = linear(tape, x, config.hidden, "dense")
     hidden = activation(tape, hidden, config.text("hidden_act", "gelu"))
     hidden = layer_norm(tape, hidden)
+    tape.num_modules += 1  # of which the output's bias is
     hidden = product(tape, hidden, config.vocabulary, shared=config.tied)
     return cross_entropy(tape, hidden, labels)
 

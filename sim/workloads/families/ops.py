@@ -6,35 +6,69 @@ Shape letters: D model width, O output width. Saved tensors are listed in the or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from tierplan.sim.workloads.adapters import read_adapters
-from tierplan.sim.workloads.families.tape import Storage, Tape, Value
+from tierplan.sim.workloads.families.tape import ITEM_BYTES, Storage, Tape, Value
+from tierplan.sim.workloads.formats import format_of
 
 
 def linear(tape: Tape, x: Value, width: int, name: str = "", *, bias: bool = True) -> Value:
     """A linear layer of a block, with adapters where there are any for its `name`."""
-    out = product(tape, x, width, bias=bias)
+    out = product(tape, x, width, bias=bias, base=tape.training.base)
     if not tape.training.lora:
         return out
     adapters, dtype = read_adapters(tape.training.lora), out.dtype
     if not {name, "all-linear"} & {*adapters.targets}:
         return out
-    x = to_dtype(tape, x, tape.training.dtype_of_trained)
-    low = product(tape, dropout(tape, x, adapters.dropout), adapters.r, bias=False, adapts=True)
-    return to_dtype(tape, add(tape, out, scale(tape, product(tape, low, width, bias=False, adapts=True))), dtype)
+    casts = adapters.autocast
+    x = to_dtype(tape, x, "fp32" if casts else tape.training.dtype_of_trained)
+
+    def given() -> Value:
+        dropped = dropout(tape, x, adapters.dropout)
+        return to_dtype(tape, dropped, dtype) if casts else dropped
+
+    low = product(tape, given(), adapters.r, bias=False, adapts=True, casts=casts)
+    return to_dtype(
+        tape,
+        add(tape, out, scale(tape, product(tape, low, width, bias=False, adapts=True, casts=casts))),
+        dtype,
+    )
 
 
 def product(
-    tape: Tape, x: Value, width: int, *, bias: bool = True, shared: bool = False, adapts: bool = False
+    tape: Tape,
+    x: Value,
+    width: int,
+    *,
+    bias: bool = True,
+    shared: bool = False,
+    adapts: bool = False,
+    casts: bool = False,
+    base: str = "",
 ) -> Value:
-    """x (.., D) times a weight (O, D), its own or (`shared`) another unit's, with a bias of its own."""
-    weight = tape.parameter(width, x.shape[-1], shared=shared, adapts=adapts)
+    """x (.., D) times a weight (O, D), its own or (`shared`) another unit's, with a bias of its own.
+
+    The weight is cast to x's dtype first where autocast `casts` it. A frozen one in codes (`base`) is decoded for each
+    product; in int4 once, for forward and backward.
+    """
+    tape.num_modules += 1
+    decodes: Mapping[str, float] = {}
+    if base:
+        codes = tape.codes(width, x.shape[-1], base)
+        weight = tape.empty((width, x.shape[-1]), x.dtype)
+        decodes = {"elementwise_bytes": format_of(base).coding_bytes(weight.numel, ITEM_BYTES[x.dtype], width)}
+        tape.record("decode", [codes], [weight], decodes, num_kernels=format_of(base).num_kernels)
+        decodes = {} if base == "int4" else decodes
+    else:
+        weight = tape.parameter(width, x.shape[-1], shared=shared, adapts=adapts)
+        weight = kernel(tape, weight, "_to_copy", dtype=x.dtype) if casts else weight
     added = tape.parameter(width) if bias else None
     rows = x.numel // x.shape[-1]
     flops = 2 * rows * weight.numel
-    saved = tape.save(*((x,) if weight.needs_grad else ()), *((weight,) if x.needs_grad else ()))
+    kept = codes if decodes else weight
+    saved = tape.save(*((kept,) if x.needs_grad else ()), *((x,) if weight.needs_grad else ()))
     out = tape.empty((*x.shape[:-1], width), x.dtype)
     tape.record("addmm" if added else "mm", [x, weight], [out], {f"matmul_{x.dtype}_flops": flops})
     inputs = [x, weight, *([added] if added else [])]
@@ -42,8 +76,13 @@ def product(
 
     def backward(grad: Storage) -> Sequence[Storage | None]:
         assert saved is not None
+        if decodes:
+            again = tape.grad(num_weight, dtype)
+            tape.backward_work.append(decodes)
         tape.backward_work.append({f"matmul_{dtype}_flops": flops * (wants_x + wants_weight)})
         grads = [tape.grad(num_x, dtype) if wants_x else None, tape.grad(num_weight, dtype) if wants_weight else None]
+        if decodes:
+            del again
         if bias and wants_weight:
             grads.append(tape.grad(width, dtype))
             tape.backward_work.append(tape.moved(grad, grads[-1] or 0))
@@ -52,24 +91,26 @@ def product(
     return tape.connect(out, inputs, backward)
 
 
-def layer_norm(tape: Tape, x: Value, *, rank: int | None = None) -> Value:
+def layer_norm(tape: Tape, x: Value, *, rank: int | None = None, bias: bool = True) -> Value:
     """With parameters of its own. Statistics are in their dtype on a CPU, in fp32 on a GPU."""
+    tape.num_modules += 1
     dtype, num_x, width = x.dtype, x.numel, x.shape[-1]
-    weight, bias = (tape.parameter(width, rank=rank) for _ in range(2))
-    wanted = [value.needs_grad for value in (x, weight, bias)]
-    saved = list(tape.save(bias, x, weight)) if any(wanted) else []
+    inputs = [x, *(tape.parameter(width, rank=rank) for _ in range(1 + bias))]
+    wanted = [value.needs_grad for value in inputs]
+    saved = list(tape.save(*inputs)) if any(wanted) else []
     out = tape.empty(x.shape, dtype)
     statistics = dtype if tape.training.backend == "cpu" else "fp32"
     mean, rstd = (tape.empty((*x.shape[:-1], 1), statistics) for _ in range(2))
-    tape.record("native_layer_norm", [x, weight, bias], [out, mean, rstd], tape.moved(x, weight, bias, out, mean, rstd))
+    tape.record("native_layer_norm", inputs, [out, mean, rstd], tape.moved(*inputs, out, mean, rstd))
     saved += tape.save(mean, rstd) if any(wanted) else []
 
     def backward(grad: Storage) -> Sequence[Storage | None]:
-        grads = [tape.grad(n, dtype) if wants else None for n, wants in zip((num_x, width, width), wanted, strict=True)]
+        sizes = (num_x, *[width] * (len(wanted) - 1))
+        grads = [tape.grad(n, dtype) if wants else None for n, wants in zip(sizes, wanted, strict=True)]
         tape.backward_work.append(tape.moved(grad, *saved, *filter(None, grads)))
         return grads
 
-    return tape.connect(out, [x, weight, bias], backward)
+    return tape.connect(out, inputs, backward)
 
 
 def add(tape: Tape, a: Value, b: Value) -> Value:
@@ -209,6 +250,7 @@ def to_dtype(tape: Tape, x: Value, dtype: str) -> Value:
 
 def rms_norm(tape: Tape, x: Value, weight: Value) -> Value:
     """Llama's RMSNorm, operation by operation: in fp32, then cast, then scaled."""
+    tape.num_modules += 1
     wide = to_dtype(tape, x, "fp32")
     variance = kernel(tape, power(tape, wide), "mean", shape=(*x.shape[:-1], 1))
     wide = mul(tape, wide, kernel(tape, shift(tape, variance), "rsqrt", saves="output", num_backward=3))

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from math import prod
 
 from tierplan.sim.workloads.families.slices import Operation, Save, saved_tensors
+from tierplan.sim.workloads.formats import format_of
 from tierplan.sim.workloads.optimizers import Shape, in_flat_order
 from tierplan.sim.workloads.workload import DTYPE_BYTES, Amounts, SavedTensor, Training, total_work
 
-ITEM_BYTES = {**DTYPE_BYTES, "bool": 1, "int64": 8, "uint64": 8, "fp64": 8}
+ITEM_BYTES = {**DTYPE_BYTES, "bool": 1, "uint8": 1, "int64": 8, "uint64": 8, "fp64": 8}
 
 
 class Meter:
@@ -115,6 +116,11 @@ class Tape:
     held: list[Storage] = field(default_factory=list)
     num_parameters: int = 0
     num_frozen: int = 0
+    coded_bytes: int = 0
+    """Of frozen parameters in codes, over what they would take in the model's type: below zero."""
+    num_kernels: int = 0
+    num_modules: int = 0
+    """With parameters of their own."""
     rank: int = 0
     """Of the parameters that are made now: modules list those of lower rank first."""
     ranked: list[tuple[int, Shape]] = field(default_factory=list)
@@ -145,6 +151,13 @@ class Tape:
             self.ranked += [] if is_frozen else [(self.rank if rank is None else rank, shape)]
         leaf = None if is_frozen else Node((), None, size, dtype, is_own=not shared)
         return Value(shape, dtype, self._storage(size * ITEM_BYTES[dtype], dtype, "parameter"), leaf)
+
+    def codes(self, num_rows: int, num_columns: int, base: str) -> Value:
+        """A frozen weight of this unit that lies in codes."""
+        size, size_bytes = num_rows * num_columns, format_of(base).size_bytes(num_rows * num_columns, num_rows)
+        self.keep(size)
+        self.coded_bytes += size_bytes - size * DTYPE_BYTES[self.training.dtype]
+        return Value((size_bytes,), "uint8", self._storage(size_bytes, "uint8", "parameter"))
 
     def keep(self, num_parameters: int) -> None:
         """Frozen parameters of this unit that no operation reads."""
@@ -187,8 +200,15 @@ class Tape:
     # ---- recording ----
 
     def record(
-        self, name: str, reads: Sequence[Value], writes: Sequence[Value], work: Amounts, random: bool = False
+        self,
+        name: str,
+        reads: Sequence[Value],
+        writes: Sequence[Value],
+        work: Amounts,
+        random: bool = False,
+        num_kernels: int = 1,
     ) -> None:
+        self.num_kernels += num_kernels
         name = f"{self.scope}/{name}" if self.scope else name
         read, written = (tuple(v.storage.number for v in values) for values in (reads, writes))
         self.operations.append(Operation(name=name, reads=read, writes=written, work=work, random=random))

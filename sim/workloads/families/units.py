@@ -89,6 +89,7 @@ def position_ids(tape: Tape, length: int) -> Value:
 
 def embedding(tape: Tape, ids: Value, rows: int, width: int, name: str = "", *, rank: int | None = None) -> Value:
     """A gather of rows; its gradient has the size of the whole table."""
+    tape.num_modules += 1
     table = tape.parameter(rows, width, rank=rank, adapts=name in tape.training.saved_modules)
     saved = tape.save(ids) if table.needs_grad else ()
     out = tape.empty((*ids.shape, width), table.dtype)
@@ -132,6 +133,7 @@ def chunked_loss(
 ) -> Value:
     """The same with the logits of a part of the tokens at a time, as `runtime.autograd.chunked_loss` computes it."""
     width, dtype = hidden.shape[-1], hidden.dtype
+    tape.num_modules += 1
     weight = tape.parameter(vocabulary, width, shared=shared, adapts=adapts)
     shifted = next_labels(tape, padded_labels(tape, labels))
     tokens = shifted.numel
@@ -271,13 +273,14 @@ def measure_unit(
         kind=kind,  # type: ignore[arg-type]
         num_parameters=tape.num_parameters,
         num_frozen=tape.num_frozen,
-        frozen_bytes=tape.num_frozen * DTYPE_BYTES[training.dtype],
+        frozen_bytes=tape.num_frozen * DTYPE_BYTES[training.dtype] + tape.coded_bytes,
         shapes=tape.shapes(),
         shares="embed" if tape.shared_parameters else None,
         adds_to_shared=not (training.lora and tape.shared_parameters),
         forward=tape.forward_work(),
         backward=total_work(tape.backward_work),
-        num_kernels=len(tape.operations),
+        num_kernels=tape.num_kernels,
+        num_modules=tape.num_modules,
         saved=saved,
         input_bytes=input_bytes,
         output_bytes=0 if loss_bytes else out_bytes,

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.configs import config_of
+from tests.configs import CLOSED, config_of
 from tierplan.planner.lowering.tiling import cut_batches
 from tierplan.runtime.tracing.trace import trace_config
-from tierplan.sim.workloads.models import SUPPORTED, load_workload, workload_of
+from tierplan.sim.workloads.models import load_workload, workload_of
 from tierplan.sim.workloads.workload import NotCovered, Training, Unit, Workload, WorkloadError
 
 SETTINGS = (("cpu", "fp32", 2), ("cpu", "bf16", 1), ("cuda", "bf16", 2), ("cuda", "fp16", 3), ("cuda", "fp32", 2))
@@ -38,7 +38,7 @@ def assert_equal(closed: Workload, traced: Workload) -> None:
         *(pytest.param(*settings, 2, marks=pytest.mark.nightly) for settings in SETTINGS if settings != SETTINGS[2]),
     ],
 )
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", CLOSED)
 def test_closed_forms_are_exact(family: str, size: int, backend: str, dtype: str, batch: int) -> None:
     raw = config_of(family, size)
     if (backend, dtype) == ("cuda", "fp32") and "num_key_value_heads" in raw:
@@ -61,7 +61,7 @@ def test_closed_forms_of_a_loss_in_chunks_are_exact(
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", CLOSED)
 @pytest.mark.parametrize(("backend", "dtype", "batch"), SETTINGS)
 @pytest.mark.parametrize("lora", ["r=4", "r=3,alpha=5,dropout=0.1"])
 @pytest.mark.parametrize("more", [{}, {"trained_dtype": "bf16", "loss_chunks": 2}, {"loss_chunks": 5}], ids=str)
@@ -76,6 +76,19 @@ def test_closed_forms_are_exact_with_adapters(
     assert_equal(closed, trace_config("x", raw, training))
     assert closed.units[0].is_frozen
     assert closed.first_trained == 1
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("family", CLOSED)
+@pytest.mark.parametrize(("backend", "dtype", "batch"), SETTINGS)
+@pytest.mark.parametrize("base", ["nf4", "nf4-double", "int4", "int8"])
+def test_closed_forms_are_exact_on_a_base_in_codes(
+    family: str, backend: str, dtype: str, batch: int, base: str
+) -> None:
+    raw = {**config_of(family), "num_key_value_heads": 4}
+    settings: dict[str, Any] = {"sequence_length": 24, "dtype": dtype, "backend": backend}
+    training = Training(per_device_train_batch_size=batch, lora="r=4,dropout=0.1", base=base, **settings)
+    assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
 
 
 @pytest.mark.sampled
@@ -131,7 +144,7 @@ def test_large_models_have_as_many_adapters_as_peft_gives_them(model: str, num_t
 
 @pytest.mark.parametrize("tuning", [{"lora": "r=4,targets=lm_head"}, {"lora": "r=4,save=norm"}, {"freeze": "*.wte.*"},
                                     {"lora": "method=dora"}, {"lora": "method=ia3"},
-                                    {"lora": "r=4", "base": "nf4"}])  # fmt: skip
+                                    {"freeze": "*proj*", "base": "nf4"}])  # fmt: skip
 def test_other_adapters_are_traced(tuning: dict[str, Any]) -> None:
     with pytest.raises(NotCovered, match="LoRA on linear layers"):
         workload_of("x", config_of("llama"), Training(**tuning))
@@ -139,7 +152,7 @@ def test_other_adapters_are_traced(tuning: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
 @pytest.mark.parametrize("parts", [2, 3, 6])
-@pytest.mark.parametrize("family", SUPPORTED)
+@pytest.mark.parametrize("family", CLOSED)
 def test_a_micro_batch_that_is_cut_saves_what_a_smaller_one_does(family: str, parts: int, backend: str) -> None:
     def of(batch: int) -> Workload:
         training = Training(per_device_train_batch_size=batch, sequence_length=24, dtype="bf16", backend=backend)  # type: ignore[arg-type]
