@@ -131,15 +131,18 @@ class Cost:
     """Weight under contention: speeds (fractions of full speed) grow in proportion to it until a limit is reached."""
     wake_s: float = 0.0
     """Added to the fixed part where the stream stood still until an input was complete."""
+    launch_s: float = 0.0
+    """In which its kernels are launched, from the moment that the stream is free: the op does not end before that."""
 
     @property
     def alone_s(self) -> float:
         """Seconds from start to end when nothing else runs."""
-        return self.latency_s + self.work_s
+        return max(self.latency_s + self.work_s, self.launch_s)
 
     def fault(self, limits: Mapping[str, float]) -> str:
         """Why no op can cost this where these limits (units per second, by name) are shared; empty if it can."""
-        for what, seconds in (("latency_s", self.latency_s), ("work_s", self.work_s), ("wake_s", self.wake_s)):
+        for what in ("latency_s", "work_s", "wake_s", "launch_s"):
+            seconds = getattr(self, what)
             if not (isfinite(seconds) and seconds >= 0):
                 return f"costs {what} = {seconds}; it must be finite and 0 or more"
         if not 0 < self.share < inf:
@@ -169,7 +172,8 @@ class Stream:
     wake_s: float = 0.0
     """Paid once more by an op for whose input the stream stood still: its thread has to wake up."""
     launch_s: float = 0.0
-    """In which the process that drives it launches one kernel: an op takes at least its kernels' launches."""
+    """In which the process that drives it launches one kernel. It launches those of an op once the stream is free,
+    whatever the op waits for, and the op does not end before the last of them."""
     takes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Shared limits that its work loads: limit name -> work kind -> units of the limit per unit of work."""
     share: float = 1.0
@@ -253,9 +257,9 @@ class Machine(Shown):
                 if weight := weights.get(kind, 0.0):
                     taken[limit] = taken.get(limit, 0.0) + weight * amount
         latency_s = stream.latency_s + (0.0 if is_alone else stream.beside_s)
-        latency_s = max(latency_s, work.get(KERNELS, 0.0) * stream.launch_s - seconds)
         demand = {k: v / seconds for k, v in taken.items()} if taken and seconds else NO_DEMAND
-        return Cost(latency_s, seconds, demand, stream.share, stream.wake_s)
+        launch_s = work.get(KERNELS, 0.0) * stream.launch_s
+        return Cost(latency_s, seconds, demand, stream.share, stream.wake_s, launch_s)
 
     def rows(self) -> list[dict[str, object]]:
         """Tiers with their sizes, and streams with their rates for much work."""

@@ -41,7 +41,7 @@ def simulate(schedule: Schedule, costs: Mapping[str, Cost], *, limits: Mapping[s
 
 def alone_ns(cost: Cost) -> int:
     """Nanoseconds that an op takes when nothing else runs."""
-    return round(cost.latency_s * 1e9) + round(cost.work_s * 1e9)
+    return max(round(cost.latency_s * 1e9) + round(cost.work_s * 1e9), round(cost.launch_s * 1e9))
 
 
 class _Run:
@@ -118,10 +118,13 @@ class _Run:
         self._start_ns[i] = now
         cost = self._costs[i]
         wake_ns = round(cost.wake_s * 1e9) if cost.wake_s and self._ready_ns[i] > self._free_ns[i] else 0
-        self._alone_ns[i] += wake_ns
+        work_ns = round(cost.work_s * 1e9)
+        launched_ns = round(cost.launch_s * 1e9) - work_ns - (now - self._free_ns[i])
+        latency_ns = max(round(cost.latency_s * 1e9) + wake_ns, launched_ns)
+        self._alone_ns[i] = latency_ns + work_ns
         if not cost.demand:
             self.env.timeout(self._alone_ns[i], i).callbacks.append(self._on_end)
-        elif latency_ns := round(cost.latency_s * 1e9) + wake_ns:
+        elif latency_ns:
             self.env.timeout(latency_ns, i).callbacks.append(self._on_latency_over)
         else:
             self._flows.begin(i, cost)

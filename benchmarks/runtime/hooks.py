@@ -74,14 +74,18 @@ def main() -> None:
     use_one_rank()
     os.environ["DS_ACCELERATOR"] = "cpu"
     torch.set_num_threads(1)
-    micro_batch, took_s = _micro_batch(asked.system, _model(lora=asked.lora)), []
+    model, took_s = _model(lora=asked.lora), []
+    block = next(m for m in model.modules() if type(m).__name__.endswith("DecoderLayer"))
+    modules = sum(any(True for _ in m.parameters(recurse=False)) for m in block.modules())
+    micro_batch = _micro_batch(asked.system, model)
     for _ in range(STEPS + 3):
         begin_s = time.process_time()
         for _ in range(BATCHES):
             micro_batch()
         took_s.append(time.process_time() - begin_s)
     each_s = median(took_s[3:]) / (BATCHES * BLOCKS * 3)
-    print(f"{asked.system}{' with adapters' if asked.lora else ''}: {each_s * 1e3:.2f} ms for a pass of a block")
+    what = f"{asked.system}{' with adapters' if asked.lora else ''}"
+    print(f"{what}: {each_s * 1e3:.2f} ms for a pass of a block, {modules} of whose modules have parameters")
 
 
 if __name__ == "__main__":

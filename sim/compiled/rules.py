@@ -37,6 +37,8 @@ class Prices(NamedTuple):
     wake_ns: Int64
     """What latency is longer by where the stream stood still until an input was complete."""
     work_ns: Int64
+    launch_ns: Int64
+    """From the moment that the stream is free; the op does not end before that."""
     is_flow: Bool
     """Whether it takes of shared limits."""
     share: Float64
@@ -108,6 +110,7 @@ def no_time(num_ops: int) -> Prices:
         latency_ns=nothing,
         wake_ns=nothing,
         work_ns=nothing,
+        launch_ns=nothing,
         is_flow=np.zeros(1, np.bool_),
         share=np.ones(1),
         demand=np.zeros((1, 0)),
@@ -197,7 +200,7 @@ def execute(graph: GraphColumns, prices: Prices) -> Execution:
     request_bytes, request_next = graph.request_bytes, graph.request_next
     free_begins, freed = graph.frees
     buffer_tier, held_bytes, capacity_bytes = graph.buffer_tier, graph.held_bytes, graph.capacity_bytes
-    op_price, _, latency_ns, wake_ns, work_ns, is_flow, share, demand, limits = prices
+    op_price, _, latency_ns, wake_ns, work_ns, launch_ns, is_flow, share, demand, limits = prices
     num_ops, num_tiers, num_streams = len(op_price), len(capacity_bytes), len(first_on_stream)
 
     free_ns, ready_ns = np.full(num_ops, -1, np.int64), np.zeros(num_ops, np.int64)
@@ -303,6 +306,7 @@ def execute(graph: GraphColumns, prices: Prices) -> Execution:
             start_ns[i] = now_ns
             p = op_price[i]
             duration_ns = latency_ns[p] + (wake_ns[p] if ready_ns[i] > free_ns[i] else 0)
+            duration_ns = max(duration_ns, launch_ns[p] - work_ns[p] - (now_ns - free_ns[i]))
             if is_flow[p] and duration_ns == 0:
                 begins = i
             else:

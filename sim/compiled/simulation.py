@@ -51,7 +51,7 @@ def prices_on(columns: ScheduleColumns, machine: Machine, known: KnownRows | Non
     for p, work in enumerate(columns.works):
         if (one := known.get((id(work), is_alone))) is None:
             cost = machine.cost(work.stream, work.amounts, is_alone=is_alone)
-            times_ns = cost.latency_s * 1e9, cost.wake_s * 1e9, cost.work_s * 1e9
+            times_ns = cost.latency_s * 1e9, cost.wake_s * 1e9, cost.work_s * 1e9, cost.launch_s * 1e9
             demands = (cost.demand.get(name, 0.0) for name in limits)
             one = work, (cost.alone_s, *times_ns, bool(cost.demand), cost.share, *demands)
             if not (fault := _fault(cost, limits)):
@@ -59,17 +59,18 @@ def prices_on(columns: ScheduleColumns, machine: Machine, known: KnownRows | Non
             elif (ops := np.flatnonzero(columns.op_work == p)).size:
                 raise SimulationError(f"op {columns.labels().ops[ops[0]].key!r} {fault}")
         rows.append(one[1])
-    table = np.array(rows, np.float64).reshape(len(rows), 6 + len(limits)).T.copy()
-    latency_ns, wake_ns, work_ns = np.rint(table[1:4]).astype(np.int64)
+    table = np.array(rows, np.float64).reshape(len(rows), 7 + len(limits)).T.copy()
+    latency_ns, wake_ns, work_ns, launch_ns = np.rint(table[1:5]).astype(np.int64)
     return Prices(
         op_price=columns.op_work,
         alone_s=table[0],
         latency_ns=latency_ns,
         wake_ns=wake_ns,
         work_ns=work_ns,
-        is_flow=table[4] > 0,
-        share=table[5],
-        demand=table[6:].T.copy(),
+        launch_ns=launch_ns,
+        is_flow=table[5] > 0,
+        share=table[6],
+        demand=table[7:].T.copy(),
         limits=np.array(list(limits.values()), np.float64),
     )
 
@@ -77,6 +78,6 @@ def prices_on(columns: ScheduleColumns, machine: Machine, known: KnownRows | Non
 def _fault(cost: Cost, limits: Mapping[str, float]) -> str:
     """Why no op can cost this; empty if it can."""
     fault = cost.fault(limits)
-    if not fault and max(cost.work_s, cost.latency_s, cost.wake_s) * 1e9 > TOO_LATE:
+    if not fault and max(cost.work_s, cost.latency_s, cost.wake_s, cost.launch_s) * 1e9 > TOO_LATE:
         fault = f"takes {cost.alone_s:.3g} s, and nothing is simulated beyond {TOO_LATE / 1e9:.3g} s"
     return fault

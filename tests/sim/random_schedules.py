@@ -129,7 +129,8 @@ LIMITS = {"bus": 3.0, "drive": 0.7}
 seconds = st.one_of(durations, st.sampled_from([0.1, 1 / 3, 0.7e-9, 1.5e-9, 2.5e-9]), st.floats(0, 5))
 """Whole ones, so that much happens at once, and others, so that much is rounded."""
 wakes = st.sampled_from([0.0, 0.0, 1.0, 3e-9])
-fixed_costs = st.builds(Cost, st.sampled_from([0.0, 0.0, 1.0, 2e-9, 0.3]), seconds, wake_s=wakes)
+launches = st.sampled_from([0.0, 0.0, 0.5, 3.0])
+fixed_costs = st.builds(Cost, st.sampled_from([0.0, 0.0, 1.0, 2e-9, 0.3]), seconds, wake_s=wakes, launch_s=launches)
 sharing_costs = st.builds(
     Cost,
     st.sampled_from([0.0, 0.0, 1.0, 2e-9, 0.3]),
@@ -137,6 +138,7 @@ sharing_costs = st.builds(
     st.dictionaries(st.sampled_from(sorted(LIMITS)), st.sampled_from([0.0, 0.3, 1.0, 2.0, 7.7]), max_size=2),
     st.sampled_from([1.0, 1.0, 2.0, 0.3]),
     wakes,
+    launches,
 )
 """Ops that run beside each other take of the same limits, more than there is or less."""
 cost_lists = st.lists(fixed_costs | sharing_costs, min_size=1, max_size=14)

@@ -11,7 +11,7 @@ import simpy
 
 from tests.sim.test_schedule import buffer, op
 from tests.toys import toy_machine, toy_workload, uniform_plan
-from tierplan.hwmodels.machine import Cost, Machine, Rate, SharedLimit, Stream, TierSpec
+from tierplan.hwmodels.machine import KERNELS, Cost, Machine, Rate, SharedLimit, Stream, TierSpec
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.sim.analysis.completion import OutOfMemory, SimulationError
@@ -107,6 +107,19 @@ def test_a_thread_wakes_up_where_its_stream_stood_still() -> None:
     assert all(span.alone_ns == span.duration_ns for span in trace.spans)
     alone = simulate_on(Schedule(name="x", tiers=(), buffers=(), ops=(a, c)), machine)
     assert log(alone) == [("a", 0.0, 1.0), ("c", 1.0, 2.0)], "nothing is beside them"
+
+
+def test_kernels_are_launched_while_their_stream_waits() -> None:
+    """`b` waits two seconds for `a`: of its three seconds of launches one is left, less than its work. `c` takes its
+    own, which begin when `b` ends."""
+    rates = {"s": Rate.constant(1.0)}
+    streams = (Stream(name="s", rates=rates), Stream(name="t", rates=rates, launch_s=1.0))
+    machine = Machine(name="m", tiers=(), streams=streams)
+    a, b = op("a", work={"s": 2.0}), op("b", work={"s": 1.5, KERNELS: 3}, stream="t", after=("a",))
+    c = op("c", work={"s": 1.0, KERNELS: 3}, stream="t")
+    trace = simulate_on(validate(Schedule(name="x", tiers=(), buffers=(), ops=(a, b, c))), machine)
+    assert sorted(log(trace)) == [("a", 0.0, 2.0), ("b", 2.0, 3.5), ("c", 3.5, 6.5)]
+    assert all(span.alone_ns == span.duration_ns for span in trace.spans)
 
 
 @pytest.mark.parametrize("stage_s", [(1.0, 2.0, 3.0), (3.0, 1.0, 2.0), (2.0, 2.0, 2.0), (0.0, 1.0, 0.5)])
