@@ -303,6 +303,16 @@ def test_recomputing_in_longer_segments_keeps_fewer_inputs() -> None:
     assert peaks[1] < peaks[0]
 
 
+def test_inputs_that_wait_in_host_memory_leave_the_device() -> None:
+    workload, peaks = toy_workload(12, slots=1), []
+    for inputs in ("device", "host"):
+        _, schedule, trace = run("full-recompute", workload, toy_machine(), inputs=inputs)
+        held = [e for e in trace.memory if e.tier == "gpu0" and e.kind == "acts"]
+        peaks.append(max(accumulate(e.delta_bytes for e in held)))
+    assert sum(op.key.startswith("offload_x/L") for op in schedule.ops) == 12
+    assert peaks[0] - peaks[1] >= 8 * workload.blocks[0].input_bytes
+
+
 def test_segments_do_not_mix_with_kept_tensors() -> None:
     kept = decide("in-memory", toy_workload(), toy_machine()).units
     plan = replace(decide("full-recompute", toy_workload(), toy_machine(), {"every": 2}), units=kept)
