@@ -66,8 +66,10 @@ class CodedLinear(nn.Linear):
         return decoded_weight(self.coded, *self.settings) if name == "weight" else super().__getattr__(name)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if self.base == "int4":  # decoded once for forward and backward, as auto-gptq does
-            return functional.linear(input, self.weight, self.bias)
+        if self.base == "int4":  # decoded once for forward and backward, bias beside it, and a copy, as below
+            wide = functional.linear(input, self.weight)
+            wide = wide if self.bias is None else wide + self.bias
+            return wide.clone()
         out: torch.Tensor = _Product.apply(input, self.bias, self.settings, *self.coded)  # type: ignore[no-untyped-call]
         return out
 

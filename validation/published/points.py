@@ -30,6 +30,7 @@ from tierplan.sim.workloads.models import read_config, workload_of
 from tierplan.sim.workloads.workload import (
     DTYPE_BYTES,
     NotCovered,
+    SavedTensor,
     Training,
     Unit,
     Workload,
@@ -87,7 +88,10 @@ class Question:
         workload = _workload(self.model, self.training, self.config)
         workload = replace(workload, units=tuple(self._timed(u) if u.kind == "block" else u for u in workload.units))
         if self.compiled:
-            workload = replace(workload, units=tuple(_compiled(u, workload) for u in workload.units))
+            chosen = self.options.get("checkpointing") == "selective"
+            workload = replace(
+                workload, units=tuple(_compiled(u, workload, by_operator=chosen) for u in workload.units)
+            )
         if not self.loss:
             return workload
         *units, head = workload.units
@@ -143,9 +147,10 @@ def with_attention(machine: Machine, rate: float) -> Machine:
     return replace(machine, streams=tuple(with_rate_factors(s, factors) for s in machine.streams))
 
 
-def _compiled(unit: Unit, workload: Workload) -> Unit:
+def _compiled(unit: Unit, workload: Workload, *, by_operator: bool = False) -> Unit:
     """A Llama's block whose element-wise work lies in kernels between products; twice as much in backward, where they
-    read what was saved beside gradients."""
+    read what was saved beside gradients. It saves what products and attention read and write, and makes again what
+    lies between, unless somebody chose `by_operator` what it keeps."""
     if unit.kind != "block":
         return unit
     c = {name: int(str(value)) for name, value in workload.config.items() if str(value).isdigit()}
@@ -155,12 +160,20 @@ def _compiled(unit: Unit, workload: Workload) -> Unit:
     wide = {"q_proj": d, "k_proj": kv, "v_proj": kv, "o_proj": d, "gate_proj": f, "up_proj": f, "down_proj": d}
     adapted = read_adapters(t.lora).targets if t.lora else ()
     values = 11 * d + 2 * kv + 3 * f + sum(wide[name] for name in (wide if adapted == ("all-linear",) else adapted))
-    moved = 2.0 * values * t.per_device_train_batch_size * t.sequence_length
+    tokens = t.per_device_train_batch_size * t.sequence_length
+    moved = 2.0 * values * tokens
+    kept = {"norm": d, "query": d, "key": kv, "value": kv, "attention": d, "output": d, "mlp norm": d}
+    kept |= {"gate": f, "up": f, "product": f}
     decoded = format_of(t.base).coding_bytes(unit.num_frozen, 2) if t.base else 0
     forward, backward = (
         {**w, "elementwise_bytes": n * moved + decoded} for w, n in ((unit.forward, 1), (unit.backward, 2))
     )
-    return replace(unit, forward=forward, backward=backward, recompute=None, num_kernels=0)
+    saved = tuple(
+        SavedTensor(index=k, name=name, size_bytes=2 * tokens * width, dtype=t.dtype)
+        for k, (name, width) in enumerate(kept.items())
+    )
+    saved = unit.saved if by_operator else saved
+    return replace(unit, forward=forward, backward=backward, recompute=None, num_kernels=0, saved=saved)
 
 
 @lru_cache(maxsize=64)
@@ -205,11 +218,14 @@ def question_of(point: Facts, rule: Facts, models: Mapping[str, str]) -> Questio
         dtype=facts.get("dtype", "bf16"),
         **facts.get("training", {}),
     )
+    options = dict(facts.get("options", {}))
+    if "checkpointing" in facts:
+        options.setdefault("checkpointing", "on" if facts["checkpointing"] else "off")
     return Question(
         machine=facts["machine"],
         settings=(f"gpu.count={facts['gpus']}", *facts.get("set", ())),
         policy=rule["policy"],
-        options=facts.get("options", {}),
+        options=options,
         model=models.get(point["model"], point["model"]),
         training=training,
         sequences=ranks * micro_batch * accumulation,

@@ -16,7 +16,11 @@ from tierplan.sim.workloads.formats import format_of
 
 def linear(tape: Tape, x: Value, width: int, name: str = "", *, bias: bool = True) -> Value:
     """A linear layer of a block, with adapters where there are any for its `name`."""
-    out = product(tape, x, width, bias=bias, base=tape.training.base)
+    base = tape.training.base
+    out = product(tape, x, width, bias=bias and base != "int4", base=base)
+    if base == "int4":  # auto-gptq adds the bias by itself, and PEFT adds adapters to a copy
+        out = shift(tape, out, tape.parameter(width)) if bias else out
+        out = shift(tape, out)
     if not tape.training.lora:
         return out
     adapters, dtype = read_adapters(tape.training.lora), out.dtype
@@ -164,9 +168,9 @@ def scale(tape: Tape, x: Value) -> Value:
     return kernel(tape, x, "mul")
 
 
-def shift(tape: Tape, x: Value) -> Value:
-    """x plus a number, which passes its gradient on."""
-    return tape.connect(tape.made("add", [x], x.shape, x.dtype), [x], lambda grad: [grad])
+def shift(tape: Tape, x: Value, *others: Value) -> Value:
+    """x plus a number, or what is not trained, which passes its gradient on; or a copy of it."""
+    return tape.connect(tape.made("add", [x, *others], x.shape, x.dtype), [x], lambda grad: [grad])
 
 
 def mul(tape: Tape, a: Value, b: Value) -> Value:

@@ -60,6 +60,8 @@ def test_sequences_are_shared_by_ranks_and_micro_batches() -> None:
     asked = question_of(facts, {"machine": "x", "policy": "p", "dtype": "fp16"}, {"m": "gpt2"})
     assert (asked.training.per_device_train_batch_size, asked.training.gradient_accumulation_steps) == (4, 16)
     assert (asked.sequences, asked.model, asked.settings) == (512, "gpt2", ("gpu.count=8",))
+    on, off = (question_of({**facts, "checkpointing": x}, {"machine": "x", "policy": "p"}, {}) for x in (True, False))
+    assert (on.options, off.options) == ({"checkpointing": "on"}, {"checkpointing": "off"})
     shared = question_of(facts, {"machine": "x", "policy": "p", "shared": True, "micro_batch": 4}, {})
     assert (shared.training.gradient_accumulation_steps, shared.sequences) == (128, 512)
 
@@ -109,7 +111,7 @@ def test_every_published_quantity_is_a_row_answered_or_not(monkeypatch: pytest.M
                  for quantity in ("step_s", *(peak for peak in PEAKS if peak in facts[name]))]  # fmt: skip
     assert [(row.label, row.quantity) for row in rows] == published
     unsaid = {row.label: row.why_not for row in rows if row.quantity == "peak_gib"}
-    assert "compiled blocks save" in unsaid["torchtune-llama3.2-3b-compile"]
+    assert "of another kind than LoRA" in unsaid["peft-gralora--llama-3.2-3B-rank32"]
 
 
 @pytest.mark.parametrize(("name", "most"), [("h100-13b-2048", 0.15), ("h100-30b-2048", 0.15), ("a100-13b-2048", 0.10)])
