@@ -16,7 +16,6 @@ from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Rate
 from tierplan.hwmodels.names import HOST_ADAM
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.planning import plan
 from tierplan.planner.prediction import predict
 from tierplan.planner.search.budget import Budget
