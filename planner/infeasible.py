@@ -5,7 +5,7 @@ InfeasiblePlan(PlanError)   no plan fits into memory, or none spares the drives 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,8 +13,8 @@ from math import inf
 
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.planner.lowering.tiling import with_batch
-from tierplan.planner.milp.amounts import problem
-from tierplan.planner.milp.bounds import Shortage, lower_bound
+from tierplan.planner.milp.amounts import Problem, problem
+from tierplan.planner.milp.bounds import Shortage, lower_bound, shortages
 from tierplan.planner.plan import UnitwisePlan, plain_semantics
 from tierplan.planner.plan_rules import Order, PlanError
 from tierplan.planner.search.budget import Budget
@@ -44,6 +44,23 @@ class LargestBatch:
         if self.is_least:
             return f"{self.num_sequences} or more"
         return f"up to {self.num_sequences}" if self.num_sequences else "none, not even one"
+
+
+def least_lacking(problems: Iterable[Problem]) -> tuple[Shortage, ...]:
+    """Of each tier that none of these has enough of, the least that would do."""
+    found = [shortage for p in problems for shortage in shortages(p)]
+    least = {s.tier: s for s in sorted(found, key=lambda s: -s.needed_bytes)}
+    return tuple(least[tier] for tier in ("device", "host", "nvme") if tier in least)
+
+
+def spares_no_drives(num_plans: int, gentlest: str, least_s: float) -> str:
+    """Why none of so many plans lets the drives live as long as was asked, where this is what the gentlest of them does
+    and no step is shorter than `least_s`, in seconds."""
+    return (
+        f"the gentlest of {num_plans} plans {gentlest}. A step would have to take {least_s:.3g} s or more; micro-"
+        "batches that are accumulated make it longer without writing more (--accumulation). Or use more drives, or drives that "
+        "are rated for more (--set nvme.drives=, nvme.endurance=), or ask for a shorter lifetime"
+    )
 
 
 @dataclass(eq=False)

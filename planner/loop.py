@@ -13,10 +13,10 @@ from math import inf
 
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.hwmodels.scaling import parts_of
-from tierplan.planner.infeasible import InfeasiblePlan
+from tierplan.planner.infeasible import InfeasiblePlan, least_lacking, spares_no_drives
 from tierplan.planner.lowering import Lowering
 from tierplan.planner.milp.amounts import Problem, problem
-from tierplan.planner.milp.bounds import Bound, Shortage, lower_bound, shortages
+from tierplan.planner.milp.bounds import Bound, lower_bound
 from tierplan.planner.milp.program import SOLVER, Solver
 from tierplan.planner.plan import Plan, UnitwisePlan, plain_semantics
 from tierplan.planner.plan_rules import Order, PlanError
@@ -465,29 +465,17 @@ class Search:
             return InfeasiblePlan(self.workload, self.machine, (), why)
         if worn := [c for c in self.simulate_plan.seen.values() if c.wear > 1.0]:
             gentlest = min(worn, key=lambda c: c.wear)
-            least_s = min(bound.step_s for bound in bounds)
-            why = (
-                f"the gentlest of {len(worn)} plans {gentlest.reason}. A step would have to take {least_s:.3g} s or "
-                "more; micro-batches that are accumulated make it longer without writing more (--accumulation). Or "
-                "use more drives, or drives that are rated for more (--set nvme.drives=, nvme.endurance=), or ask for "
-                "a shorter lifetime"
-            )
+            why = spares_no_drives(len(worn), gentlest.reason, min(bound.step_s for bound in bounds))
             return InfeasiblePlan(self.workload, self.machine, (), "", why)
         if any(bound.feasible for bound in bounds) and self.budget.is_out_of_time:
             why = f"in {self.budget.time_limit_s:g} s, though memory may do; search for longer (--time-limit)"
             return InfeasiblePlan(self.workload, self.machine, (), not_found=why)
-        lacking = () if any(bound.feasible for bound in bounds) else self._lacking(problems)
+        finest = self.posed("vertical", self.workload.training.per_device_train_batch_size)
+        lacking = () if any(bound.feasible for bound in bounds) else least_lacking([*problems, finest])
         failed = (c.reason for c in self.simulate_plan.seen.values() if not c.fits)
         reason = "" if lacking else next(failed, "")  # which takes a while to put in words
         others = tuple(name for name, result in self.compared.items() if result(is_best=False).step_s is not None)
         return InfeasiblePlan(self.workload, self.machine, lacking, reason, others=others)
-
-    def _lacking(self, problems: list[Problem]) -> tuple[Shortage, ...]:
-        """The least of each tier that would do, however a micro-batch is cut."""
-        finest = self.posed("vertical", self.workload.training.per_device_train_batch_size)
-        found = [shortage for p in (*problems, finest) for shortage in shortages(p)]
-        least = {s.tier: s for s in sorted(found, key=lambda s: -s.needed_bytes)}
-        return tuple(least[tier] for tier in ("device", "host", "nvme") if tier in least)
 
     def _result(self, best: Candidate[Plan], bound: Bound, status: Status) -> PlanResult:
         assert best.step_s is not None
