@@ -58,8 +58,8 @@ def spares_no_drives(num_plans: int, gentlest: str, least_s: float) -> str:
     and no step is shorter than `least_s`, in seconds."""
     return (
         f"the gentlest of {num_plans} plans {gentlest}. A step would have to take {least_s:.3g} s or more; "
-        "micro-batches that are accumulated make it longer without writing more (--accumulation). Or use more drives, or "
-        "drives that are rated for more (--set nvme.drives=, nvme.endurance=), or ask for a shorter lifetime"
+        "micro-batches that are accumulated make it longer without writing more (--accumulation). Or use more drives, "
+        "or drives that are rated for more (--set nvme.drives=, nvme.endurance=), or ask for a shorter lifetime"
     )
 
 
