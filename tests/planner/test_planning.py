@@ -358,7 +358,7 @@ def test_activations_in_codes_are_quicker_where_they_have_to_leave_and_no_slower
     coded = replace(made, training=replace(made.training, activation_format="fp8"))
     of_coding_s = 2 * 1.5 * sum(u.saved_bytes + u.input_bytes for u in made.units) / 1e12
     steps_s = []
-    for device_mb in (220, 400, 1000):
+    for device_mb in (150, 400, 1000):
         machine = small_machine(device_mb=device_mb, link_mb_per_s=50)
         wide, less = (plan(workload, machine, time_limit_s=2) for workload in (made, coded))
         assert less.lower_bound_s <= less.step_s <= wide.step_s + 1.01 * of_coding_s
