@@ -84,8 +84,8 @@ def in_turns(first: Callable[[], T], second: Callable[[], T], turns: int) -> Ite
 
 
 def spread(ratios: Sequence[float]) -> Record:
-    """The median, the quartiles, and all."""
-    low, median, high = statistics.quantiles(ratios, n=4)
+    """The median, the quartiles, and all; of one, that."""
+    low, median, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [*ratios] * 3
     return {"ratio": median, "quartiles": [low, high], "ratios": list(ratios)}
 
 

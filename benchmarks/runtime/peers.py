@@ -258,7 +258,7 @@ def with_deepspeed(args: argparse.Namespace, settings: Mapping[str, Any], folder
         **(swaps if settings["optimizer"] == "nvme" else {}),
     }
     if "param" in settings:
-        sizes = {"buffer_count": 16, "buffer_size": largest + MARGIN, "max_in_cpu": 0}
+        sizes = {"buffer_count": 40, "buffer_size": largest + MARGIN, "max_in_cpu": 0}
         zero["offload_param"] = {**places[settings["param"]], **(sizes if settings["param"] == "nvme" else {})}
     if settings.get("checkpoint") and settings["stage"] == 3:
         zero["stage3_prefetch_bucket_size"] = 0  # with recomputation its prefetching fails (DeepSpeed issue 4072)
