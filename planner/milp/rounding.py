@@ -93,7 +93,8 @@ def _diffuse(shares: Sequence[Mapping[Name, float]], weights: Sequence[float], k
         deficit = deficits.setdefault(kind, {})
         for name, value in share.items():
             deficit[name] = deficit.get(name, 0.0) + value * weight
-        best = max(share, key=lambda name: (share[name] > 1 - DECIDED, round(deficit[name], 9), -_rank(name)))
+        decided = [name for name, value in share.items() if value > 1 - DECIDED]
+        best = decided[0] if decided else max(share, key=lambda name: (round(deficit[name], 9), -_rank(name)))
         deficit[best] -= weight
         chosen.append(best)
     return chosen
