@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from math import inf
 from typing import Any, Generic, TypeVar
 
 from tierplan.hwmodels.machine import Machine, MachineError
@@ -64,7 +65,7 @@ class PlanSimulator:
     """Lowers and simulates plans, each one once. With a limit on writing to NVMe, plans that exceed it do not fit."""
 
     def __init__(
-        self, workload: Workload, machine: Machine, budget: Budget, *, write_limit_bytes_per_s: float = float("inf")
+        self, workload: Workload, machine: Machine, budget: Budget, *, write_limit_bytes_per_s: float = inf
     ) -> None:
         self.workload, self.machine, self.budget = workload, machine, budget
         self.write_limit_bytes_per_s = write_limit_bytes_per_s
@@ -120,6 +121,8 @@ class PlanSimulator:
         except (PlanError, ScheduleError, MachineError) as error:
             self.budget.ops_left -= 100
             return Candidate(plan, None, partial(str, error))
+        if self.write_limit_bytes_per_s == inf:
+            return Candidate(plan, step_s, room_gb=room_gb)
         written = written_bytes(columns)
         wear = written / step_s / self.write_limit_bytes_per_s
         if wear > 1:
