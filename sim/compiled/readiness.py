@@ -8,8 +8,6 @@ safe sequence).
 
 from __future__ import annotations
 
-import heapq
-
 import numpy as np
 
 from tierplan.sim.columns import Bool, Float64, Int32, Int64
@@ -173,24 +171,25 @@ def ready_order(graph: GraphColumns, seconds: Float64, overtakes: Bool) -> Int32
 
 
 @compiled
-def consistent_order(wanted: Int64, graph: GraphColumns) -> Int64:
-    """Ops as they are `wanted`, each behind those that it waits for.
-
-    All that may come is known at any time, and the first of it in the wanted order comes.
-    """
+def consistent_order(wanted: Int64, graph: GraphColumns) -> Int32:
+    """Ops as they are `wanted`, each behind those that it waits for: again and again the first that may come."""
     (begins, followers), missing = graph.followers, graph.num_inputs.copy()
     num_ops = len(wanted)
     place = np.empty(num_ops, np.int64)
     for k in range(num_ops):
         place[wanted[k]] = k
-    ready = [place[i] for i in range(num_ops) if missing[i] == 0]
-    heapq.heapify(ready)
-    order = np.empty(num_ops, np.int64)
-    for num in range(num_ops):
-        i = order[num] = wanted[heapq.heappop(ready)]
-        for k in range(begins[i], begins[i + 1]):
-            j = followers[k]
-            missing[j] -= 1
-            if missing[j] == 0:
-                heapq.heappush(ready, place[j])
+    before, after = np.arange(-1, num_ops), np.arange(1, num_ops + 2)  # by place, among those that are left
+    order, num, at = np.empty(num_ops, np.int32), 0, 0
+    while num < num_ops:
+        i, following = wanted[at], after[at]
+        if missing[i] == 0:
+            order[num] = i
+            num += 1
+            after[before[at]], before[following] = following, before[at]
+            for k in range(begins[i], begins[i + 1]):
+                j = followers[k]
+                missing[j] -= 1
+                if missing[j] == 0:
+                    following = min(following, place[j])
+        at = following
     return order
