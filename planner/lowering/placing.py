@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tierplan.planner.lowering.listing import Turns
-from tierplan.sim.columns import Float64, Int64, Lists
+from tierplan.sim.columns import Bool, Float64, Int32, Int64, Lists
 from tierplan.sim.compiled.compiler import compiled
 
 COMPUTE, READ, HOME = range(3)
@@ -99,7 +99,8 @@ def _slot(keys: Rows, slots: Int64, key: Int64) -> int:
     """Where the template of this key is, or would be."""
     hashed = 0
     for x in key:
-        hashed = (hashed * 1_000_003 + x) % 2_147_483_647
+        hashed = hashed * 1_000_003 + x
+        hashed = (hashed ^ (hashed >> 31)) & 2_147_483_647
     at = hashed & (len(slots) - 1)
     while slots[at] >= 0:
         t = slots[at]
@@ -177,7 +178,10 @@ def walk(start: int, end: int, step: Step, table: Table, key: Int64) -> int:
 class Written(NamedTuple):
     """The ops and buffers of a step, in the order of their turns."""
 
-    work: Int64
+    work: Int32
+    works: Int64
+    """What those numbers mean to templates, in order of first use: what other plans have drawn before changes nothing,
+    not even the order of sums."""
     wanted_at: Float64
     rank: Int64
     reads: Lists
@@ -185,8 +189,8 @@ class Written(NamedTuple):
     after: Lists
     tier: Int64
     size_bytes: Int64
-    initial: Int64
-    reuses: Int64
+    initial: Bool
+    reuses: Int32
 
 
 @compiled
@@ -227,21 +231,25 @@ def written(
     """`at`: when each turn is wanted; `leads`: how much before that an op is, by its lead. The others are
     rows by template."""
     num_ops, num_buffers = step.first_op[-1], step.first_buffer[-1]
-    work, rank = np.empty(num_ops, np.int64), np.empty(num_ops, np.int64)
-    wanted_at = np.empty(num_ops, np.float64)
+    work, works, num_works = np.empty(num_ops, np.int32), np.empty(num_ops, np.int64), 0
+    number = np.full(len(ops.items) // OP_FIELDS, -1, np.int32)  # of works, of which there are no more than such ops
+    wanted_at, rank = np.empty(num_ops, np.float64), np.empty(num_ops, np.int64)
     tier, size_bytes = np.empty(num_buffers, np.int64), np.empty(num_buffers, np.int64)
-    initial, reuses = np.empty(num_buffers, np.int64), np.empty(num_buffers, np.int64)
+    initial, reuses = np.empty(num_buffers, np.bool_), np.empty(num_buffers, np.int32)
     i = b = 0
     for p in range(len(step.template)):
         t = step.template[p]
         if t < 0:
             continue
         for k in range(ops.begins[t], ops.begins[t + 1], OP_FIELDS):
-            work[i], rank[i] = ops.items[k], ops.items[k + 2]
+            if number[ops.items[k]] < 0:
+                number[ops.items[k]], works[num_works] = num_works, ops.items[k]
+                num_works += 1
+            work[i], rank[i] = number[ops.items[k]], ops.items[k + 2]
             wanted_at[i] = at[p] - leads[ops.items[k + 1]]
             i += 1
         for k in range(buffers.begins[t], buffers.begins[t + 1], BUFFER_FIELDS):
-            tier[b], size_bytes[b], initial[b] = buffers.items[k], buffers.items[k + 1], buffers.items[k + 2]
+            tier[b], size_bytes[b], initial[b] = buffers.items[k], buffers.items[k + 1], buffers.items[k + 2] > 0
             ref = buffers.items[k + 3]
             if ref == NO_REF:
                 reuses[b] = -1
@@ -252,6 +260,7 @@ def written(
             b += 1
     return Written(
         work,
+        works[:num_works],
         wanted_at,
         rank,
         _refs_of(step, reads, ops, 3),

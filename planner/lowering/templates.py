@@ -98,8 +98,8 @@ class Chain:
         self.is_block = np.array([unit.kind == "block" for unit in units], np.bool_)
         self.is_owner = np.array([unit.num_trained > 0 for unit in units], np.bool_)
         self.has_any = np.array([unit.num_parameters > 0 for unit in units], np.bool_)
-        below = workload.first_trained
-        alike = [(first, u <= below, u == len(units) - 1) for u, first in enumerate(first_alike(units))]
+        self.first_trained = workload.first_trained
+        alike = [(first, u <= self.first_trained, u == len(units) - 1) for u, first in enumerate(first_alike(units))]
         self._first = [alike.index(like) for like in alike]
         known: list[dict[UnitPlan, int]] = [{} for _ in units]
         self._known = [known[u] for u in self._first]
@@ -107,7 +107,7 @@ class Chain:
         self.facts: list[Facts] = []
         self._spec = cache(lambda u, acts: unit_spec(units[u], acts))
         self._cells: dict[str, int] = {}
-        self.num_cells = 0
+        self.num_cells = self.longest_key = 0
         self.names: list[Mapping[str, int]] = []
         """By pattern: the numbers of its cells, and behind them of ops that come before, in its templates."""
         self.templates: list[Template] = []
@@ -164,6 +164,7 @@ class Chain:
                     found = list(_names(turn, flag, *counts))
                     names, fields = [name for name, _, _ in found], [self._fields(what, of) for _, what, of in found]
                 self.names.append({name: i for i, name in enumerate((*names, *turn.ops))})
+                self.longest_key = max(self.longest_key, 2 + len(self.names[-1]))
                 self._patterns.add([x for field in fields for x in field])
         return self._numbers[key]
 
@@ -206,10 +207,6 @@ class Chain:
         """Of what it depends on: its turn's facts, its flag, and the forms of cells and of ops that come before."""
         begins, items = self._keys.rows
         return items[begins[template] : begins[template + 1]].tolist()  # type: ignore[no-any-return]
-
-    @property
-    def longest_key(self) -> int:
-        return 2 + max(map(len, self.names))
 
     @property
     def table(self) -> Table:

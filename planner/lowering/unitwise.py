@@ -88,7 +88,7 @@ class UnitwiseStep:
             is_block=chain.is_block,
             is_owner=chain.is_owner,
             has_any=chain.has_any,
-            first_trained=self.workload.first_trained,
+            first_trained=chain.first_trained,
             is_late=is_late,
             updates_here=updates_here,
             num_parts=self.num_parts,
@@ -156,27 +156,22 @@ class UnitwiseStep:
         old, new = self.chain.cell("old grads"), self.chain.cell("grads")
         is_old = (self.initial >= old) & (self.initial < old + len(self.workload.units))
         becomes[self.step.ids[np.where(is_old, self.initial - old + new, self.initial)]] = self.initial_ids
-        # in order of first use: what other plans have drawn before changes nothing, not even the order of sums
-        used, first = np.unique(made.work, return_index=True)
-        used = used[np.argsort(first)]
-        number = np.empty(len(self.chain.works.listed), np.int32)
-        number[used] = np.arange(len(used))
         columns = ScheduleColumns(
             tiers=tiers_of(machine),
-            works=tuple(self.chain.works.listed[w] for w in used.tolist()),
-            op_work=number[made.work],
+            works=tuple(self.chain.works.listed[w] for w in made.works.tolist()),
+            op_work=made.work,
             reads=made.reads,
             writes=made.writes,
             after=made.after,
             buffer_tier=self._tiers(machine, made.tier),
             buffer_bytes=made.size_bytes,
-            buffer_initial=made.initial > 0,
-            buffer_reuses=made.reuses.astype(np.int32),
+            buffer_initial=made.initial,
+            buffer_reuses=made.reuses,
             buffer_becomes=becomes,
             labels=lambda: self._labels(machine),
         )
         wanted = np.lexsort((made.rank, made.wanted_at))
-        return columns.reordered(consistent_order(wanted, graph_columns(columns)).astype(np.int32))
+        return columns.reordered(consistent_order(wanted, graph_columns(columns)))
 
     def _tiers(self, machine: Machine, tiers: Int64) -> Int32:
         """Each buffer's place among the machine's tiers."""
