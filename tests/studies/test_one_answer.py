@@ -150,3 +150,13 @@ def test_two_gpus_are_never_slower_than_one(tmp_path: Path, monkeypatch: pytest.
             assert r.lower_bound_s <= r.step_s * (1 + 1e-6), "a bound for the work that is shown"
         num_idle += "leaves the others idle" in " ".join(result.notes)
     assert num_idle == 2, "two are quicker wherever this looks, so nothing is shown"
+
+
+def test_three_gpus_are_never_slower_than_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four sequences go to two GPUs evenly, and to three not at all: one of these is left idle."""
+    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 2_000)
+    two = Point(model="gpt2", machine="laptop", sequences=4, devices=2)
+    two_s, three = best_plan(two).result.step_s, best_plan(replace(two, devices=3)).result
+    assert three.step_s <= two_s * (1 + 1e-9)
+    assert "leaves the others idle" in " ".join(three.notes), "three are quicker, so nothing is shown"
+    assert three.prediction.devices == 2

@@ -134,20 +134,21 @@ def best_plan(point: Point, *, known: Known | None = None, **only: Any) -> BestP
         found = plan_sequences(divided, machine, sequences=point.sequences, **settings)
         workload, result = found.workload, found.result
     best = BestPlan(workload=workload, machine=machine, result=result)
-    return best if machine.num_devices == 1 else _or_on_one(best, point, place, known, only)
+    return best if machine.num_devices == 1 else _or_on_fewer(best, point, place, known, only)
 
 
-def _or_on_one(
+def _or_on_fewer(
     best: BestPlan, point: Point, place: CalibratedPlace, known: Known | None, only: Mapping[str, Any]
 ) -> BestPlan:
-    """The answer for several devices, or where it is no slower for the same work the one for one of them alone."""
+    """The answer for several devices, or where it is no slower for the same work the one for half of them, which may be
+    that for a half of these."""
     result = best.result
-    alone = replace(point, devices=1)
-    if most_tokens_per_s(alone) <= (result.prediction.tokens_per_s or 0.0):
+    fewer = replace(point, devices=-(-best.machine.num_devices // 2))
+    if most_tokens_per_s(fewer) <= (result.prediction.tokens_per_s or 0.0):
         return best
-    if known is None or not known.is_of(place_of(alone).machine):
+    if known is None or not known.is_of(place_of(fewer).machine):
         try:
-            known = best_plan(alone, **only).known
+            known = best_plan(fewer, **only).known
         except InfeasiblePlan:
             return best
     workload = workload_in(place, point, known.batch, known.accumulation)
