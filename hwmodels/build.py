@@ -277,8 +277,9 @@ def _gpu(draft: _Draft, index: int) -> None:
         else:
             raise MachineError(f"machine {draft.name!r} says neither {name} nor gpu.memory_bandwidth; give one")
     draft.stream(compute(index), "gpu.latency", rates)
-    launch_s = draft.description.number("gpu.launch") or 0.0
-    draft.streams[compute(index)] = replace(draft.streams[compute(index)], launch_s=launch_s)
+    launch_s, kernel_s = (draft.description.number(f"gpu.{name}") or 0.0 for name in ("launch", "kernel"))
+    computes = draft.streams[compute(index)]
+    draft.streams[compute(index)] = replace(computes, launch_s=launch_s, kernel_s=kernel_s)
     for stream, key in ((h2d(index), "link.h2d"), (d2h(index), "link.d2h")):
         draft.stream(stream, "link.latency", {"bytes": draft.rate(key)})
     if both := draft.description.number("link.both"):

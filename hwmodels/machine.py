@@ -174,6 +174,8 @@ class Stream:
     launch_s: float = 0.0
     """In which the process that drives it launches one kernel. It launches those of an op once the stream is free,
     whatever the op waits for, and the op does not end before the last of them."""
+    kernel_s: float = 0.0
+    """What each kernel between products takes beside the bytes that it moves."""
     takes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Shared limits that its work loads: limit name -> work kind -> units of the limit per unit of work."""
     share: float = 1.0

@@ -79,7 +79,7 @@ def _slower(stream: Stream, other: Stream) -> Stream:
         takes=_takes(stream, lambda limit, kind, weight: max(weight, other.takes.get(limit, {}).get(kind, weight))),
         **{
             name: max(getattr(stream, name), getattr(other, name))
-            for name in ("latency_s", "beside_s", "wake_s", "launch_s")
+            for name in ("latency_s", "beside_s", "wake_s", "launch_s", "kernel_s")
         },
     )
 

@@ -17,9 +17,14 @@ def digest(thing: Workload | Machine | Schedule) -> str:
     for name in ("meta", "description", "nameplate", "basis"):
         record.pop(name, None)
     for unit in record.get("units", ()):
-        del unit["num_kernels"], unit["num_modules"]  # which follow from the model
+        del unit["num_kernels"], unit["num_elementwise"], unit["num_modules"]  # which follow from the model
     for stream in record.get("streams", ()):
-        for name in ("beside_s", "wake_s", "launch_s"):  # of few; others have the fingerprint that they had before
+        for name in (
+            "beside_s",
+            "wake_s",
+            "launch_s",
+            "kernel_s",
+        ):  # of few; others stay as they were
             if not stream[name]:
                 del stream[name]
     if isinstance(thing, Schedule):

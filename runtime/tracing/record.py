@@ -90,6 +90,7 @@ class UnitRecorder(TorchDispatchMode):
     in_backward: bool = False
     num_kernels: int = 0
     """That forward launches."""
+    num_elementwise: int = 0
     num_modules: int = 0
     """With parameters of their own, that forward calls."""
 
@@ -175,7 +176,9 @@ class UnitRecorder(TorchDispatchMode):
         if self.in_backward:
             self.backward_work.append(work)
             return out
-        self.num_kernels += format_of(args[1]).num_kernels if func is DECODED else 1
+        num_kernels = format_of(args[1]).num_kernels if func is DECODED else 1
+        self.num_kernels += num_kernels
+        self.num_elementwise += num_kernels if "elementwise_bytes" in work else 0
         for t in ins:
             address = t.untyped_storage()._cdata
             if address in self.parameters:

@@ -349,6 +349,7 @@ class _Tracer:
             forward=total_work(o.work for o in recorder.operations),
             backward=total_work(recorder.backward_work),
             num_kernels=recorder.num_kernels,
+            num_elementwise=recorder.num_elementwise,
             num_modules=recorder.num_modules,
             saved=saved_tensors(recorder.operations, list(recorder.saves.values())),
             input_bytes=sum(t.untyped_storage().nbytes() for t in self.given),

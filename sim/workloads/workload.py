@@ -271,6 +271,8 @@ class Unit:
     last saved tensor need not run again."""
     num_kernels: int = 0
     """That forward launches, one by one; 0 where nobody counted them."""
+    num_elementwise: int = 0
+    """Of these kernels, those between products, which move bytes."""
     num_modules: int = 0
     """With parameters of their own, that forward calls; 0 where nobody counted them."""
     shapes: tuple[Shape, ...] = ()

@@ -173,7 +173,9 @@ def _compiled(unit: Unit, workload: Workload, *, by_operator: bool = False) -> U
         for k, (name, width) in enumerate(kept.items())
     )
     saved = unit.saved if by_operator else saved
-    return replace(unit, forward=forward, backward=backward, recompute=None, num_kernels=0, saved=saved)
+    return replace(
+        unit, forward=forward, backward=backward, recompute=None, num_kernels=0, num_elementwise=0, saved=saved
+    )
 
 
 @lru_cache(maxsize=64)

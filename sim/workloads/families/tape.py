@@ -119,6 +119,7 @@ class Tape:
     coded_bytes: int = 0
     """Of frozen parameters in codes, over what they would take in the model's type: below zero."""
     num_kernels: int = 0
+    num_elementwise: int = 0
     num_modules: int = 0
     """With parameters of their own."""
     rank: int = 0
@@ -209,6 +210,7 @@ class Tape:
         num_kernels: int = 1,
     ) -> None:
         self.num_kernels += num_kernels
+        self.num_elementwise += num_kernels if "elementwise_bytes" in work else 0
         name = f"{self.scope}/{name}" if self.scope else name
         read, written = (tuple(v.storage.number for v in values) for values in (reads, writes))
         self.operations.append(Operation(name=name, reads=read, writes=written, work=work, random=random))

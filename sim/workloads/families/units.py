@@ -280,6 +280,7 @@ def measure_unit(
         forward=tape.forward_work(),
         backward=total_work(tape.backward_work),
         num_kernels=tape.num_kernels,
+        num_elementwise=tape.num_elementwise,
         num_modules=tape.num_modules,
         saved=saved,
         input_bytes=input_bytes,

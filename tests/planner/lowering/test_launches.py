@@ -42,6 +42,22 @@ def test_an_op_takes_its_launches_or_its_work_whichever_is_longer() -> None:
         assert (cost.alone_s, cost.work_s) == (pytest.approx(took_s), pytest.approx(10e-3))
 
 
+def test_kernels_between_products_take_the_device_a_time_of_their_own() -> None:
+    """Forward, forward again, and one and a half times as many in backward."""
+    workload = load_workload("llama-3.2-1b", Training(sequence_length=2048))
+    each = workload.blocks[0].num_elementwise
+    assert 20 < each < workload.blocks[0].num_kernels
+    settings = ("gpu.count=1", "gpu.launch=0 us")
+    without, with_them = (
+        predict("full-recompute", workload, load_machine("dgx-8xa100-80gb", (*settings, f"gpu.kernel={us} us"))).step_s
+        for us in (0, 10)
+    )
+    assert without is not None
+    assert with_them is not None
+    ends = sum(unit.num_elementwise for unit in workload.units if unit.kind != "block")
+    assert with_them - without == pytest.approx((16 * each * 3.5 + ends * 2.5) * 1e-5, rel=0.02)
+
+
 @pytest.mark.parametrize("sub_batches", [1, 2])
 def test_every_pass_launches_all_kernels_of_its_unit(sub_batches: int) -> None:
     workload, machine = counted(per_device_train_batch_size=2), launching(1e-3)
