@@ -12,12 +12,14 @@ import textwrap
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tierplan.cli import main
-from tierplan.studies.study import Point, StudyError, load_study
+from tierplan.cli import command_parser, main
+from tierplan.commands.options.scenario import read_point
+from tierplan.studies.study import Point, Study, StudyError, load_study
 from tierplan.studies.sweep import asking, sweep
 
 STUDY = """
@@ -59,6 +61,13 @@ def test_study_is_the_product_of_its_axes(tmp_path: Path) -> None:
     assert points[0].columns()["nvme.drives"] == 1
 
 
+def test_a_study_that_says_no_batch_asks_what_plan_asks() -> None:
+    study = Study(name="x", scenario={"model": ["gpt2"], "machine": ["laptop"]})
+    args = command_parser().parse_args(["plan", "--model", "gpt2", "--machine", "laptop"])
+    (point,) = study.points()
+    assert point == replace(read_point(args), policy=point.policy)
+
+
 def test_a_row_has_no_micro_batch_that_nobody_asked_for() -> None:
     """Where it is searched, the answer says it."""
     searched = Point(model="m", machine="x", sequences=8).columns()
@@ -74,6 +83,7 @@ def test_a_row_has_no_micro_batch_that_nobody_asked_for() -> None:
         (("batch", "batches"), r"no key 'batches' in \[scenario\]; the keys are model, machine"),
         (("[1, 8]", '[1, "8"]'), "batch is '8'; it must be a whole number"),
         (("[1, 8]", "[]"), "batch is an empty list"),
+        (("[1, 8]", "[1, 8]\nsequences = 8"), "sequences looks for the best batch and accumulation; leave out batch"),
         (('model = "gpt-13b"', ""), "names no model; add model"),
         (("name =", "name"), "is not TOML"),
     ],

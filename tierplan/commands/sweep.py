@@ -13,7 +13,8 @@ STUDY.toml says what to vary:
     nvme.drives = [1, 2, 4]
 
 All combinations are planned and simulated. Results are kept one by one in OUT/results.jsonl; a second run continues
-where the first one stopped. OUT/table.csv has one row per scenario.
+where the first one stopped. OUT/table.csv has one row per scenario. Where a study has neither batch nor accumulation
+nor sequences, a step has 16 sequences, divided as is quickest, as for `tierplan plan`.
 """
 
 from __future__ import annotations

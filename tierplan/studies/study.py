@@ -38,6 +38,10 @@ class StudyError(ValueError):
     """A study that cannot be read; names the key and what is allowed."""
 
 
+SEQUENCES = 16
+"""Of one step, where nobody says how many."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
     """One scenario of a study: what is trained, where, and who decides."""
@@ -103,6 +107,8 @@ class Point:
         return {**record, **overrides}
 
 
+SIZES = ("batch", "accumulation", "sequences")
+"""How many sequences a step has."""
 KEYS: Mapping[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("model", "machine", "policy", "dtype", "optimizer", "semantics", "attention"), str),
     **dict.fromkeys(("lora", "freeze", "base", "activation_format"), str),
@@ -135,14 +141,23 @@ class Study:
         for key in ("model", "machine"):
             if key not in self.scenario:
                 raise StudyError(f"study {self.name!r} names no {key}; add {key} = ... to [scenario]")
+        if "sequences" in self.scenario and (given := [k for k in ("batch", "accumulation") if k in self.scenario]):
+            raise StudyError(
+                f"study {self.name!r}: sequences looks for the best batch and accumulation; leave out "
+                f"{' and '.join(given)}, or give them without sequences"
+            )
         for key, values in {**self.scenario, **self.overrides}.items():
             if not values:
                 raise StudyError(f"study {self.name!r}: {key} is an empty list; give at least one value")
 
     def points(self) -> Iterator[Point]:
-        """All combinations, the last key varying fastest."""
-        names, changed = list(self.scenario), list(self.overrides)
-        for values in itertools.product(*self.scenario.values(), *self.overrides.values()):
+        """All combinations, the last key varying fastest.
+
+        Where the study does not say how many sequences a step has, it has as many as for `tierplan plan`.
+        """
+        scenario = self.scenario if {*SIZES} & self.scenario.keys() else {**self.scenario, "sequences": [SEQUENCES]}
+        names, changed = list(scenario), list(self.overrides)
+        for values in itertools.product(*scenario.values(), *self.overrides.values()):
             settings = dict(zip(names, values[: len(names)], strict=True))
             overrides = dict(zip(changed, values[len(names) :], strict=True))
             yield Point(**settings, overrides=overrides)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from tierplan.planner.training_files.configured import Configured
 from tierplan.sim.workloads.formats import act_formats, bases
 from tierplan.sim.workloads.optimizers import OPTIMIZERS
 from tierplan.sim.workloads.workload import Training, Workload, WorkloadError
-from tierplan.studies.study import Point
+from tierplan.studies.study import SEQUENCES, Point
 
 MODEL = "config.json, a folder that holds one, or a name such as gpt-13b"
 SEMANTICS = ("in-backward", "exact-clip", "delayed-1")
@@ -34,8 +34,6 @@ OF_TRAINING = {
     "batch": "per_device_train_batch_size", "accumulation": "gradient_accumulation_steps", "seq": "sequence_length",
 }  # fmt: skip
 DEFAULTS = Point(model="", machine="")
-SEQUENCES = 16
-"""Of one step, where nobody says."""
 
 
 def add_arguments(
