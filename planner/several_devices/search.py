@@ -17,6 +17,7 @@ from tierplan.planner.plan import Plan, UnitwisePlan
 from tierplan.planner.plan_rules import PLANNER
 from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.planner.search.incumbents import Incumbents
+from tierplan.planner.search.moves import with_late_here
 from tierplan.planner.several_devices.pack_search import improve_packs
 
 SHARE_OF_PACKS, SHARE_OF_PACKS_ALONE = 0.6, 0.95
@@ -57,6 +58,7 @@ def on_all_devices(incumbents: Incumbents, simulate_plan: PlanSimulator, num_dev
 
 def exchanging(start: UnitwisePlan, incumbents: Incumbents, simulate_plan: PlanSimulator, num_devices: int) -> None:
     """A plan on all devices, cut into shards that are exchanged in the quickest way."""
+    start = with_late_here(start, 0)
     for reduces, keeps in WAYS_TO_EXCHANGE:
         sharing = replace(start.sharing, reduces=reduces, keeps=keeps)
         changed = replace(start, policy=PLANNER, options={}, devices=num_devices, sharing=sharing)

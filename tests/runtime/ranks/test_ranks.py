@@ -72,7 +72,10 @@ class Case:
             return decide(self.policy, workload, several(num), self.options)
         rng = random.Random(str(self))
         plan = with_updates_here(random_plan(workload, rng), rng)
-        units = tuple(replace(unit, state_shards=1, host_shards=0) for unit in plan.units)
+        units = tuple(
+            replace(unit, state_shards=1, host_shards=0, late_update=unit.late_update and unit.update == "home")
+            for unit in plan.units
+        )
         return replace(plan, devices=num, units=units)
 
     def __str__(self) -> str:
