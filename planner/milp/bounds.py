@@ -21,6 +21,8 @@ MEMORY_FAMILIES: Mapping[str, str] = {"device memory": "device", "host memory": 
 
 WORTH_BRINGING = 1.01
 """How much longer the bound has to be without states that come to the device for updates, for plans to have any."""
+FEW_UNITS = 8
+"""Chains of so many have them anyway: there a bound says little, and simulating takes little."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +78,8 @@ def lower_bound(problem: Problem, *, solver: Solver | None = None) -> Bound:
     if not problem.brings_states:
         return plain
     wide = _optimum(replace(problem, keeps_grads=True), solver.wider, narrower=solver)
-    if wide.feasible and wide.proven and not WORTH_BRINGING * wide.step_s >= plain.step_s:
+    is_worth_it = WORTH_BRINGING * wide.step_s < plain.step_s or len(problem.units) <= FEW_UNITS
+    if wide.feasible and wide.proven and is_worth_it:
         found = replace(wide, plain=plain)
     else:
         found = replace(plain, step_s=min(plain.step_s, wide.step_s), proven=plain.proven and wide.proven)
