@@ -208,7 +208,8 @@ def test_a_change_under_a_run_is_noticed_before_the_next_commit(
 
     def at_step_5(step: int, loss: float) -> None:
         if step == 5:
-            while last_commit(tmp_path).num_steps < last:  # it is made meanwhile
+            log = CommitLog(tmp_path / "out")
+            while (done := log.last()) is None or done.num_steps < last:  # it is made meanwhile
                 time.sleep(0.01)
             change(tier_of(tmp_path))
 
