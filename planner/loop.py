@@ -17,6 +17,7 @@ from tierplan.planner.infeasible import InfeasiblePlan, least_lacking, spares_no
 from tierplan.planner.lowering import Lowering
 from tierplan.planner.milp.amounts import Problem, problem
 from tierplan.planner.milp.bounds import Bound, lower_bound
+from tierplan.planner.milp.integral import MANY_UNITS
 from tierplan.planner.milp.program import SOLVER, Solver
 from tierplan.planner.plan import Plan, UnitwisePlan, plain_semantics
 from tierplan.planner.plan_rules import Order, PlanError
@@ -54,7 +55,7 @@ SUB_BATCHES = (2, 4, 8)
 """Parts of a micro-batch that are tried, in vertical order."""
 SUB_BATCH_PENALTY = 1.005
 """What one more sub-batch has to be worth in the bound for it to be tried first: it means more ops to search over."""
-MANY_UNITS, SUB_BATCHES_OF_MANY = 48, (4,)
+SUB_BATCHES_OF_MANY = (4,)
 """Long chains, whose programs take about a second each, try fewer."""
 
 

@@ -22,7 +22,7 @@ MEMORY_FAMILIES: Mapping[str, str] = {"device memory": "device", "host memory": 
 WORTH_BRINGING = 1.01
 """How much longer the bound has to be without states that come to the device for updates, for plans to have any."""
 FEW_UNITS = 8
-"""Chains of so many have them anyway: there a bound says little, and simulating takes little."""
+"""Short chains, of so many, have them anyway: there a bound says little, and every move of one unit is tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,8 @@ from tierplan.planner.plan import UnitwisePlan
 
 GAP = 0.005
 TIME_LIMIT_S = 4.0
-MOST_UNITS = 48
-"""Of chains whose solver branches: that of longer ones would end by the clock, and take seconds for nothing."""
+MANY_UNITS = 48
+"""On longer chains the solver does not branch: it would end by the clock, and take seconds for nothing."""
 DUST = 1e-6
 
 
@@ -71,7 +71,7 @@ def solve_whole(
     best: tuple[UnitwisePlan, float] | None = None
     if found.usable:
         best = round_to_plan(problem, fractions(model, found)), fractions(decided, found).step_s
-    branched = (best is None or best[1] > bound_s * (1 + gap) + DUST) and len(problem.units) <= MOST_UNITS
+    branched = (best is None or best[1] > bound_s * (1 + gap) + DUST) and len(problem.units) <= MANY_UNITS
     if branched:
         whole = build(problem, margins=margins, integral=True)
         counted = solver.solve(whole.program, integral=True, time_limit_s=TIME_LIMIT_S, gap=gap)

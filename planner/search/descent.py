@@ -18,8 +18,6 @@ from tierplan.planner.plan_rules import ACTIONS
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.moves import FAMILIES, SHORT_CHAIN, WINDOWS, with_action, with_placement, with_windows
 
-LONG_CHAIN = 8
-"""Units up to which every move of one is tried; longer chains have shifts."""
 BETTER = 1 - 1e-4
 """A move counts as an improvement when it shortens the step by more than this."""
 RESTARTS = 30

@@ -14,10 +14,10 @@ from functools import partial
 from math import inf
 
 from tierplan.planner.milp.amounts import Problem
-from tierplan.planner.milp.bounds import Bound
+from tierplan.planner.milp.bounds import FEW_UNITS, Bound
 from tierplan.planner.plan import UnitwisePlan
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
-from tierplan.planner.search.descent import LONG_CHAIN, descend, descend_with_restarts
+from tierplan.planner.search.descent import descend, descend_with_restarts
 from tierplan.planner.search.from_program import ProgramPlans
 from tierplan.planner.search.incumbents import Incumbents, Shape
 from tierplan.planner.search.moves import loosened, with_brought_states, with_returned_grads, with_shape_of
@@ -117,6 +117,6 @@ def descended(p: Problem, bound: Bound, found: Incumbents, simulate_plan: PlanSi
 
 
 def _descents(p: Problem, bound: Bound, seed: int) -> list[Callable[..., Iterator[Candidate[UnitwisePlan]]]]:
-    if len(p.units) > LONG_CHAIN:
+    if len(p.units) > FEW_UNITS:  # whose moves of single units are too many
         return [partial(descend_by_shifts, bound=bound, seed=seed)]
     return [descend, partial(descend_with_restarts, seed=seed)]

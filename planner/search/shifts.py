@@ -460,8 +460,8 @@ class _Descent:
             parts.append((choice.states, unit.states_gb - in_host_gb))
             if unit.frozen_gb:
                 parts.append((choice.frozen or choice.params, unit.frozen_gb))
-            if choice.late_update:
-                parts += [("host", unit.grads_gb)] if choice.late_grads == "host" else []
+            if choice.late_update and choice.late_grads == "host":  # the device has room between two steps
+                parts.append(("host", unit.grads_gb))
             for group in unit.groups:
                 if (action := _action_on(choice, group)) in HOLDS:
                     parts.append((HOLDS[action], group.gb * self.problem.turn))

@@ -61,14 +61,14 @@ def test_no_division_alone_is_planned_better(seed: int, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("seed", [9, 11, 13])  # chains of 10
 def test_divisions_that_race_leave_little(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """They share one budget; and no published policy is quicker in any division."""
-    monkeypatch.setattr(budget, "DEFAULT_OPS", 100_000)
+    monkeypatch.setattr(budget, "DEFAULT_OPS", 150_000)
     monkeypatch.setattr("tierplan.planner.search.batches.SEARCHED_TO_THE_END", 0)
     make = question(rng := random.Random(seed))
     machine = random_machine(rng, make(4, 1))
     found = plan_sequences(make, machine, sequences=4)
     alone = {batch: plan(make(batch, 4 // batch), machine) for batch in (1, 2, 4)}
     assert found.planned_s.keys() == alone.keys()
-    assert found.result.step_s <= 1.02 * min(result.step_s for result in alone.values())
+    assert found.result.step_s <= 1.01 * min(result.step_s for result in alone.values())
     policies_s = [p.step_s for result in alone.values() for p in result.policies.values() if p.same_numbers]
     assert found.result.step_s <= min(step_s for step_s in policies_s if step_s is not None)
 

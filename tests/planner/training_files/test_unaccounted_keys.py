@@ -1,0 +1,73 @@
+"""Keys of training files that are not simulated are named, and of files as their tools write them there are none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.planner.training_files.test_reading import BASE, written
+from tierplan.planner.training_files import read_training_file
+
+
+def unaccounted_in(path: Path) -> list[str]:
+    """The keys that the answer names as not taken into account."""
+    found = [note for note in read_training_file(path, BASE).notes if note.startswith("not taken into account: ")]
+    return [key for note in found for key in note.partition(": ")[2].split(", ")]
+
+
+DEEPSPEED = {"train_micro_batch_size_per_gpu": 1}
+TRAINER = {"output_dir": "x"}
+ACCELERATED = {"distributed_type": "MULTI_GPU"}
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (DEEPSPEED | {"zero_optimisation": {"stage": 3}}, ["zero_optimisation.stage"]),
+        (DEEPSPEED | {"zero_optimization": {"stage": 3, "offload_optimzer": {"device": "cpu"}}},
+         ["zero_optimization.offload_optimzer.device"]),
+        (DEEPSPEED | {"zero_optimization": {"stage": 3, "sub_group_size": 1e8, "stage3_max_live_parameters": 1e9}},
+         ["zero_optimization.sub_group_size"]),
+        (DEEPSPEED | {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "buffer_count": 20}}},
+         ["zero_optimization.offload_optimizer.buffer_count"]),
+        (DEEPSPEED | {"bf16": {"enabled": True, "bf16_optimizer_states": True}}, ["bf16.bf16_optimizer_states"]),
+        (DEEPSPEED | {"flops_profiler": {"enabled": False, "detailed": True}}, []),
+        (DEEPSPEED | {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}, []),
+        (TRAINER | {"torch_compile": True, "max_sequence_length": 4096}, ["max_sequence_length", "torch_compile"]),
+        (TRAINER | {"accelerator_config": {"split_batches": True}}, ["accelerator_config.split_batches"]),
+        (TRAINER | {"gradient_checkpointing_kwargs": {"use_reentrant": False, "every_n_layers": 2}},
+         ["gradient_checkpointing_kwargs.every_n_layers"]),
+        (TRAINER | {"deepspeed": {"zero_optimization": {"stage": 2, "reduce_bucket_size": 1}}},
+         ["zero_optimization.reduce_bucket_size"]),
+        (TRAINER | {"fsdp": True, "fsdp_config": "fsdp.json"}, ["fsdp_config.auto_wrap_policy"]),
+        (ACCELERATED | {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_mode": "default"}},
+         ["dynamo_config.dynamo_backend"]),
+        (ACCELERATED | {"dynamo_config": {"dynamo_backend": "NO"}, "downcast_bf16": "no"}, []),
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_backward_prefetch": "NO_PREFETCH"}},
+         ["fsdp_config.fsdp_backward_prefetch"]),
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_cpu_ram_efficient_loading": True}}, []),
+        (ACCELERATED | {"fp8_config": {"backend": "TE"}}, ["fp8_config.backend"]),
+    ],
+)  # fmt: skip
+def test_a_key_that_is_not_simulated_is_named_be_it_misspelt(
+    tmp_path: Path, content: dict[str, object], named: list[str]
+) -> None:
+    (tmp_path / "fsdp.json").write_text(json.dumps({"auto_wrap_policy": "NO_WRAP"}))
+    assert unaccounted_in(written(tmp_path, content)) == named
+
+
+def test_a_file_of_the_trainers_defaults_has_nothing_to_name(tmp_path: Path) -> None:
+    """As transformers itself writes them, whatever its release has."""
+    transformers = pytest.importorskip("transformers")
+    written(
+        tmp_path, transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True).to_dict() | {"use_cpu": False}
+    )
+    assert unaccounted_in(tmp_path / "ds.json") == []
+
+
+def test_a_file_of_accelerates_defaults_has_nothing_to_name(tmp_path: Path) -> None:
+    default = pytest.importorskip("accelerate.commands.config.default")
+    default.write_basic_config(mixed_precision="no", save_location=str(tmp_path / "of_accelerate.yaml"))
+    assert set(unaccounted_in(tmp_path / "of_accelerate.yaml")) <= {"use_cpu"}
