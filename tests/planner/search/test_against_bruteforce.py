@@ -100,7 +100,7 @@ def check(number: int) -> None:
     assert result.lower_bound_s <= result.step_s
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", [0, 1, 2, 182, 205])  # the last two want a late update on the device
 def test_the_loop_finds_the_best_plan(number):
     check(number)
 
