@@ -138,7 +138,7 @@ def test_the_card_that_is_in_the_machine_changes_nothing() -> None:
 def test_two_gpus_are_never_slower_than_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer for one is among those for two, whatever the search for two finds."""
     monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 2_000)
-    rng, num_idle = random.Random(4), 0
+    rng, num_idle = random.Random(14), 0
     for k in range(2):
         one = replace(question(rng, tmp_path / str(k)), machine="desktop-4090", planner_s=None, semantics="")
         two = replace(one, overrides={**one.overrides, "gpu.count": 2, "link.p2p": "1 MB/s"})
