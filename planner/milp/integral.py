@@ -42,7 +42,7 @@ class Whole:
         return max(0.0, self.step_s / self.bound_s - 1.0) if self.bound_s else 0.0
 
     @property
-    def work_ops(self) -> float:
+    def work_ops(self) -> int:
         return sum(solution.work_ops for solution in self.solutions)
 
 

@@ -38,8 +38,8 @@ LP_TIME_LIMIT_S = 60.0
 """Of a program without integers; the largest take a second, so only a solver that is stuck meets it."""
 MOST_NODES = 100
 """At which branching ends, so that no clock decides what is found."""
-OPS_PER_ITERATION, OPS_PER_COEFFICIENT = 3.0, 0.01
-"""Simulated ops (some 40,000 per second) that a simplex iteration and a coefficient take as long as."""
+OPS_PER_ITERATION, OPS_PER_COEFFICIENT = 40.0, 0.15
+"""Simulated ops (some 800,000 per second) that a simplex iteration and a coefficient take as long as."""
 DUAL, PRIMAL = 1, 4
 """HiGHS's numbers of the two simplex methods."""
 NUM_ENDS = 32
@@ -196,9 +196,10 @@ class Solution:
         return self.status in ("optimal", "feasible")
 
     @property
-    def work_ops(self) -> float:
-        """What building and solving cost, in simulated ops that take as long: a count, which no clock changes."""
-        return OPS_PER_ITERATION * self.iterations + OPS_PER_COEFFICIENT * self.size
+    def work_ops(self) -> int:
+        """What building and solving cost, in simulated ops that take as long: a count, which no clock changes. Whole,
+        so that sums do not depend on what else is added up."""
+        return round(OPS_PER_ITERATION * self.iterations + OPS_PER_COEFFICIENT * self.size)
 
 
 class Solver:

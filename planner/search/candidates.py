@@ -99,7 +99,7 @@ class PlanSimulator:
             columns = self.lowering.columns(plan, refine=False)
             graph, prices = graph_columns(columns), prices_on(columns, self.machine, self.known_rows)
             room_gb = self._room_gb(graph)
-            self.budget.ops_left -= OPS_TO_LOWER + 0.5 * columns.num_ops
+            self.budget.ops_left -= OPS_TO_LOWER + columns.num_ops // 2
             if min(room_gb.values()) < 0:  # there is no better order, and memory is known to do without simulating
                 check_memory(columns, graph)
             else:
@@ -111,7 +111,7 @@ class PlanSimulator:
                     prices=prices,
                     overtakes=plan.overtaking,
                 )
-            self.budget.ops_left -= OPS_TO_SIMULATE + 0.8 * columns.num_ops
+            self.budget.ops_left -= OPS_TO_SIMULATE + columns.num_ops * 4 // 5
             step_s = steady_state(columns, self.machine, prices=prices).period_s
         except OutOfMemory as error:
             kind = next(t.kind for t in self.machine.tiers if t.name == error.tier)
