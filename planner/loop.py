@@ -30,7 +30,7 @@ from tierplan.planner.search.from_program import ProgramPlans
 from tierplan.planner.search.incumbents import Batches, Incumbents, Shape
 from tierplan.planner.search.lesser import Known, needs_no_drives, without_excess
 from tierplan.planner.search.moves import loosened, off_drives, untied, with_shape_of
-from tierplan.planner.search.race import GOOD_FRAC, OrderSearch, Racer, race, rounds
+from tierplan.planner.search.race import GOOD_FRAC, MOST_OPS, OrderSearch, Racer, race, rounds
 from tierplan.planner.search.shape import descended, tried
 from tierplan.planner.several_devices.search import (
     bound_by_compute,
@@ -45,8 +45,6 @@ from tierplan.sim.workloads.workload import Workload, WorkloadError
 
 FAR = 1.1
 """A search goes on beyond its default budget while the step is more than this times the bound."""
-ANEW_FRAC = 0.5
-"""Of what it spends then, the share of a search anew."""
 SOLVER_FRAC = 1e-6
 """By so much a solver's bound may exceed a step that reaches it. What is more would be a wrong bound, and is shown."""
 SHARES: Mapping[Order, float] = {"horizontal": 0.3, "vertical": 0.4}
@@ -268,7 +266,15 @@ class Search:
         pairs = [pair for pair in zip(problems, bounds, strict=True) if pair[1].feasible]
         pairs.sort(key=lambda pair: pair[1].searched_s * SUB_BATCH_PENALTY ** (pair[0].sub_batches - 1))
         racers = [Racer(tried(from_program, p, bound, seeds, self.seed), bound.searched_s) for p, bound in pairs]
-        going = race(racers, self.budget)
+
+        def meet() -> list[Racer]:
+            if (best := incumbents.plain) is not None:
+                for racer, (p, _) in zip(racers, pairs, strict=True):
+                    incumbents.consider(same := self.simulate_plan(with_shape_of(best.plan, p)))
+                    racer.best_s = min(racer.best_s, same.step_s or inf)
+            return []
+
+        going = race(racers, self.budget, meet=meet)
         return OrderSearch(problems, bounds, from_program, share, left - self.budget.ops_left, racers, going)
 
     def _bound(self, p: Problem, solver: Solver) -> Bound:
@@ -400,37 +406,36 @@ class Search:
             yield from self._more()
 
     def _more(self) -> Iterator[None]:
-        """Where the best plan is far from all bounds: of short chains, its shape's search anew with other luck; then
-        descents from the best plan, with its copies listed either way."""
+        """Where the best plan is far from all bounds: more of the search that found it; then descents from it, with its
+        copies listed either way."""
         least_s = min((bound.searched_s for chain in self.chains for bound in chain.bounds), default=inf)
         is_asked = self.budget.more_ops and self.has_all_orders and self.num_devices == 1
         pairs = [pair for chain in self.chains for pair in zip(chain.problems, chain.bounds, strict=True)]
         asked = {(p.order, p.sub_batches): (p, bound) for p, bound in pairs}
         start = self.incumbents.plain
-        if not is_asked or self._to_beat_s() <= FAR * least_s:
+
+        def is_enough() -> bool:
+            """Near its own bound, whatever other searches have found: it does all that it does when asked by itself."""
+            best = self.incumbents.best
+            is_near = best is not None and best.step_s is not None and best.step_s <= FAR * least_s
+            return is_near or least_s >= self._to_beat_s()
+
+        if not is_asked or is_enough():
             return
         if start is None or (shape := self.incumbents.shape(start.plan)) not in asked:
             return
         p, bound = asked[shape]
         if (back := bound.returning) and back.model and any(u.returns_grads for u in start.plan.units):
             p, bound = back.model.problem, back
-        left, more = self.budget.ops_left, self.budget.more_ops
+        until_ops = self.budget.ops_left - self.budget.more_ops
 
-        def goes_on(trials: Iterator[object], pools: Collection[Incumbents], until_ops: float) -> Iterator[None]:
-            for _ in trials:
-                for found in pools:
-                    if found.plain is not None:
-                        self.incumbents.consider(found.plain)
-                is_near = self._to_beat_s() <= FAR * least_s
-                if is_near or self.budget.ops_left <= until_ops or self.budget.is_out_of_time:
-                    return
-                yield
+        def is_over() -> bool:
+            return is_enough() or self.budget.ops_left <= until_ops or self.budget.is_out_of_time
 
-        if len(self.workload.units) <= MANY_UNITS:
-            found = self._no_incumbents()
-            again = ProgramPlans(Solver(seed=self.seed + 1), self.simulate_plan, found)
-            anew = tried(again, p, bound, self.seeds.by_shape, self.seed + 1)
-            yield from goes_on(anew, [found], left - ANEW_FRAC * more)
+        chain = next(c for c in self.chains if any((q.order, q.sub_batches) == shape for q in c.problems))
+        while not (is_over() or chain.is_over):
+            self._go_on_with(chain, chain.spent_ops + MOST_OPS)
+            yield
         racers, pools = [], []
         start = self.incumbents.by_shape[shape]
         for seed, overtaking in enumerate((not start.plan.overtaking, start.plan.overtaking), self.seed + 1):
@@ -439,7 +444,13 @@ class Search:
             if shape in found.by_shape:
                 pools.append(found)
                 racers.append(Racer(descended(p, bound, found, self.simulate_plan, seed), bound.searched_s))
-        yield from goes_on(race(racers, self.budget), pools, left - more)
+        for _ in race(racers, self.budget):
+            for found in pools:
+                if found.plain is not None:
+                    self.incumbents.consider(found.plain)
+            if is_over():
+                return
+            yield
 
     def _go_on_with(self, chain: OrderSearch, ops: float) -> None:
         """The search of one chain until it has spent so much; without end, until it has found something that fits."""

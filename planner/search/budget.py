@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from tierplan.sim.compiled.compiler import computing_s
 
-DEFAULT_OPS = 1_400_000
+DEFAULT_OPS = 1_800_000
 MORE_TIMES = 3.0
 """Default budgets that a search may spend beyond it, far from the bound."""
 DEFAULT_TIME_LIMIT_S = 10.0

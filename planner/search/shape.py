@@ -9,7 +9,7 @@ bound does not say, since in it gradients pass through a device that has no room
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from math import inf
 
@@ -21,12 +21,15 @@ from tierplan.planner.search.descent import descend, descend_with_restarts
 from tierplan.planner.search.from_program import ProgramPlans
 from tierplan.planner.search.incumbents import Incumbents, Shape
 from tierplan.planner.search.moves import loosened, with_brought_states, with_returned_grads, with_shape_of
+from tierplan.planner.search.patterns import Patterns
 from tierplan.planner.search.race import FIRST_OPS, GOOD_FRAC, Racer, race
 from tierplan.planner.search.shifts import descend_by_shifts
 
 CLEARLY_QUICKER = 0.8
 """Of the first plan's step without states that come to the device, what one with them has to be below; and of the best
 step so far of any shape without gradients that come back, what one with them has to be below."""
+NUM_PATTERNS, OPS_PER_UNIT = 3, 1_500
+"""Searches for regular plans that begin with other luck, and the work of each, per unit, before half of them go on."""
 ALONE_OPS = 250_000
 """Of work that the plans which are quicker at first have before the others."""
 
@@ -89,7 +92,17 @@ def tried(
             for candidate in returned:
                 found.consider(candidate)
             kinds.insert(0, (from_program.tried(asked, back, goal_s=goal_s), asked, back))
+            p, bound = asked, back
         simulate_plan.budget.ops_left = ops_left  # a look is beside the budget: without success it changes nothing
+    if len(p.units) > FEW_UNITS:
+        programs = [trials for trials, *_ in kinds]
+        for trials in programs:
+            while best_s() == inf and next(trials, None) is not None:
+                yield best_s()
+        yield from reshaped([c for of, c in found.by_shape.items() if of != shape])
+        if best_s() < inf:
+            yield from _of_many_units(p, bound, found, simulate_plan, seed, programs)
+        return
     racers = [Racer(going(*kind), kind[-1].searched_s) for kind in kinds]
     for _ in racers[0].run(ALONE_OPS, simulate_plan.budget):
         yield best_s()
@@ -101,14 +114,23 @@ def _least_s(candidates: Iterable[Candidate[UnitwisePlan]]) -> float:
     return min((c.step_s for c in candidates if c.step_s is not None), default=inf)
 
 
-def descended(p: Problem, bound: Bound, found: Incumbents, simulate_plan: PlanSimulator, seed: int) -> Iterator[float]:
+def descended(
+    p: Problem,
+    bound: Bound,
+    found: Incumbents,
+    simulate_plan: PlanSimulator,
+    seed: int,
+) -> Iterator[float]:
     """Local moves from the best plan of one shape, and anew where a better one was offered meanwhile."""
-    shape = p.order, p.sub_batches
-    for descent in _descents(p, bound, seed):
+    shape, goal_s = (p.order, p.sub_batches), bound.searched_s * (1 + GOOD_FRAC)
+    if len(p.units) > FEW_UNITS:
+        yield from _of_many_units(p, bound, found, simulate_plan, seed, [iter(())])
+        return
+    for descent in (descend, partial(descend_with_restarts, seed=seed)):
         start = None
         while start is not found.by_shape[shape]:
             start = found.by_shape[shape]
-            for best in descent(p, start, simulate_plan, goal_s=bound.searched_s * (1 + GOOD_FRAC)):
+            for best in descent(p, start, simulate_plan, goal_s=goal_s):
                 found.consider(best)
                 start = found.by_shape[shape]
                 yield start.step_s or inf
@@ -116,7 +138,38 @@ def descended(p: Problem, bound: Bound, found: Incumbents, simulate_plan: PlanSi
                     break
 
 
-def _descents(p: Problem, bound: Bound, seed: int) -> list[Callable[..., Iterator[Candidate[UnitwisePlan]]]]:
-    if len(p.units) > FEW_UNITS:  # whose moves of single units are too many
-        return [partial(descend_by_shifts, bound=bound, seed=seed)]
-    return [descend, partial(descend_with_restarts, seed=seed)]
+def _of_many_units(
+    p: Problem,
+    bound: Bound,
+    found: Incumbents,
+    simulate_plan: PlanSimulator,
+    seed: int,
+    programs: Iterable[Iterator[float]],
+) -> Iterator[float]:
+    """A race between what is left of the programs' plans and regular ones by several seeds; each goes on by shifts from
+    where it ends."""
+    shape, goal_s = (p.order, p.sub_batches), bound.searched_s * (1 + GOOD_FRAC)
+
+    def going(descent: Iterator[Candidate[UnitwisePlan]]) -> Iterator[float]:
+        for best in descent:
+            found.consider(best)
+            yield inf if best.step_s is None else best.step_s
+
+    def shifted(start: Candidate[UnitwisePlan], seed: int) -> Iterator[float]:
+        yield from going(descend_by_shifts(p, start, simulate_plan, bound=bound, goal_s=goal_s, seed=seed))
+
+    def programmed(trials: Iterator[float]) -> Iterator[float]:
+        yield from trials
+        yield from shifted(found.by_shape[shape], seed)
+
+    def regular(seed: int) -> Iterator[float]:
+        patterns = Patterns(p, found.by_shape[shape].plan, simulate_plan, seed)
+        yield from going(patterns.descend(goal_s))
+        if patterns.best.fits:
+            yield from shifted(patterns.best, seed)
+
+    num_patterns = NUM_PATTERNS if any(unit.kind == "block" for unit in p.workload.units) else 0
+    ways = [*map(programmed, programs), *(regular(NUM_PATTERNS * seed + k) for k in range(num_patterns))]
+    racers, first_ops = [Racer(way, bound.searched_s) for way in ways], OPS_PER_UNIT * len(p.units)
+    for _ in race(racers, simulate_plan.budget, first_ops=first_ops):
+        yield found.by_shape[shape].step_s or inf

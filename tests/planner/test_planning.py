@@ -342,7 +342,7 @@ def test_more_work_begins_with_all_that_less_work_does(monkeypatch: pytest.Monke
     monkeypatch.setattr(PlanSimulator, "_simulate", listed)
     monkeypatch.setattr(loop.Search, "_spares_drives", lambda search, best: best)  # after the search, whatever it found
     steps_s = []
-    for ops in (2_000, 10_000, 40_000):
+    for ops in (10_000, 40_000, 160_000):
         tried.append([])
         monkeypatch.setattr(budget, "OPS_PER_S", ops / 100)
         steps_s.append(plan(workload, machine, time_limit_s=100, policies=["zero-offload"]).step_s)

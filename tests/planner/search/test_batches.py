@@ -18,7 +18,7 @@ from tierplan.planner.search.batches import plan_sequences
 from tierplan.sim.workloads.models import workload_of
 from tierplan.sim.workloads.workload import Training, Workload
 
-FEW_OPS = 15_000
+FEW_OPS = 60_000
 """A budget with which searches end before they have found the best plan."""
 
 

@@ -1,0 +1,206 @@
+"""Regular plans, for chains too long to be changed unit by unit.
+
+What a long chain asks of its streams adds up to the same wherever a choice stands. But a stream that is idle first and
+has too much to do later takes longer than one that always has some. So a *pattern* says how many blocks have each
+placement, how these are spread over the chain, and what holds for all of them. A few of its numbers are changed at
+random, as long as that helps: each change moves units all over the chain.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+from tierplan.planner.milp.amounts import STATE_SHARDS, Problem
+from tierplan.planner.milp.modes import MODES
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.search.candidates import Candidate, PlanSimulator
+from tierplan.planner.search.descent import BETTER
+from tierplan.planner.search.exchanges import ACTIVATIONS, alike
+from tierplan.planner.search.moves import OVER_UNITS, WINDOWS, in_shards, placed, with_those_of
+
+SLOPES = (-0.8, -0.5, -0.2, 0.0, 0.2, 0.5, 0.8)
+BEGINS, ENDS = (0.0, 0.1, 0.2, 0.4, 0.6, 0.8), (1.0, 0.97, 0.95, 0.9, 0.7)
+NUMS = (1, 1, 2, 3, 4, 8)
+"""Units that get another placement at once."""
+IN_FLIGHT = (0, 1, 2, 3, 4, 6)
+MOST_ACTIONS = 8
+"""Of what happens to blocks' activations in the plan to begin with, the commonest that are tried for all."""
+CHANGES = (1, 1, 2, 2, 3)
+"""That are made at once."""
+STALE = 250
+"""Changes in a row that do not help, after which the search ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How many units have a placement, and where: on a stretch of the chain whose ends are shares of it."""
+
+    num: int
+    slope: float = 0.0
+    """How much denser they stand at its end than in its middle; below 0, so much less."""
+    begin: float = 0.0
+    end: float = 1.0
+
+    def wanted(self, num_blocks: int) -> list[int]:
+        """Where they stand by their density; two may want the same place."""
+        found = []
+        for i in range(self.num):
+            share, rise = (i + 0.5) / self.num, 1 - self.slope
+            at = ((rise**2 + 4 * self.slope * share) ** 0.5 - rise) / (2 * self.slope) if self.slope else share
+            found.append(int((self.begin + at * (self.end - self.begin)) * num_blocks))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """All that a regular plan says of its blocks."""
+
+    common: UnitPlan
+    """Who is none of the others is placed so."""
+    spreads: Mapping[UnitPlan, Spread]
+    """By placement."""
+    actions: UnitPlan | None = None
+    """Whose actions on activations all have; None: each its own."""
+    of_all: Mapping[str, Any] = field(default_factory=dict)
+
+    def made_of(self, plan: UnitwisePlan, blocks: Sequence[int]) -> UnitwisePlan:
+        """The plan with its blocks in the pattern."""
+        placements = [self.common] * len(blocks)
+        free = set(range(len(blocks)))
+        for placement, spread in self.spreads.items():
+            for at in spread.wanted(len(blocks))[: len(free)]:
+                k = next(k for away in count() for k in (at + away, at - away) if k in free)
+                placements[k] = placement
+                free.remove(k)
+        units = list(plan.units)
+        for u, placement in zip(blocks, placements, strict=True):
+            units[u] = with_those_of(units[u], placement)
+            units[u] = with_those_of(units[u], self.actions, ACTIVATIONS) if self.actions else units[u]
+        return replace(plan, units=tuple(units), **self.of_all)
+
+
+class Patterns:
+    """From the regular plan with as many units of each placement as a plan has to quicker ones.
+
+    What is changed of a pattern is drawn at random, by the seed.
+    """
+
+    def __init__(self, problem: Problem, plan: UnitwisePlan, simulate_plan: PlanSimulator, seed: int) -> None:
+        self.plan, self.simulate_plan, self.rng = plan, simulate_plan, random.Random(seed)
+        self.blocks = [u for u, unit in enumerate(problem.workload.units) if unit.kind == "block"]
+        self.choices = [plan.units[u] for u in self.blocks]
+        self.modes = [MODES[k] for k in problem.modes(self.blocks[0])]
+        is_one_kind = self.blocks in alike(problem.workload)
+        actions = Counter(with_those_of(UnitPlan(), choice, ACTIVATIONS) for choice in self.choices)
+        self.actions = [found for found, _ in actions.most_common(MOST_ACTIONS if is_one_kind else 0)]
+        self.pattern = self._evened()
+        self.best = self._tried(self.pattern)
+
+    def descend(self, goal_s: float = 0.0) -> Iterator[Candidate[UnitwisePlan]]:
+        """After each plan that is tried the best so far, until a step of `goal_s`, or many in a row have not helped.
+
+        It may be slower than the plan that all began with, or not fit.
+        """
+        stale = 0
+        while stale < STALE:
+            changed = self._changed()
+            tried = self._tried(changed)
+            stale += 1
+            if tried.step_s is not None and (self.best.step_s is None or tried.step_s < self.best.step_s * BETTER):
+                self.pattern, self.best, stale = changed, tried, 0
+            yield self.best
+            if self.best.step_s is not None and self.best.step_s <= goal_s:
+                return
+
+    def _tried(self, pattern: Pattern) -> Candidate[UnitwisePlan]:
+        return self.simulate_plan(pattern.made_of(self.plan, self.blocks))
+
+    def _evened(self) -> Pattern:
+        """As many units of each placement as the plan has, evenly spread."""
+        placements = Counter(with_those_of(UnitPlan(), choice) for choice in self.choices)
+        (common, _), *others = placements.most_common()
+        return Pattern(common, {placement: Spread(num) for placement, num in others})
+
+    def _changed(self) -> Pattern:
+        """The best pattern so far with some changes."""
+        pattern = self.pattern
+        for _ in range(self.rng.choice(CHANGES)):
+            kind = self.rng.random()
+            if kind < 0.4:
+                pattern = self._replaced(pattern)
+            elif kind < 0.7:
+                pattern = self._spread(pattern)
+            elif kind < 0.8:
+                pattern = replace(pattern, actions=self.rng.choice([None, *self.actions]))
+            elif kind < 0.9:
+                pattern = self._in_shards(pattern)
+            else:
+                pattern = self._of_all(pattern)
+        return pattern
+
+    def _replaced(self, pattern: Pattern) -> Pattern:
+        """Some units of one placement have another one, which may be new."""
+        rng, spreads = self.rng, dict(pattern.spreads)
+        source = rng.choice([*(placement for placement, spread in spreads.items() if spread.num), pattern.common])
+        target, num = rng.choice([*spreads, pattern.common]), rng.choice(NUMS)
+        if rng.random() < 0.4:
+            target = self._other(rng.choice((source, target)))
+        if source in spreads:
+            num = min(num, spreads[source].num)
+            spreads[source] = replace(spreads[source], num=spreads[source].num - num)
+        if target != pattern.common:
+            spreads.setdefault(target, Spread(0))
+            spreads[target] = replace(spreads[target], num=spreads[target].num + num)
+        return replace(pattern, spreads=spreads)
+
+    def _other(self, placement: UnitPlan) -> UnitPlan:
+        """A placement that differs in one thing: whether the update is late, or where something is."""
+        if self.rng.random() < 0.5:
+            return replace(placement, late_update=not placement.late_update)
+        parts = ("params", "frozen", "states", "update")
+        near = [mode for mode in self.modes if sum(getattr(mode, p) != getattr(placement, p) for p in parts) == 1]
+        if not near:
+            return placement
+        late = placement.late_update
+        changed = placed(self.plan, placement, self.rng.choice(near))
+        return replace(changed, late_update=late and changed.states != "device")
+
+    def _spread(self, pattern: Pattern) -> Pattern:
+        """Units of one placement stand elsewhere."""
+        if not pattern.spreads:
+            return pattern
+        placement = self.rng.choice(list(pattern.spreads))
+        name, values = self.rng.choice((("slope", SLOPES), ("begin", BEGINS), ("end", ENDS)))
+        spread = replace(pattern.spreads[placement], **{name: self.rng.choice(values)})  # type: ignore[arg-type]
+        return (
+            replace(pattern, spreads={**pattern.spreads, placement: spread}) if spread.begin < spread.end else pattern
+        )
+
+    def _in_shards(self, pattern: Pattern) -> Pattern:
+        """States that travel to updates in one place do so in other shards."""
+        place, num = self.rng.choice(("home", "device")), self.rng.choice(STATE_SHARDS)
+
+        def changed(placement: UnitPlan) -> UnitPlan:
+            return in_shards(placement, num) if placement.update == place else placement
+
+        common, spreads = changed(pattern.common), dict[UnitPlan, Spread]()
+        for placement, spread in pattern.spreads.items():
+            if (other := changed(placement)) != common:
+                known = spreads.get(other, replace(spread, num=0))
+                spreads[other] = replace(known, num=known.num + spread.num)
+        return replace(pattern, common=common, spreads=spreads)
+
+    def _of_all(self, pattern: Pattern) -> Pattern:
+        params, acts, states = self.rng.choice((*WINDOWS, (0, 1, 0), (1, 1, 0)))
+        changes: Sequence[Mapping[str, Any]] = (
+            {"prefetch_params_units": params, "prefetch_acts_units": acts, "prefetch_states_units": states},
+            {"overtaking": self.rng.random() < 0.5},
+            {"update_over_units": self.rng.choice(OVER_UNITS)},
+            {"updates_in_flight": self.rng.choice(IN_FLIGHT)},
+        )
+        return replace(pattern, of_all={**pattern.of_all, **self.rng.choice(changes)})
