@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from tierplan.runtime.autograd.coded import decoded_weight
 from tierplan.runtime.autograd.replay import is_random
 from tierplan.runtime.execution.device import TORCH_DTYPES
+from tierplan.sim.workloads.adapters import is_thin
 from tierplan.sim.workloads.families.slices import Operation, Save
 from tierplan.sim.workloads.families.tape import Meter
 from tierplan.sim.workloads.formats import format_of
@@ -46,8 +47,11 @@ def bytes_touched(t: torch.Tensor) -> int:
     return min(t.numel() * t.element_size(), t.untyped_storage().nbytes())
 
 
-def work_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object) -> dict[str, float]:
-    """The work of one operation: FLOPs where PyTorch's counter has a formula, or for CPU attention; else bytes."""
+def work_of(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object, lora: str = ""
+) -> dict[str, float]:
+    """The work of one operation: FLOPs where PyTorch's counter has a formula, or for CPU attention; else bytes. Both
+    for thin products beside adapters (`is_thin`)."""
     ins, outs = tensors_in((args, kwargs)), tensors_in(out)
     kind = next((dtype_name(t.dtype) for t in (*ins, *outs) if t.dtype in DTYPE_NAMES), "fp32")
     if func is CPU_FLASH:
@@ -63,7 +67,10 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: ob
     formula = flop_registry.get(func.overloadpacket)
     if formula is not None:
         what = "attention" if "attention" in func.overloadpacket.__name__ else "matmul"
-        return {f"{what}_{kind}_flops": formula(*args, **kwargs, out_val=out)}
+        work: dict[str, float] = {f"{what}_{kind}_flops": formula(*args, **kwargs, out_val=out)}
+        if func is aten.mm.default and is_thin(lora, *args[0].shape, args[1].shape[1]):
+            work["elementwise_bytes"] = sum(map(bytes_touched, (*ins, *outs)))
+        return work
     if func in GATHERS:
         return {"elementwise_bytes": bytes_touched(args[1]) + 2 * sum(map(bytes_touched, outs))}
     return {"elementwise_bytes": sum(map(bytes_touched, (*ins, *outs)))}
@@ -78,6 +85,8 @@ class UnitRecorder(TorchDispatchMode):
     change_result: Callable[[Any, Any], Any] | None = None
     """Changes what an operation returns, to give what another backend would."""
     scope: Callable[[], str] = str
+    lora: str = ""
+    """The model's adapters, as text."""
     operations: list[Operation] = field(default_factory=list)
     saves: dict[int, Save] = field(default_factory=dict)
     backward_work: list[Mapping[str, float]] = field(default_factory=list)
@@ -172,7 +181,7 @@ class UnitRecorder(TorchDispatchMode):
                 self.adopt(t)
         if is_view or not outs:
             return out
-        work = work_of(func, args, kwargs, out)
+        work = work_of(func, args, kwargs, out, self.lora)
         if self.in_backward:
             self.backward_work.append(work)
             return out

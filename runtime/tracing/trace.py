@@ -281,7 +281,7 @@ class _Tracer:
     # ---- one part ----
 
     def _start(self, *, input_tensors: list[torch.Tensor]) -> None:
-        self.recorder = UnitRecorder(self.parameters, result_on(self.training), self._scope)
+        self.recorder = UnitRecorder(self.parameters, result_on(self.training), self._scope, self.training.lora)
         self.given = input_tensors
         self.recorder.input_numbers.update(map(self.recorder.number, input_tensors))
         self.recording.enter_context(self.recorder)

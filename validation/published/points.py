@@ -159,7 +159,9 @@ def _compiled(unit: Unit, workload: Workload, *, by_operator: bool = False) -> U
     t = workload.training
     wide = {"q_proj": d, "k_proj": kv, "v_proj": kv, "o_proj": d, "gate_proj": f, "up_proj": f, "down_proj": d}
     adapted = read_adapters(t.lora).targets if t.lora else ()
-    values = 11 * d + 2 * kv + 3 * f + sum(wide[name] for name in (wide if adapted == ("all-linear",) else adapted))
+    named = wide if adapted == ("all-linear",) else adapted
+    read = {"o_proj": wide["q_proj"], "down_proj": f}  # by products of adapters, which are thin; others read d
+    values = 11 * d + 2 * kv + 3 * f + sum(2 * wide[name] + read.get(name, d) for name in named)
     tokens = t.per_device_train_batch_size * t.sequence_length
     moved = 2.0 * values * tokens
     kept = {"norm": d, "query": d, "key": kv, "value": kv, "attention": d, "output": d, "mlp norm": d}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from tierplan.sim.workloads.adapters import read_adapters
+from tierplan.sim.workloads.adapters import is_thin, read_adapters
 from tierplan.sim.workloads.families.tape import ITEM_BYTES, Storage, Tape, Value
 from tierplan.sim.workloads.formats import format_of
 
@@ -55,7 +55,7 @@ def product(
     """x (.., D) times a weight (O, D), its own or (`shared`) another unit's, with a bias of its own.
 
     The weight is cast to x's dtype first where autocast `casts` it. A frozen one in codes (`base`) is decoded for each
-    product; in int4 once, for forward and backward.
+    product; in int4 once, for forward and backward. A thin product moves bytes besides (`adapters.is_thin`).
     """
     tape.num_modules += 1
     decodes: Mapping[str, float] = {}
@@ -74,7 +74,9 @@ def product(
     kept = codes if decodes else weight
     saved = tape.save(*((kept,) if x.needs_grad else ()), *((x,) if weight.needs_grad else ()))
     out = tape.empty((*x.shape[:-1], width), x.dtype)
-    tape.record("addmm" if added else "mm", [x, weight], [out], {f"matmul_{x.dtype}_flops": flops})
+    thin = tape.moved(x, weight, out) if is_thin(tape.training.lora, rows, width, x.shape[-1]) else {}
+    work = {f"matmul_{x.dtype}_flops": flops, **({} if added else thin)}
+    tape.record("addmm" if added else "mm", [x, weight], [out], work)
     inputs = [x, weight, *([added] if added else [])]
     num_x, num_weight, dtype, wants_x, wants_weight = x.numel, weight.numel, x.dtype, x.needs_grad, weight.needs_grad
 
@@ -84,6 +86,7 @@ def product(
             again = tape.grad(num_weight, dtype)
             tape.backward_work.append(decodes)
         tape.backward_work.append({f"matmul_{dtype}_flops": flops * (wants_x + wants_weight)})
+        tape.backward_work += [thin] * (wants_x + wants_weight)
         grads = [tape.grad(num_x, dtype) if wants_x else None, tape.grad(num_weight, dtype) if wants_weight else None]
         if decodes:
             del again
