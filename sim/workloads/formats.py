@@ -76,7 +76,7 @@ FORMATS: dict[str, Format] = {
     "int8": Format(bits=8, scales=FP32, is_base=True),
     "nf4": Format(bits=4, block=64, scales=FP32, is_base=True, codebook=NF4_VALUES),
     "nf4-double": Format(bits=4, block=64, scales=Format(bits=8, block=256, scales=FP32), is_base=True),
-    "int4": Format(bits=4, block=128, scales=Format(bits=20), pass_bytes=23.5, num_kernels=9, is_base=True),
+    "int4": Format(bits=4, block=128, scales=Format(bits=20), pass_bytes=30.5, num_kernels=9, is_base=True),
     "df11": Format(bits=11, block=4096, scales=FP32, is_base=True, exact_of="bf16"),
     "dynamic8": Format(bits=8, block=256, scales=FP32),
     "dynamic4": Format(bits=4, block=128, scales=FP32),
@@ -84,8 +84,9 @@ FORMATS: dict[str, Format] = {
 """fp8 and int8 as weights have them (torchao, LLM.int8: a scale per row; an activation in fp8 is one row), NF4 as
 QLoRA has it, without and with double quantisation; int4 is GPTQ's, groups of 128 with a scale in 16 bits and a zero in
 4, as auto-gptq 0.4 decodes them to train: codes are shifted as 32-bit integers, cast to 8 bits, masked, less their
-zeros, times their scales, in a kernel each, of which those that spread a value over several (9.5 of 16.5 bytes) are
-taken to run at half the memory's rate;
+zeros, times their scales, in a kernel each, which together move 16.5 bytes at half the memory's rate: PyTorch's kernels
+with single bytes do (pytorch pull 174553: add 88 us where a copy of as much takes 45), and the shift, which spreads a
+value over several, is taken to do so too;
 df11 is DFloat11, whose exponents have Huffman's codes: how many bits depends on the weights, so 11 is an assumption
 (models published with it have 67.6 to 69.5 % of their bytes; arXiv 2504.11651), and so is that one kernel decodes them
 at the memory's rate; a position in 32 bits says where each 4,096 values begin;

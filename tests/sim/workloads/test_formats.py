@@ -40,8 +40,8 @@ def test_a_scale_per_row_and_partly_filled_blocks() -> None:
 def test_only_formats_with_scales_cost_an_op() -> None:
     assert format_of("nf4").coding_bytes(128, 2) == 64 + 8 + 256
     assert format_of("bf16").coding_bytes(128, 4) == 0
-    several = 16 * (4 + 5 + 2 + 2 + 1) + 16 * 9.5  # auto-gptq's kernels, those that spread values at half the rate
-    assert format_of("int4").coding_bytes(16, 2) == 8 + 3 + several + 32
+    kernels = 4.5 + 5 + 2 + 2 + 3  # auto-gptq's, all at half the memory's rate; codes and result are counted once
+    assert format_of("int4").coding_bytes(16, 2) == 8 + 3 + 16 * (2 * kernels - 0.5 - 2) + 32
 
 
 def test_an_unknown_format_is_refused_by_name() -> None:
