@@ -6,6 +6,10 @@ and head once (they are the root's, which keeps them), and reduces gradients aft
 everybody runs it. `fsdp-offload` (`CPUOffloadPolicy`) keeps shards of parameters, gradients and states in host memory,
 where the optimizer runs; with `reduces=last` gradients come there when they have been summed. With `reshard=off`
 (`SHARD_GRAD_OP`, FSDP2's `reshard_after_forward=False`) `fsdp` gathers all parameters once for a micro-batch.
+
+With `overlap=off` compute waits for each gather and reduction. So it is where FSDP1 wraps every adapter by itself, as
+llama-recipes and fsdp_qlora do: it looks one wrapped module ahead, and for the next block that is when the last adapter
+of this one begins; before it issues a gather (`limit_all_gathers`) it waits for the last module but one.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ OPTIONS: Mapping[str, object] = {
     "checkpointing": "on",
     "reduces": "each",
     "prefetch": 1,
+    "overlap": "on",
     "semantics": None,
 }
 OWN: Mapping[str, Mapping[str, object]] = {"ddp": {"reduces": "last"}, "fsdp": {"reshard": "on"}, "fsdp-offload": {}}
@@ -38,7 +43,8 @@ them, which are 22 to 30 launches more."""
 def _policy(name: str, place: Place, workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     options = Options(name, {**OPTIONS, **OWN[name]}, given)
     reduces = cast(Literal["each", "last"], options.choice("reduces", "each", "last"))
-    sharing = Sharing(divided="nothing" if name == "ddp" else "all", reduces=reduces)
+    waits = options.choice("overlap", "on", "off") == "off"
+    sharing = Sharing(divided="nothing" if name == "ddp" else "all", reduces=reduces, waits=waits)
     if name != "ddp":
         stay = "reshard" in options and options.choice("reshard", "on", "off") == "off"
         sharing = replace(sharing, keeps="all" if stay else "ends", hooks=HOOKS)
