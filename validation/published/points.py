@@ -79,8 +79,8 @@ class Question:
     adapters_of_experts: int = 0
     """Trained parameters of each block that are not in the workload, whose experts' adapters are not traced."""
     compiled: bool = False
-    """Blocks run as compiled kernels, which read what products write and write what products read (a Llama's), and are
-    so few that their launches do not count."""
+    """Blocks run as compiled kernels, which read what products write and write what products read, and are so few that
+    their launches do not count."""
     attention: float = 1.0
     """Rate of the attention that ran, over that of the machine's kernels."""
 
@@ -148,27 +148,18 @@ def with_attention(machine: Machine, rate: float) -> Machine:
 
 
 def _compiled(unit: Unit, workload: Workload, *, by_operator: bool = False) -> Unit:
-    """A Llama's block whose element-wise work lies in kernels between products; twice as much in backward, where they
-    read what was saved beside gradients. It saves what products and attention read and write, and makes again what
-    lies between, unless somebody chose `by_operator` what it keeps."""
+    """A block whose element-wise work lies in kernels between products; twice as much in backward, where they read what
+    was saved beside gradients. It saves what products and attention read and write, and makes again what lies between,
+    unless somebody chose `by_operator` what it keeps."""
     if unit.kind != "block":
         return unit
-    c = {name: int(str(value)) for name, value in workload.config.items() if str(value).isdigit()}
-    d, f = c["hidden_size"], c["intermediate_size"]
-    kv = d * c["num_key_value_heads"] // c["num_attention_heads"]
     t = workload.training
-    wide = {"q_proj": d, "k_proj": kv, "v_proj": kv, "o_proj": d, "gate_proj": f, "up_proj": f, "down_proj": d}
-    adapted = read_adapters(t.lora).targets if t.lora else ()
-    named = wide if adapted == ("all-linear",) else adapted
-    read = {"o_proj": wide["q_proj"], "down_proj": f}  # by products of adapters, which are thin; others read d
-    values = 11 * d + 2 * kv + 3 * f + sum(2 * wide[name] + read.get(name, d) for name in named)
+    values, kept = _kernels_between(workload)
     tokens = t.per_device_train_batch_size * t.sequence_length
-    moved = 2.0 * values * tokens
-    kept = {"norm": d, "query": d, "key": kv, "value": kv, "attention": d, "output": d, "mlp norm": d}
-    kept |= {"gate": f, "up": f, "product": f}
     decoded = format_of(t.base).coding_bytes(unit.num_frozen, 2) if t.base else 0
     forward, backward = (
-        {**w, "elementwise_bytes": n * moved + decoded} for w, n in ((unit.forward, 1), (unit.backward, 2))
+        {**w, "elementwise_bytes": n * 2.0 * values * tokens + decoded}
+        for w, n in ((unit.forward, 1), (unit.backward, 2))
     )
     saved = tuple(
         SavedTensor(index=k, name=name, size_bytes=2 * tokens * width, dtype=t.dtype)
@@ -178,6 +169,33 @@ def _compiled(unit: Unit, workload: Workload, *, by_operator: bool = False) -> U
     return replace(
         unit, forward=forward, backward=backward, recompute=None, num_kernels=0, num_elementwise=0, saved=saved
     )
+
+
+def _kernels_between(workload: Workload) -> tuple[int, Mapping[str, int]]:
+    """Of a block, per token: values that kernels between products read and write, and the widths of what is kept.
+
+    A sum and a norm are one kernel, and so is what follows the first products of an MLP. Raises `WorkloadError` for
+    any other than a Llama's, or a GPT-2's without adapters.
+    """
+    c, t = {name: int(str(value)) for name, value in workload.config.items() if str(value).isdigit()}, workload.training
+    if workload.model_type == "gpt2" and not t.lora:
+        d = c["n_embd"]
+        f = c.get("n_inner", 4 * d)
+        kept = {"norm": d, "query, key and value": 3 * d, "attention": d, "mlp norm": d, "inner": f, "product": f}
+        return 8 * d + 2 * f, kept
+    if "num_key_value_heads" not in c:
+        raise WorkloadError(
+            f"compiled blocks are described of Llama, and of GPT-2 without adapters; this is {workload.model_type}"
+        )
+    d, f = c["hidden_size"], c["intermediate_size"]
+    kv = d * c["num_key_value_heads"] // c["num_attention_heads"]
+    wide = {"q_proj": d, "k_proj": kv, "v_proj": kv, "o_proj": d, "gate_proj": f, "up_proj": f, "down_proj": d}
+    adapted = read_adapters(t.lora).targets if t.lora else ()
+    named = wide if adapted == ("all-linear",) else adapted
+    read = {"down_proj": f}  # by products of adapters, which are thin; others read d
+    values = 11 * d + 2 * kv + 3 * f + sum(2 * wide[name] + read.get(name, d) for name in named)
+    kept = {"norm": d, "query": d, "key": kv, "value": kv, "attention": d, "output": d, "mlp norm": d}
+    return values, kept | {"gate": f, "up": f, "product": f}
 
 
 @lru_cache(maxsize=64)
@@ -300,9 +318,13 @@ def _rows(system: str, point: Facts, rule: Facts, models: Mapping[str, str]) -> 
         else:
             value = float(point[quantity])
             steady = None if prediction is None else prediction.steady
-            if "peak_seq" in rule and quantity not in no_answer:  # lengths vary: the peak is that of the longest
-                longest = replace(question, training=replace(question.training, sequence_length=rule["peak_seq"]))
-                steady = longest.answer().steady
+            other = {key: rule[f"peak_{key}"] for key in ("seq", "policy") if f"peak_{key}" in rule}
+            if other and quantity not in no_answer:  # lengths vary: the peak is that of the longest; or of other places
+                training = replace(
+                    question.training, sequence_length=other.get("seq", question.training.sequence_length)
+                )
+                policy = other.get("policy", question.policy)
+                steady = replace(question, training=training, policy=policy).answer().steady
             told = None if steady is None else _peak_bytes(question, steady, rule) / PEAKS[quantity]
         row = Row(system, role, quantity, point["id"], value, value, told, why_not, note)
         if quantity in no_answer:
