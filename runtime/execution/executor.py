@@ -27,6 +27,7 @@ from tierplan.runtime.execution.device import DEVICE_STREAMS, Device
 from tierplan.runtime.execution.instances import Call, ExecutionError, Instance, OpRun, Unrolling
 from tierplan.runtime.execution.ledger import Ledger
 from tierplan.runtime.execution.threads import coreless_ns
+from tierplan.runtime.memory.freed_memory import only_new_objects_searched
 from tierplan.sim.contents import step_prefix
 from tierplan.sim.schedule import Op, Schedule, ScheduleError
 from tierplan.sim.trace import Span, Trace
@@ -132,6 +133,7 @@ class Executor:
         """When the last op of each step ended that was completed, since the first call of `run`."""
         return tuple(self._step_ends_ns)
 
+    @only_new_objects_searched()
     def run(self, num_steps: int) -> None:
         """Runs so many steps more. Raises what a body raised, or `TierFullError`; all workers have ended then."""
         if self._failure is not None:

@@ -465,3 +465,17 @@ def test_steps_leave_nothing_that_only_a_collection_finds() -> None:
         assert gc.collect() < len(schedule.ops)
     finally:
         gc.enable()
+
+
+def test_the_search_for_rings_passes_over_what_was_there_before_a_run() -> None:
+    seen: list[int] = []
+    executor = Executor(chain(), lambda call: seen.append(gc.get_freeze_count()))
+    executor.run(2)
+    assert min(seen) > 0
+    assert gc.get_freeze_count() == 0
+    gc.freeze()
+    try:
+        executor.run(1)
+        assert gc.get_freeze_count() > 0, "who froze by himself is left alone"
+    finally:
+        gc.unfreeze()
