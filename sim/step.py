@@ -6,6 +6,7 @@ is said here and nowhere else: which buffers there are for it follows, for whoev
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -27,7 +28,7 @@ class SavedTensorSpec:
     action: Action
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class UnitSpec:
     """A unit as the schedule takes it to be: a model whose units are others is refused."""
 
@@ -41,13 +42,13 @@ class UnitSpec:
     late_update: bool = False
     """Its update in a step is that of the step before, in time for its forward."""
 
-    @property
+    @functools.cached_property
     def moved(self) -> tuple[int, ...]:
         """Indices of the saved tensors that go their own way to the host or NVMe, in buffers of their own
         (`contents.SavedActs`). An empty one has nowhere to go."""
         return tuple(k for k, t in enumerate(self.saved) if t.action in ("host", "nvme") and t.size_bytes > 0)
 
-    @property
+    @functools.cached_property
     def recomputed(self) -> tuple[int, ...]:
         """Indices of those that are dropped, and made again before backward (`contents.RecomputedActs`)."""
         return tuple(k for k, tensor in enumerate(self.saved) if tensor.action == "recompute")

@@ -157,6 +157,8 @@ class Recorder(_Saver):
     moved: frozenset[int] = frozenset()
     """Indices of those that are moved away: held here, until the runtime takes them."""
     sizes: list[int] = field(default_factory=list)
+    kept_bytes: int = 0
+    """Of those that are neither."""
     away: dict[int, SavedStorage] = field(default_factory=dict)
     """The recomputed and the moved ones, for those who bring them back. Autograd's graph alone holds the others."""
     saved: dict[int, weakref.ref[SavedStorage]] = field(default_factory=dict)
@@ -172,6 +174,8 @@ class Recorder(_Saver):
             index = self.num_saved
             self.num_saved += 1
             self.sizes.append(storage.nbytes())
+            if index not in self.recomputed and index not in self.moved:
+                self.kept_bytes += storage.nbytes()
             if not self.recomputed and index not in self.moved:  # nobody asks for it but the graph
                 saved = True
             else:

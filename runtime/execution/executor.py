@@ -106,7 +106,7 @@ class Executor:
         """Steps that `on_step_end` was called for."""
         self._failure: BaseException | None = None
         self._spans: list[Span] = []
-        self._zero_ns: int | None = None
+        self._zero_ns = 0
         self._unrolling = Unrolling(schedule, self.ledger.held_bytes, self._issued)
         read = {name for op in schedule.ops for name in op.reads}
         for name, instance in self.carried.items():
@@ -121,7 +121,7 @@ class Executor:
     @property
     def begun_ns(self) -> int:
         """When the first call of `run` was, by `time.perf_counter_ns`, which processes of a machine share."""
-        return self._zero_ns or 0
+        return self._zero_ns
 
     @property
     def num_steps_done(self) -> int:
@@ -148,7 +148,7 @@ class Executor:
                 f"schedule {self.schedule.name!r} has next_devices, which take turns from step to step: this "
                 "is simulated, and not executed; take packs without goes_on"
             )
-        if self._zero_ns is None:
+        if not self._zero_ns:
             self._zero_ns = time.perf_counter_ns()
         self._end += num_steps
         if num_steps:
@@ -272,9 +272,9 @@ class Executor:
             done.coreless_ns, self._waited_ns[stream] = end_ns - self._waited_ns[stream], end_ns
         with self._lock:
             if done is not None and not is_ahead:
-                self._take_over(done)
-                done.end_ns = self._now_ns()
-                self._finish(done)
+                now_ns = done.end_ns = self._now_ns()
+                self._take_over(done, now_ns)
+                self._finish(done, now_ns)
             node = self._come_to_next(stream)
             if node is not None and self.await_others is None:
                 self._await_start(node)
@@ -311,27 +311,27 @@ class Executor:
         stream = node.op.stream
         node.ended = self.device.record(stream)
         with self._lock:
-            node.is_issued = True
-            self._take_over(node)
+            now_ns, node.is_issued = self._now_ns(), True
+            self._take_over(node, now_ns)
             for instance in node.reads:
                 instance.num_unissued -= 1
             for instance in (*node.reads, *node.writes):
                 if instance.is_dead_to_its_stream:
-                    self._free(instance)
+                    self._free(instance, now_ns)
                     self.ledger.keep_private(instance, stream, 1)
                     node.freed.append(instance)
             followers, node.followers = node.followers, []
             for later in followers:
                 if later.op.stream in self._issued:
                     later.behind.append(node)
-                    self._come_closer(later)
+                    self._come_closer(later, now_ns)
                 else:
                     node.followers.append(later)
             self._num_running += 1  # until it has ended
             self._issued[stream].append(node)
             self._moves[stream].notify_all()
             for tier in {instance.buffer.tier: None for instance in node.freed}:
-                self._grant(tier)
+                self._grant(tier, now_ns)
 
     def _await(self, stream: str) -> None:
         """Ends the ops of a stream that runs ahead, as events say that they have ended."""
@@ -362,14 +362,13 @@ class Executor:
             first = self._issued[node.op.stream].popleft()
             for earlier in first.behind:
                 self._end_issued(earlier)
-            assert self._zero_ns is not None
             first.take_times(self._zero_ns, self._last_end_ns[first.op.stream])
             self._last_end_ns[first.op.stream] = first.end_ns
             self._num_running -= 1
             for instance in first.freed:
                 self.ledger.keep_private(instance, first.op.stream, -1)
                 self.on_free(instance)
-            self._finish(first)
+            self._finish(first, self._now_ns())
             self._moves[first.op.stream].notify_all()
         self._check_stalled()
 
@@ -392,78 +391,79 @@ class Executor:
         node.is_reached = True
         self._num_running -= 1  # until `_start`
         if node.waiting_for == 0:
-            self._make_eligible(node)
+            self._make_eligible(node, self._now_ns())
         self._check_stalled()
         while not node.is_started and self._failure is None:
             self._wakeup[node.op.stream].wait()
         node.start_ns = self._now_ns()  # here, not where it was granted: waking up is not work of the op
 
-    def _make_eligible(self, node: OpRun) -> None:
+    def _make_eligible(self, node: OpRun, now_ns: int) -> None:
         node.is_eligible = True
         if node.grants_left == 0:
-            self._start(node)
+            self._start(node, now_ns)
         else:
             for tier in node.needs:
-                self._grant(tier)
+                self._grant(tier, now_ns)
 
-    def _grant(self, tier: str) -> None:
+    def _grant(self, tier: str, now_ns: int) -> None:
         """Grants memory of one tier in list order, as far as the next op is eligible and fits."""
         queue = self._grants[tier]
         while queue and queue[0].is_eligible and self.ledger.has_room(tier, queue[0]):
             node = queue.popleft()
-            now_ns = self._now_ns()
             for instance in node.writes:
                 if instance.buffer.tier == tier and instance.buffer.reuses is None:
                     self.ledger.hold(now_ns, instance)
                     self.on_grant(node.op, instance, self.ledger.held_bytes[instance.buffer.name])
             node.grants_left -= 1
             if node.grants_left == 0:
-                self._start(node)
+                self._start(node, now_ns)
 
-    def _start(self, node: OpRun) -> None:
+    def _start(self, node: OpRun, now_ns: int) -> None:
         node.is_started = True
-        node.granted_ns = self._now_ns() if node.needs else max(node.free_ns, node.ready_ns)
+        node.granted_ns = now_ns if node.needs else max(node.free_ns, node.ready_ns)
         self._num_running += 1
         self._wakeup[node.op.stream].notify()
 
-    def _take_over(self, node: OpRun) -> None:
+    def _take_over(self, node: OpRun, now_ns: int) -> None:
         """What the op has written over is gone."""
         for instance in node.writes:
             over, instance.over = instance.over, None
             if over is not None:
-                self.ledger.take_over(self._now_ns(), instance, over)
+                self.ledger.take_over(now_ns, instance, over)
                 over.value = None
                 instance.outside_bytes, over.outside_bytes = over.outside_bytes, 0
 
-    def _free(self, instance: Instance) -> None:
+    def _free(self, instance: Instance, now_ns: int) -> None:
         self.release(instance)
         instance.value, instance.is_free = None, True
-        self.ledger.drop(self._now_ns(), instance)
+        self.ledger.drop(now_ns, instance)
 
-    def _finish(self, node: OpRun) -> None:
-        now_ns, node.has_ended = node.end_ns, True
+    def _finish(self, node: OpRun, now_ns: int) -> None:
+        end_ns, node.has_ended = node.end_ns, True
         for call in node.at_end:
             call()
         if self._is_traced(node):
-            times = (node.free_ns, node.ready_ns, node.start_ns, now_ns)
+            times = (node.free_ns, node.ready_ns, node.start_ns, end_ns)
             key = step_prefix(node.step) + node.op.key
             waits = (node.granted_ns, node.coreless_ns, node.late_ns)
             self._spans.append(Span(key, node.op.stream, *times, -1, *waits))
+        tiers = dict.fromkeys([instance.buffer.tier for instance in node.freed])
         for instance in node.reads:
             instance.readers.remove(node)
         for instance in node.writes:
             instance.writer = None
-        dead = [instance for instance in (*node.reads, *node.writes) if instance.is_dead]
-        for instance in dead:
-            self._free(instance)
-            self.on_free(instance)
+        for instance in (*node.reads, *node.writes):
+            if not instance.readers and instance.is_dead:
+                self._free(instance, now_ns)
+                self.on_free(instance)
+                tiers[instance.buffer.tier] = None
         for later in node.followers:
-            later.ready_ns = max(later.ready_ns, now_ns)
-            self._come_closer(later)
-        for tier in {instance.buffer.tier: None for instance in (*dead, *node.freed)}:
-            self._grant(tier)
+            later.ready_ns = max(later.ready_ns, end_ns)
+            self._come_closer(later, now_ns)
+        for tier in tiers:
+            self._grant(tier, now_ns)
         node.followers, node.freed = [], []
-        self._latest_ns[node.step] = max(now_ns, self._latest_ns.get(node.step, 0))
+        self._latest_ns[node.step] = max(end_ns, self._latest_ns.get(node.step, 0))
         self._ops_left[node.step] -= 1
         if self._ops_left[node.step] == 0:
             del self._ops_left[node.step]
@@ -471,14 +471,13 @@ class Executor:
             self._step_ends_ns.append(self._latest_ns.pop(node.step))
             self._news.notify()
 
-    def _come_closer(self, node: OpRun) -> None:
+    def _come_closer(self, node: OpRun, now_ns: int) -> None:
         """One thing less to wait for."""
         node.waiting_for -= 1
         if node.waiting_for == 0 and node.is_reached:
-            self._make_eligible(node)
+            self._make_eligible(node, now_ns)
 
     def _now_ns(self) -> int:
-        assert self._zero_ns is not None
         return time.perf_counter_ns() - self._zero_ns
 
     # ---- when it goes wrong ----

@@ -81,17 +81,19 @@ def _complete(value: BufferValue, unit: ModelUnit) -> None:
         value.filled = None
 
 
-def flat_gradients(gradients: Iterable[torch.Tensor | None], part: range) -> list[torch.Tensor]:
-    """What these gradients of all parameters of a unit have of a part of its elements: flat, one after the other."""
+def flat_gradients(value: BufferValue, unit: ModelUnit, part: range) -> list[torch.Tensor]:
+    """What the gradients of a unit on the device have of a part of its elements: flat, one after the other."""
+    gradients = [gradient for gradient in value.gradients or () if gradient is not None]
+    assert len(gradients) == len(unit.parameters), "a gradient that is complete has all of its unit's"
+    if len(part) == unit.num_trained:
+        return [gradient.view(-1) for gradient in gradients]
     pieces, begin = [], 0
     for gradient in gradients:
-        assert gradient is not None, "a gradient that is complete has all of its unit's"
         length = gradient.numel()
         own = range(length)[max(part.start - begin, 0) : max(part.stop - begin, 0)]
         begin += length
         if own:
-            flat = gradient.view(-1)
-            pieces.append(flat if len(own) == length else flat[own.start : own.stop])
+            pieces.append(gradient.view(-1)[own.start : own.stop])
     return pieces
 
 

@@ -6,7 +6,7 @@ ExecutionError(RuntimeError)   the schedule was not executed to its end
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tierplan.runtime.execution.device import Event
@@ -30,10 +30,10 @@ class Instance:
     private_to: str | None = None
     """The one stream of the device that writes and reads it, if there is one."""
     is_reused: bool = False
-    outside_bytes: int = 0
-    """Of it, in its tier, outside the memory that the bodies have there for such buffers."""
     outlives: bool = False
     """It is an initial buffer of the step that follows the last opened one, so it is not freed yet."""
+    outside_bytes: int = 0
+    """Of it, in its tier, outside the memory that the bodies have there for such buffers."""
     over: Instance | None = field(default=None, repr=False)
     """The instance whose bytes this one takes over, until its writer has ended."""
     writer: OpRun | None = field(default=None, repr=False)
@@ -59,8 +59,8 @@ class Call:
 
     op: Op
     step: int
-    reads: tuple[Instance, ...]
-    writes: tuple[Instance, ...]
+    reads: Sequence[Instance]
+    writes: Sequence[Instance]
     at_end: list[Callable[[], None]] = field(default_factory=list, repr=False)
     """Called when what the body has put on a stream is done. Must be quick."""
 
@@ -111,7 +111,9 @@ class Unrolling:
     def __init__(self, schedule: Schedule, held_bytes: Mapping[str, int], streams_ahead: Container[str]) -> None:
         self._schedule, self._held_bytes, self._streams_ahead = schedule, held_bytes, streams_ahead
         self._buffers = schedule.buffers_by_name()
-        self._reused = {b.reuses for b in schedule.buffers if b.reuses is not None}
+        reused = {b.reuses for b in schedule.buffers if b.reuses is not None}
+        self._lifetimes = {b.name: (b.name in reused, b.becomes is not None) for b in schedule.buffers}
+        """Whether another buffer takes over its bytes, and whether it outlives the step."""
         self._successor = {b.becomes: b.name for b in schedule.buffers if b.becomes is not None}
         self._needs = [self._needed(op) for op in schedule.ops]
         self._names: dict[str, Instance] = {}
@@ -134,32 +136,30 @@ class Unrolling:
         """The ops of the next step, in order, knowing what they wait for."""
         names = self._names = self._initial_names()
         for name, instance in names.items():
-            self._set_lifetime(instance, name)
+            is_reused, instance.outlives = self._lifetimes[name]
+            instance.is_reused |= is_reused
         nodes: dict[str, OpRun] = {}
         for op, needs in zip(self._schedule.ops, self._needs, strict=True):
             is_ahead = op.stream in self._streams_ahead
-            inputs = {nodes[key] for key in op.after}
-            reads = tuple(names[name] for name in op.reads)
+            reads, writes = [names[name] for name in op.reads], list[Instance]()
+            node = nodes[op.key] = OpRun(op, step, reads, writes, needs=needs, grants_left=len(needs))
+            inputs = {nodes[key] for key in op.after} if op.after else set()
             for instance in reads:
                 instance.num_unissued += 1
                 if instance.private_to != op.stream:
                     instance.private_to = None
                 if instance.writer is not None:
                     inputs.add(instance.writer)
-            writes = []
+                instance.readers.append(node)
             for name in op.writes:
                 b = self._buffers[name]
-                instance = names[name] = Instance(b, private_to=op.stream if is_ahead else None)
-                self._set_lifetime(instance, name)
+                instance = names[name] = Instance(b, None, 0, op.stream if is_ahead else None, *self._lifetimes[name])
+                instance.writer = node
                 writes.append(instance)
                 if b.reuses is not None:
                     instance.over = names[b.reuses]
                     inputs.update(instance.over.readers)
-            node = nodes[op.key] = OpRun(op, step, reads, tuple(writes), needs=needs, grants_left=len(needs))
-            for instance in reads:
-                instance.readers.append(node)
-            for instance in writes:
-                instance.writer = node
+            inputs.discard(node)
             for earlier in inputs:
                 if earlier.is_issued and is_ahead:
                     node.behind.append(earlier)
@@ -173,10 +173,6 @@ class Unrolling:
         if not self._names:
             return dict(self.carried)
         return {name: self._names[self._successor[name]] for name in self.carried if name in self._successor}
-
-    def _set_lifetime(self, instance: Instance, name: str) -> None:
-        instance.is_reused = instance.is_reused or name in self._reused
-        instance.outlives = self._buffers[name].becomes is not None
 
     def carry_over(self, *, is_last_run: bool) -> None:
         """What outlives the last step takes its place among the initial buffers; that step may not have run."""

@@ -34,14 +34,17 @@ class Ledger:
     def hold(self, now_ns: int, instance: Instance) -> None:
         tier = instance.buffer.tier
         self.held[instance] = None
-        self.used_bytes[tier] += self.held_bytes[instance.buffer.name]
-        self.peak_bytes[tier] = max(self.peak_bytes[tier], self.used_bytes[tier])
-        self._note(now_ns, instance, 1)
+        used_bytes = self.used_bytes[tier] = self.used_bytes[tier] + self.held_bytes[instance.buffer.name]
+        if used_bytes > self.peak_bytes[tier]:
+            self.peak_bytes[tier] = used_bytes
+        if self.is_noted:
+            self._note(now_ns, instance, 1)
 
     def drop(self, now_ns: int, instance: Instance) -> None:
         self.held.pop(instance, None)  # an empty one was never granted
         self.used_bytes[instance.buffer.tier] -= self.held_bytes[instance.buffer.name]
-        self._note(now_ns, instance, -1)
+        if self.is_noted:
+            self._note(now_ns, instance, -1)
 
     def keep_private(self, instance: Instance, stream: str, sign: int) -> None:
         """What was dropped is free for this stream alone; with sign -1, for everybody."""
@@ -50,7 +53,7 @@ class Ledger:
 
     def take_over(self, now_ns: int, instance: Instance, old: Instance) -> None:
         """The bytes are another buffer's."""
-        if old.buffer.kind != instance.buffer.kind:
+        if self.is_noted and old.buffer.kind != instance.buffer.kind:
             self._note(now_ns, old, -1)
             self._note(now_ns, instance, 1)
         self.held.pop(old, None)
@@ -61,8 +64,10 @@ class Ledger:
 
     def _free_bytes(self, tier: str, stream: str) -> int:
         """For an op of this stream."""
-        others = sum(size for owner, size in self._private_bytes[tier].items() if owner != stream)
-        return self.capacity_bytes[tier] - self.used_bytes[tier] - others
+        free_bytes = self.capacity_bytes[tier] - self.used_bytes[tier]
+        if private := self._private_bytes[tier]:
+            free_bytes -= sum(size for owner, size in private.items() if owner != stream)
+        return free_bytes
 
     def full(self, tier: str, node: OpRun) -> TierFullError:
         """Nothing runs, and this op is next in the tier and does not fit."""
@@ -77,5 +82,5 @@ class Ledger:
 
     def _note(self, now_ns: int, instance: Instance, sign: int) -> None:
         b = instance.buffer
-        if b.size_bytes and self.is_noted:
+        if b.size_bytes:
             self.events.append(MemoryEvent(now_ns, b.tier, b.kind, sign * self.held_bytes[b.name]))

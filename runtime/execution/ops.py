@@ -326,11 +326,9 @@ class Bodies:
 
     def _end_forward(self, call: Call, batch_run: MicroBatchRun) -> None:
         index, turn = self._index[call.op.unit], self._turn(call)
-        recorder, spec = batch_run.runs[index].recorder, batch_run.specs[index]
+        recorder = batch_run.runs[index].recorder
         assert recorder is not None
-        sizes = recorder.sizes
-        elsewhere = {*spec.recomputed, *spec.moved}
-        kept = sum(size for k, size in enumerate(sizes) if k not in elsewhere)
+        kept = recorder.kept_bytes
         for instance in call.writes:
             match content_of(instance):
                 case Input():
@@ -346,7 +344,7 @@ class Bodies:
         if kept:
             raise SizeError(
                 f"op {call.op.key!r} saved {kept:,} bytes for backward that no buffer of the schedule is declared for; "
-                f"the unit saves tensors of {sizes} bytes here. {REMEDY}"
+                f"the unit saves tensors of {recorder.sizes} bytes here. {REMEDY}"
             )
         if batch_run.runs[-1].recorder is not None and index + 1 == len(self.units):
             loss, step, m = batch_run.loss, call.step, call.op.micro_batch
@@ -464,7 +462,7 @@ class Bodies:
         is_fp32 = isinstance(content_of(call.reads[0]), CastGradients)
         gradient: torch.Tensor | list[torch.Tensor]
         if grads.gradients is not None:
-            gradient = flat_gradients(grads.gradients, part)
+            gradient = flat_gradients(grads, unit, part)
         else:
             flat_gradient = grads.block.data.view(torch.float32 if is_fp32 else self.dtype)
             gradient = of_part(flat_gradient).to(self.dtype)  # exact either way

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Set
 from dataclasses import dataclass, field
 
@@ -10,15 +11,23 @@ import torch
 from tierplan.hwmodels.names import DEVICE, NVME
 from tierplan.runtime.checkpoint.snapshot import Snapshot
 from tierplan.runtime.execution.instances import Instance
-from tierplan.runtime.execution.values import BufferValue, content_of, value_of
+from tierplan.runtime.execution.values import BufferValue, value_of
 from tierplan.runtime.memory.arena import Block, Pool, map_host
 from tierplan.runtime.memory.store import Extent, Store
-from tierplan.sim.contents import SavedActs
+from tierplan.sim.contents import SavedActs, parse_content
 from tierplan.sim.ranks import COLLECTIVES, SEND
 from tierplan.sim.schedule import Op
 
 IN_BLOCKS = ("copy", "accumulate", "cast", "update", SEND, *COLLECTIVES)
 """Kinds of op that write flat memory, which is a block of a pool."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_autograd_s(kind: str, text: str) -> bool:
+    """Whether a buffer of this content, that an op of this kind writes on the device, is no block of the pool."""
+    content = parse_content(text)
+    is_moved = kind in IN_BLOCKS and not (kind == "copy" and isinstance(content, SavedActs))
+    return not is_moved and not getattr(content, "is_coded", False)
 
 
 @dataclass(eq=False)
@@ -48,10 +57,7 @@ class Places:
 
     def on_grant(self, op: Op, instance: Instance, size_bytes: int) -> None:
         """Bytes on the device that autograd will hold, and no block of the pool, count against what the pool keeps."""
-        content = content_of(instance)
-        is_autograd_s = op.kind not in IN_BLOCKS or (op.kind == "copy" and isinstance(content, SavedActs))
-        is_autograd_s &= not getattr(content, "is_coded", False)
-        if instance.buffer.tier == DEVICE and is_autograd_s:
+        if instance.buffer.tier == DEVICE and _is_autograd_s(op.kind, instance.buffer.content):
             instance.outside_bytes = size_bytes
             self.device_pool.make_room(size_bytes)
 

@@ -9,6 +9,7 @@ SizeError(ValueError)   an op made more or fewer bytes than its buffer declares;
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -36,15 +37,27 @@ class AutogradHandle(ABC):
     They may come back while the first copy is still in use; so an op that reads a buffer says that it wants them there.
     """
 
-    def __init__(self, forms: Iterable[tuple[torch.dtype, Sequence[int]]]) -> None:
-        self.forms = tuple(forms)
-        """Types and shapes of its parts, which are contiguous and lie one behind the other where they are moved to."""
-        types = {dtype for dtype, _ in self.forms}
-        self.dtype = types.pop() if len(types) == 1 else torch.uint8
-        """Of its values; uint8 where they are of several."""
-        self.sizes_bytes = [dtype.itemsize * prod(shape) for dtype, shape in self.forms]
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._at: BufferValue | None = None
+
+    @functools.cached_property
+    def forms(self) -> tuple[tuple[torch.dtype, Sequence[int]], ...]:
+        """Types and shapes of its parts, which are contiguous and lie one behind the other where they are moved to.
+
+        First asked for when they are moved, and in use; many never are.
+        """
+        return tuple(self._forms())
+
+    @functools.cached_property
+    def dtype(self) -> torch.dtype:
+        """Of its values; uint8 where they are of several."""
+        types = {dtype for dtype, _ in self.forms}
+        return types.pop() if len(types) == 1 else torch.uint8
+
+    @functools.cached_property
+    def sizes_bytes(self) -> list[int]:
+        return [dtype.itemsize * prod(shape) for dtype, shape in self.forms]
 
     def begin(self, value: BufferValue | None = None) -> BufferValue:
         """The value of the buffer that autograd has made, or of one that has come from another rank."""
@@ -90,6 +103,9 @@ class AutogradHandle(ABC):
         return parts
 
     @abstractmethod
+    def _forms(self) -> Iterator[tuple[torch.dtype, Sequence[int]]]: ...
+
+    @abstractmethod
     def _use(self, tensors: Sequence[torch.Tensor] | None) -> None:
         """From now on these are it, or nothing on the device is."""
 
@@ -98,9 +114,17 @@ class SavedTensorsHandle(AutogradHandle):
     """Saved tensors that go their own way."""
 
     def __init__(self, saved: Sequence[SavedStorage]) -> None:
-        super().__init__(_forms(saved))
+        super().__init__()
         self._saved = [weakref.ref(each) for each in saved]
         """Autograd's graph holds them, and lets each go as soon as backward has used it."""
+        self._looks = [(each.dtype, each.shape, each.size_bytes) for each in saved]
+
+    def _forms(self) -> Iterator[tuple[torch.dtype, Sequence[int]]]:
+        """As they were saved; bytes, where values would not be aligned."""
+        begin = 0
+        for dtype, shape, size_bytes in self._looks:
+            yield (dtype, shape) if begin % dtype.itemsize == 0 else (torch.uint8, (size_bytes,))
+            begin += size_bytes
 
     def parts(self) -> list[torch.Tensor]:
         parts = []
@@ -118,23 +142,19 @@ class SavedTensorsHandle(AutogradHandle):
                 saved.tensor = t if t is None or t.shape == saved.shape else t.view(saved.dtype).view(saved.shape)
 
 
-def _forms(saved: Sequence[SavedStorage]) -> Iterator[tuple[torch.dtype, Sequence[int]]]:
-    """As they were saved; bytes, where values would not be aligned."""
-    begin = 0
-    for each in saved:
-        yield (each.dtype, each.shape) if begin % each.dtype.itemsize == 0 else (torch.uint8, (each.size_bytes,))
-        begin += each.size_bytes
-
-
 class InputHandle(AutogradHandle):
     """A unit's input: the leaves that the unit before it made; or the gradient of it, which is that of the leaves."""
 
     def __init__(self, leaves: Sequence[torch.Tensor], *, is_gradient: bool = False) -> None:
         self.leaves = [leaf for leaf in leaves if leaf.grad is not None] if is_gradient else leaves
         self._is_gradient = is_gradient
-        tensors = self._tensors()
-        super().__init__((t.dtype, t.shape) for t in tensors)
-        self._strides = [None if t.is_contiguous() else t.stride() for t in tensors]
+        super().__init__()
+        self._strides: list[tuple[int, ...] | None] = []
+
+    def _forms(self) -> Iterator[tuple[torch.dtype, Sequence[int]]]:
+        for t in self._tensors():
+            self._strides.append(None if t.is_contiguous() else t.stride())
+            yield t.dtype, t.shape
 
     def _tensors(self) -> list[torch.Tensor]:
         if not self._is_gradient:
@@ -221,6 +241,6 @@ def expect(instance: Instance, found_bytes: int) -> None:
 def begin_input(instance: Instance, leaves: Sequence[torch.Tensor], *, is_gradient: bool = False) -> BufferValue:
     """The value of a buffer that is a unit's input as autograd has made it, or the gradient of one."""
     handle = InputHandle(leaves, is_gradient=is_gradient)
-    expect(instance, sum(handle.sizes_bytes))
+    expect(instance, sum([leaf.nbytes for leaf in handle.leaves]))
     instance.value = value = handle.begin()
     return value

@@ -181,4 +181,4 @@ def _take(value: BufferValue, unit: ModelUnit, part: range, to_n: torch.Tensor) 
     if value.gradients is None:
         to_n[: len(part)].copy_(value.block.data.view(unit.dtype)[part.start : part.stop])
     elif part:
-        torch.cat(flat_gradients(value.gradients, part), out=to_n[: len(part)])
+        torch.cat(flat_gradients(value, unit, part), out=to_n[: len(part)])
