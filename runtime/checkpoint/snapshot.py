@@ -123,7 +123,7 @@ class Snapshot:
                 return
             self._is_overtaken = True
             if name == self._reading:
-                self._instead = self._spare_copy_of(block)
+                self._instead = self._instead or self._spare_copy_of(block)
             elif (copied := self._spare_copy_of(block)) is not None:
                 del self._left[name]
                 self._copies[name] = copied

@@ -118,6 +118,26 @@ def test_who_changes_what_is_being_read_waits_for_a_piece_of_it(monkeypatch: pyt
     assert all(data.all() for data in found[1:])
 
 
+def test_what_changes_again_while_its_copy_is_read_is_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slow drive the next step's update comes while the last one's copy is being written."""
+    monkeypatch.setattr("tierplan.runtime.checkpoint.snapshot.PIECE_BYTES", PAGE_BYTES)
+    pages = torch.ones(4 * PAGE_BYTES, dtype=torch.uint8)
+    pool, block = Pool(map_host, 2 * pages.numel()), Block(pages, pages)
+    pool.prepare([pages.numel()] * 2)
+    snapshot = Snapshot({"0": block}, 2 * pages.numel(), pool)
+    _, pieces = next(snapshot.read())
+    found = [next(pieces).data.clone()]
+    changes = threading.Thread(target=snapshot.before_change, args=(block,), daemon=True)
+    changes.start()
+    changes.join(0.1)
+    found.append(next(pieces).data.clone())
+    changes.join(LONG_S)
+    pages.fill_(2)
+    snapshot.before_change(block)
+    found += [piece.data.clone() for piece in pieces]
+    assert torch.cat(found).eq(1).all()
+
+
 def test_memory_for_copies_is_mapped_by_the_commit_that_lacks_it() -> None:
     """And not by who changes a block, who would wait for its pages longer than for a drive."""
     pages = torch.ones(PAGE_BYTES, dtype=torch.uint8)
