@@ -2,7 +2,8 @@
 
 Its blocks are read one after the other, as a file takes them, from where they lie in host memory. Who is about to
 change one has to ask first: a copy is made where memory has room for it, else he waits until that block has been read,
-which is next then. Of a block that is being read, he waits for a piece: the reading goes on from the copy.
+which is next then. Of a block that is being read, what is left is copied, and he waits for a piece: the reading goes on
+from the copy.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class Snapshot:
         self._news = threading.Condition()
         """A block may change now."""
         self._reading: str | None = None
+        self._read_bytes = 0
+        """Of it, with the piece that is being read."""
         self._instead: Block | None = None
         """A copy of what is being read."""
         self._is_let_go = False
@@ -65,7 +68,7 @@ class Snapshot:
                 if self._instead is not None:
                     block, self._is_let_go = self._instead, True
                     self._news.notify_all()
-            end = begin + PIECE_BYTES
+                end = self._read_bytes = begin + PIECE_BYTES
             yield Block(block.data[begin:end], block.pages[begin:end])
 
     def end(self) -> None:
@@ -91,7 +94,7 @@ class Snapshot:
                 return None
             if name in self._copies:
                 return name, self._copies.pop(name), True
-            block, self._reading = self._left.pop(name), name
+            block, self._reading, self._read_bytes = self._left.pop(name), name, 0
         if block.data.is_cpu:
             return name, block, False
         copied = self._copy_of(block)
@@ -123,7 +126,7 @@ class Snapshot:
                 return
             self._is_overtaken = True
             if name == self._reading:
-                self._instead = self._instead or self._spare_copy_of(block)
+                self._instead = self._instead or self._spare_copy_of(block, self._read_bytes)
             elif (copied := self._spare_copy_of(block)) is not None:
                 del self._left[name]
                 self._copies[name] = copied
@@ -132,8 +135,8 @@ class Snapshot:
             while name in self._left or (name == self._reading and not self._is_let_go):
                 self._news.wait()
 
-    def _spare_copy_of(self, block: Block) -> Block | None:
-        """A copy, where there is room for it and memory is mapped."""
+    def _spare_copy_of(self, block: Block, begin: int = 0) -> Block | None:
+        """A copy from there on, where there is room for it and memory is mapped."""
         size_bytes = block.data.numel()
         self._asked_bytes.append(size_bytes)
         is_mapped = self._pool.has_spare(size_bytes)
@@ -141,9 +144,9 @@ class Snapshot:
         if not is_mapped or size_bytes > self._spare_bytes:
             return None
         self._spare_bytes -= size_bytes
-        return self._copy_of(block)
+        return self._copy_of(block, begin)
 
-    def _copy_of(self, block: Block) -> Block:
+    def _copy_of(self, block: Block, begin: int = 0) -> Block:
         copied = self._pool.take(block.data.numel())
-        copied.data.copy_(block.data)
+        copied.data[begin:].copy_(block.data[begin:])
         return copied

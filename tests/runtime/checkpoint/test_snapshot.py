@@ -138,6 +138,23 @@ def test_what_changes_again_while_its_copy_is_read_is_not_copied_again(monkeypat
     assert torch.cat(found).eq(1).all()
 
 
+def test_what_has_been_read_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierplan.runtime.checkpoint.snapshot.PIECE_BYTES", PAGE_BYTES)
+    pages = torch.ones(3 * PAGE_BYTES, dtype=torch.uint8)
+    pool, block = Pool(map_host, pages.numel()), Block(pages, pages)
+    pool.prepare([pages.numel()])  # with zeros
+    snapshot = Snapshot({"0": block}, pages.numel(), pool)
+    _, pieces = next(snapshot.read())
+    next(pieces)
+    changes = threading.Thread(target=snapshot.before_change, args=(block,), daemon=True)
+    changes.start()
+    changes.join(0.1)
+    assert [piece.data.all() for piece in pieces] == [True, True]
+    changes.join(LONG_S)
+    snapshot.end()
+    assert pool.take(pages.numel()).data.view(3, -1).any(1).tolist() == [False, True, True]
+
+
 def test_memory_for_copies_is_mapped_by_the_commit_that_lacks_it() -> None:
     """And not by who changes a block, who would wait for its pages longer than for a drive."""
     pages = torch.ones(PAGE_BYTES, dtype=torch.uint8)
