@@ -152,7 +152,7 @@ def advise(
     prices = prices or PriceList()
     description = load_description(point.machine, point.settings)
     bought = [b for b in purchases(description, prices) if not quick or "gpu.count" not in b.overrides]
-    bought.sort(key=lambda b: (not b.machine, "gpu.count" not in b.overrides))  # the longest searches first
+    bought.sort(key=lambda b: not b.machine)
     with asking(num_workers, progress=progress) as ask:
         like, how = point, cast(Ask, figures_of)
         if quick:
@@ -179,8 +179,10 @@ def advise(
             if not is_worth
         }
         bought = [b for b in bought if b.what not in left_out]
-        planned = ask([b.applied(like) for b in bought[num_first:]], how)
-        answers = [row() for row in [*first[:num_first], *planned, first[-1]]]
+        # what is asked last should not take long: second cards do, and the dear cards
+        rest = sorted(bought[num_first:], key=lambda b: ("gpu.count" not in b.overrides, -b.price_usd))
+        planned = dict(zip([b.what for b in rest], ask([b.applied(like) for b in rest], how), strict=True))
+        answers = [row() for row in [*first[:num_first], *(planned[b.what] for b in bought[num_first:]), first[-1]]]
         largest_model = "".join(str(row().get("largest_model", "")) for row in largest)
     answer.pop("known", None)
     if "error" in answer:
