@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import logging
 import os
@@ -26,6 +27,9 @@ USER_ERRORS = (ValueError, OSError, RuntimeError)
 OF_OTHERS = ("torchao", "torch.utils._pytree")
 """Loggers that warn, as `transformers` imports torchao, of kernels that no command uses."""
 
+OBJECTS = 100_000
+"""That are made before Python looks for cycles among them: a search makes millions, and hardly any is in a cycle."""
+
 
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line: a dozen lines of usage would hide it."""
@@ -40,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Some commands end with 3: what was asked about does not fit, which is an answer.
     """
+    gc.set_threshold(OBJECTS)
     for name in OF_OTHERS:
         logging.getLogger(name).setLevel(logging.ERROR)
     parser = command_parser()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import csv
 import functools
+import gc
 import hashlib
 import io
 import json
@@ -163,7 +164,8 @@ def processes(num: int, stack: ExitStack) -> Executor:
         best_plan(Point(model="gpt2", machine="laptop", planner_s=0.01))  # compiles it, once for all of them
     end = partial(_end_workers, frozenset(multiprocessing.active_children()))
     atexit.register(end)
-    pool = ProcessPoolExecutor(num, mp_context=multiprocessing.get_context("spawn"), initializer=_begin_worker)
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(num, context, _begin_worker, (gc.get_threshold(),))
     stack.push(partial(_end_pool, pool, end))
     return pool
 
@@ -196,9 +198,10 @@ def _end_workers(others: frozenset[BaseProcess]) -> None:
             process.kill()
 
 
-def _begin_worker() -> None:
+def _begin_worker(gc_threshold: tuple[int, int, int]) -> None:
     """Ctrl-C reaches all processes; the parent alone decides what it means. Without a parent there is nothing to do."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.set_threshold(*gc_threshold)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
