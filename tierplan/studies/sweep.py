@@ -164,9 +164,12 @@ def processes(num: int, stack: ExitStack) -> Executor:
         best_plan(Point(model="gpt2", machine="laptop", planner_s=0.01))  # compiles it, once for all of them
     end = partial(_end_workers, frozenset(multiprocessing.active_children()))
     atexit.register(end)
-    context = multiprocessing.get_context("spawn")
+    # a fork has all imports at once; where there are threads, it might have the locks that they hold
+    can_fork = sys.platform == "linux" and threading.active_count() == 1 and "torch" not in sys.modules
+    context = multiprocessing.get_context("fork" if can_fork else "spawn")
     pool = ProcessPoolExecutor(num, context, _begin_worker, (gc.get_threshold(),))
     stack.push(partial(_end_pool, pool, end))
+    pool.submit(int)  # begins them now, before there are threads
     return pool
 
 
