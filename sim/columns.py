@@ -11,7 +11,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -355,8 +355,8 @@ def collector_paused() -> Iterator[None]:
 def lists_of(rows: Sequence[Sequence[int]]) -> Lists:
     """One list of numbers per op as two arrays."""
     begins = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum([len(row) for row in rows], out=begins[1:])
-    return Lists(begins, np.fromiter((x for row in rows for x in row), np.int32, count=int(begins[-1])))
+    np.cumsum([*map(len, rows)], out=begins[1:])
+    return Lists(begins, np.fromiter(chain.from_iterable(rows), np.int32, count=int(begins[-1])))
 
 
 def rows_of(lists: Lists) -> list[list[int]]:

@@ -12,7 +12,7 @@ Buffers and ops are numbers here, as in `ScheduleColumns`: those of eight device
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -111,14 +111,8 @@ class _Task:
     reads: list[_Whole]
     writes: list[_Whole]
     after: list[int]
-
-    @property
-    def computes(self) -> bool:
-        return self.label.kind in COMPUTE_KINDS
-
-    @property
-    def is_on_device(self) -> bool:
-        return parse_stream(self.does.stream).device is not None
+    computes: bool
+    is_on_device: bool
 
 
 class _Partition:
@@ -207,6 +201,7 @@ class _Partition:
 
     def _tasks(self) -> list[_Task]:
         c = self.source
+        is_on_device = [parse_stream(work.stream).device is not None for work in c.works]
         rows = zip(
             self.labels.ops, c.op_work.tolist(), rows_of(c.reads), rows_of(c.writes), rows_of(c.after), strict=True
         )
@@ -219,6 +214,8 @@ class _Partition:
                 reads=[self.wholes[b] for b in reads],
                 writes=[self.wholes[b] for b in writes],
                 after=after,
+                computes=label.kind in COMPUTE_KINDS,
+                is_on_device=is_on_device[w],
             )
             for i, (label, w, reads, writes, after) in enumerate(rows)
         ]
@@ -253,15 +250,15 @@ class _Partition:
             num += len(b.ranks(self.n))
         rows = zip(self.wholes, self.source.buffer_initial.tolist(), self.source.buffer_becomes.tolist(), strict=True)
         for b, initial, becomes in rows:
-            for r in b.ranks(self.n):
-                self._buffer(
-                    (b.number, r if b.is_everywhere else NONE),
-                    device(r) if b.tier == DEVICE else b.tier,
-                    self._shard_bytes(b, r) if b.is_sharded else b.size_bytes,
-                    initial=initial,
-                    reuses=self.wholes[b.reuses].on(r) if b.reuses >= 0 and not b.has_tied_share else NONE,
-                    becomes=self.wholes[becomes].on(r) if becomes >= 0 else NONE,
-                )
+            ranks = b.ranks(self.n)
+            nothing = [NONE] * len(ranks)
+            self.tier += [self.tiers[device(r) if b.tier == DEVICE else b.tier] for r in ranks]
+            self.size_bytes += [self._shard_bytes(b, r) if b.is_sharded else b.size_bytes for r in ranks]
+            self.initial += [initial] * len(ranks)
+            reuses = b.reuses if not b.has_tied_share else NONE
+            self.reuses += [self.wholes[reuses].on(r) for r in ranks] if reuses >= 0 else nothing
+            self.becomes += [self.wholes[becomes].on(r) for r in ranks] if becomes >= 0 else nothing
+            self.buffer_labels += [(b.number, r if b.is_everywhere else NONE) for r in ranks]
 
     def _buffer(
         self,
@@ -289,6 +286,10 @@ class _Partition:
             return len(shard(range(length), r, self.n)) * (b.size_bytes // length)
         return -(-b.size_bytes // self.n)
 
+    def _numbers(self, b: _Whole) -> Sequence[int]:
+        """By device: that of its own, or of the one that all share."""
+        return range(b.first, b.first + self.n) if b.is_everywhere else [b.first] * self.n
+
     def _all(self, wholes: Iterable[_Whole]) -> list[int]:
         return [b.on(r) for b in wholes for r in b.ranks(self.n)]
 
@@ -302,35 +303,45 @@ class _Partition:
             writes = [
                 self._own_part(task, b, r) if b in updated else b.on(r) for b in task.writes for r in b.ranks(self.n)
             ]
-            self._emit(task, 1, self._all(task.reads), writes, None)
+            self._emit(task, 1, list(dict.fromkeys(self._all(task.reads))), writes, None)
             for b, r in product(updated, range(self.n)):
                 self._complete(task, b, r, is_sum=False)
             return
         is_shard = task.label.kind == "copy" and any(b.is_sharded for b in touched)
         is_shared_update = task.label.kind == "update" and self.sharing.divided != "nothing"
         share = self.n if is_shard or is_shared_update or (task.computes and self.cuts_tensors) else 1
-        for r in range(self.n):
-            reads = [self._input(task, b, r) for b in task.reads if not (sums and b.is_summed_at_once)]
-            writes = [self._own_part(task, b, r) if b in sums or b in updated else b.on(r) for b in task.writes]
-            op = self._emit(task, share, reads, writes, r)
-            if task.computes:
-                self.computes[r].append(op)
+        inputs = [(b, self._way(task, b)) for b in task.reads if not (sums and b.is_summed_at_once)]
+        if sums or updated or any(way for _, way in inputs):
+            for r in range(self.n):
+                reads = [way(task, b, r) if way else b.on(r) for b, way in inputs]
+                writes = [self._own_part(task, b, r) if b in sums or b in updated else b.on(r) for b in task.writes]
+                self._emit(task, share, list(dict.fromkeys(reads)), writes, r)
+        else:
+            rows = [
+                zip(*map(self._numbers, bs), strict=True) if bs else [()] * self.n for bs in (task.reads, task.writes)
+            ]
+            for r, (reads, writes) in enumerate(zip(*rows, strict=True)):
+                self._emit(task, share, reads, writes, r)
+        if task.computes:
+            for made, op in zip(self.computes, self.parts[task.number], strict=True):
+                made.append(op)
         for b in (*sums, *updated):
             for r in range(self.n):
                 self._complete(task, b, r, is_sum=b in sums)
         if self.cuts_tensors and task.computes:
             self._sum_activations(task, touched)
 
-    def _input(self, task: _Task, b: _Whole, r: int) -> int:
+    def _way(self, task: _Task, b: _Whole) -> Callable[[_Task, _Whole, int], int] | None:
+        """To what device r reads in place of its own, if there is another."""
         if b.tier != DEVICE or self.cuts_tensors:
-            return b.on(r)
+            return None
         if b.label.kind == "params" and task.computes and self.sharing.divided == "all":
-            return self._gather(task, b, r)
+            return self._gather
         if isinstance(b.content, Gradients) and not (task.computes or b.is_summed_at_once or b.is_copy):
-            return self._scatter(b, r)
-        return b.on(r)
+            return self._scatter
+        return None
 
-    def _emit(self, task: _Task, share: int, reads: list[int], writes: list[int], r: int | None) -> int:
+    def _emit(self, task: _Task, share: int, reads: Sequence[int], writes: Sequence[int], r: int | None) -> None:
         after: list[int] = []
         for old in task.after:
             new = self.parts[old]
@@ -340,9 +351,7 @@ class _Partition:
             self.awaited[r] = []
         place = (task.number, NONE if r is None else r)
         work = self._work_of_task(task, share, r)
-        op = self._op(place, work, list(dict.fromkeys(reads)), writes, list(dict.fromkeys(after)))
-        self.parts[task.number].append(op)
-        return op
+        self.parts[task.number].append(self._op(place, work, reads, writes, after and list(dict.fromkeys(after))))
 
     def _work_of_task(self, task: _Task, share: int, r: int | None) -> int:
         """The number of a share of its work, on device r."""
@@ -394,7 +403,7 @@ class _Partition:
             self.gathered[known] = self._exchanged(key, "gather", b, r, b.size_bytes, after)
         return self.gathered[known]
 
-    def _scatter(self, b: _Whole, r: int) -> int:
+    def _scatter(self, _: _Task, b: _Whole, r: int) -> int:
         """Device r's shard of the sum of all devices' gradients, or the whole where nothing is divided."""
         if (b.number, r) not in self.scattered:
             whole = self.sharing.divided == "nothing"
