@@ -19,7 +19,7 @@ import numpy as np
 from tierplan.planner.milp.amounts import Problem, UnitAmounts
 from tierplan.planner.milp.capacities import ENDURANCE, deadline_rows, endurance_row, memory_rows, stream_rows
 from tierplan.planner.milp.columns import TRANSFER_COST, Columns, UnitColumns
-from tierplan.planner.milp.program import Floats, Program, Solution
+from tierplan.planner.milp.program import Program, Solution
 from tierplan.planner.milp.queues import activation_queues, parameter_queues, update_queues
 
 
@@ -150,25 +150,25 @@ def with_actions(model: Model, actions: Sequence[Sequence[str]]) -> Model:
 
 def fractions(model: Model, solution: Solution) -> Fractions:
     """The decisions in a usable solution. What may not be taken at all is left out."""
-    v = solution.values
+    v, high = solution.values.tolist(), model.program.high.tolist()
     return Fractions(
-        place=tuple({k: float(v[c]) for k, c in choice.place.items()} for choice in model.choices),
+        place=tuple({k: v[c] for k, c in choice.place.items()} for choice in model.choices),
         action=tuple(
-            tuple(_actions(unit, choice, v, model.program.high))
+            tuple(_actions(unit, choice, v, high))
             for unit, choice in zip(model.problem.units, model.choices, strict=True)
         ),
-        step_s=float(sum(v[c] * copies for c, copies in model.tau)),
+        step_s=sum(v[c] * copies for c, copies in model.tau),
     )
 
 
-def _actions(unit: UnitAmounts, choice: UnitColumns, v: Floats, high: Floats) -> list[dict[str, float]]:
+def _actions(unit: UnitAmounts, choice: UnitColumns, v: list[float], high: list[float]) -> list[dict[str, float]]:
     """By group: the share of each action. What leaves is made up of the first groups that may, drives before host."""
     shares: list[dict[str, float]] = [{} for _ in unit.groups]
     left = {True: {w: v[c] for w, c in choice.inputs.items()}, False: {w: v[c] for w, c in choice.saved.items()}}
     for g, group in enumerate(unit.groups):
         rest = 1.0
         if (again := choice.recompute.get(g)) is not None and high[again] > 0:
-            shares[g]["recompute"] = float(v[again])
+            shares[g]["recompute"] = v[again]
             rest -= shares[g]["recompute"]
         amounts = left[not group.slots]
         for where in ("nvme", "host") if group.movable else ():
