@@ -1,8 +1,8 @@
 """The plan as a file: a schedule file whose `meta` also says what was decided, for what, and how good it is.
 
 So everything that reads schedules reads plans, `tierplan run` included. `load_plan` adds the strictness: every field
-of the record must be there and nothing else, the schedule must be the one that was written, and model and machine,
-where they are given, must be those that the plan was made for. Errors:
+of the record must be there and nothing else, the file must be as it was written, and model and machine, where they are
+given, must be those that the plan was made for. Errors:
 
     PlanFileError(PlanError)   a file that is no plan, was changed, or belongs to another model or machine
 """
@@ -18,14 +18,12 @@ from tierplan.hwmodels.records import RecordError, decode
 from tierplan.planner.plan import KINDS, Plan
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.results import PlanResult
-from tierplan.sim.digest import digest
+from tierplan.sim.digest import PLAN_KEY, SEAL_KEY, changed_text, digest, is_as_written, sealed
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.schedule_file import load_schedule, save_schedule
 from tierplan.sim.workloads.workload import Workload
 
-VERSION = 2
-KEY = "tierplan-plan"
-"""Where in `meta` the record stands."""
+VERSION = 3
 MACHINE_KEY = "machine_record"
 """Where in `meta` of any schedule the machine stands that it was made for."""
 
@@ -42,7 +40,6 @@ class _Record:
     plan: Mapping[str, object]
     model_sha256: str
     machine_sha256: str
-    schedule_sha256: str
     solver: Mapping[str, object]
     prediction: Mapping[str, object]
 
@@ -66,15 +63,14 @@ def save_plan(result: PlanResult, workload: Workload, machine: Machine, path: st
         "plan": {"kind": result.plan.kind, **asdict(result.plan)},
         "model_sha256": digest(workload),
         "machine_sha256": digest(machine),
-        "schedule_sha256": digest(result.schedule),
         "solver": {
             "name": result.solver,
             **{name: getattr(result, name) for name in ("status", "gap", "lower_bound_s", "seed")},
         },
         "prediction": {name: getattr(result.prediction, name) for name in ("step_s", "interval_s", "basis")},
     }
-    meta = {**result.schedule.meta, **machine_meta(machine), KEY: record}
-    save_schedule(replace(result.schedule, meta=meta), path)
+    meta = {**result.schedule.meta, **machine_meta(machine), PLAN_KEY: record}
+    save_schedule(sealed(replace(result.schedule, meta=meta)), path)
 
 
 def machine_meta(machine: Machine) -> dict[str, object]:
@@ -96,15 +92,15 @@ def load_plan(
 ) -> PlanFile:
     """The plan in the file.
 
-    Raises `PlanFileError` when a field is missing, unknown or of the wrong kind, when the schedule is not the one that
-    was written, or when `workload` or `machine` are given and are not those of the plan; `ScheduleError` when it is not
-    a schedule file at all.
+    Raises `PlanFileError` when a field is missing, unknown or of the wrong kind, when the file is not as it was
+    written, or when `workload` or `machine` are given and are not those of the plan; `ScheduleError` when it is not a
+    schedule file at all.
     """
     schedule = load_schedule(path)
-    if KEY not in schedule.meta:
+    if PLAN_KEY not in schedule.meta:
         raise PlanFileError(f"{path} is a schedule without a plan; write plans with `tierplan plan -o`")
     try:
-        record = decode(_Record, schedule.meta[KEY], "the plan's record")
+        record = decode(_Record, schedule.meta[PLAN_KEY], "the plan's record")
         kind = KINDS.get(str(record.plan.get("kind")))
         if kind is None:
             raise RecordError(f"the plan's kind is {record.plan.get('kind')!r}; it must be {' or '.join(KINDS)}")
@@ -113,9 +109,10 @@ def load_plan(
         raise PlanFileError(f"{path}: {error}") from None
     if record.version != VERSION:
         raise PlanFileError(f"{path} has plan version {record.version!r}, this reader takes {VERSION}; plan again")
-    schedule = replace(schedule, meta={k: v for k, v in schedule.meta.items() if k != KEY})
-    if digest(schedule) != record.schedule_sha256:
-        raise PlanFileError(f"{path}: the schedule is not the one that the planner wrote; plan again")
+    if not is_as_written(schedule):
+        raise PlanFileError(changed_text(path))
+    meta = {name: value for name, value in schedule.meta.items() if name not in (PLAN_KEY, SEAL_KEY)}
+    schedule = replace(schedule, meta=meta)
     for name, thing, sha256 in (("model", workload, record.model_sha256), ("machine", machine, record.machine_sha256)):
         if thing is not None and digest(thing) != sha256:
             raise PlanFileError(

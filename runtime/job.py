@@ -29,7 +29,7 @@ from tierplan.runtime.optim.groups import without_decay
 from tierplan.runtime.ranks.group import Ranks
 from tierplan.runtime.run_result import RunResult
 from tierplan.runtime.trainer import Trainer
-from tierplan.sim.digest import digest
+from tierplan.sim.digest import PLAN_KEY, changed_text, is_as_written
 from tierplan.sim.output.text import format_bytes, format_error, wrapped
 from tierplan.sim.ranks import is_pipeline, joined_trace
 from tierplan.sim.schedule import Schedule
@@ -265,7 +265,7 @@ def predicted_step_s(schedule: Schedule) -> float | None:
 
 
 def _predicted(name: str, schedule: Schedule) -> Any:
-    planned: Any = schedule.meta.get("tierplan-plan")
+    planned: Any = schedule.meta.get(PLAN_KEY)
     if isinstance(planned, Mapping) and isinstance(planned.get("prediction"), Mapping):
         return planned["prediction"].get(name)
     return schedule.meta.get(name)
@@ -273,9 +273,8 @@ def _predicted(name: str, schedule: Schedule) -> Any:
 
 def _training(schedule: Schedule, path: Path, rank: int, num_ranks: int) -> Training:
     """What the file's schedule trains, when it is the one that was written and one that can be run."""
-    plan = schedule.meta.get("tierplan-plan", {})
-    if not isinstance(plan, Mapping) or plan.get("schedule_sha256") not in (None, digest(schedule)):
-        raise JobError(f"{path}: the schedule is not the one that the planner wrote; plan again")
+    if not is_as_written(schedule):
+        raise JobError(changed_text(path))
     try:
         step = executable_step(schedule, rank, num_ranks)
     except ValueError as error:

@@ -9,8 +9,9 @@ import pytest
 
 from tests.toys import MIB, toy_machine, toy_workload
 from tierplan.planner.plan import PackPlan, Packs, PagedPlan
-from tierplan.planner.plan_file import KEY, PlanFileError, load_plan, machine_of_plan, save_plan
+from tierplan.planner.plan_file import PlanFileError, load_plan, machine_of_plan, save_plan
 from tierplan.planner.planning import plan
+from tierplan.sim.digest import PLAN_KEY
 from tierplan.sim.schedule_file import load_schedule, save_schedule
 
 
@@ -51,7 +52,7 @@ def test_every_kind_of_plan_comes_back(tmp_path, planned, other):
     save_plan(
         replace(result, prediction=replace(result.prediction, plan=other)), workload, machine, tmp_path / "plan.json"
     )
-    assert json.loads((tmp_path / "plan.json").read_text())["meta"][KEY]["plan"]["kind"] == other.kind
+    assert json.loads((tmp_path / "plan.json").read_text())["meta"][PLAN_KEY]["plan"]["kind"] == other.kind
     assert load_plan(tmp_path / "plan.json").plan == other
 
 
@@ -77,18 +78,22 @@ def edited(path, change):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda r: r["meta"].pop(KEY), "without a plan"),
-        (lambda r: r["meta"][KEY].pop("solver"), "lacks the field 'solver'"),
-        (lambda r: r["meta"][KEY].update(extra=1), "unknown field 'extra'"),
-        (lambda r: r["meta"][KEY].update(version=99), "version 99"),
-        (lambda r: r["meta"][KEY]["plan"].pop("order"), "lacks the field 'order'"),
-        (lambda r: r["meta"][KEY]["plan"].update(packs=None), "unknown field 'packs'"),
-        (lambda r: r["meta"][KEY]["plan"].update(kind="packs"), "unknown field"),
-        (lambda r: r["meta"][KEY]["plan"].pop("kind"), "kind is None; it must be unitwise or packs or paged"),
-        (lambda r: r["meta"][KEY]["plan"]["units"][0].update(colour="red"), "unknown field 'colour'"),
-        (lambda r: r["meta"][KEY]["plan"].update(units=3), "must be a list"),
-        (lambda r: r["ops"][0]["work"].update(bytes=1.0), "not the one that the planner wrote"),
-        (lambda r: r["tiers"][0].update(capacity_bytes=10**12), "not the one that the planner wrote"),
+        (lambda r: r["meta"].pop(PLAN_KEY), "without a plan"),
+        (lambda r: r["meta"][PLAN_KEY].pop("solver"), "lacks the field 'solver'"),
+        (lambda r: r["meta"][PLAN_KEY].update(extra=1), "unknown field 'extra'"),
+        (lambda r: r["meta"][PLAN_KEY].update(version=99), "version 99"),
+        (lambda r: r["meta"][PLAN_KEY]["plan"].pop("order"), "lacks the field 'order'"),
+        (lambda r: r["meta"][PLAN_KEY]["plan"].update(packs=None), "unknown field 'packs'"),
+        (lambda r: r["meta"][PLAN_KEY]["plan"].update(kind="packs"), "unknown field"),
+        (lambda r: r["meta"][PLAN_KEY]["plan"].pop("kind"), "kind is None; it must be unitwise or packs or paged"),
+        (lambda r: r["meta"][PLAN_KEY]["plan"]["units"][0].update(colour="red"), "unknown field 'colour'"),
+        (lambda r: r["meta"][PLAN_KEY]["plan"].update(units=3), "must be a list"),
+        (lambda r: r["ops"][0]["work"].update(bytes=1.0), "not as it was written"),
+        (lambda r: r["tiers"][0].update(capacity_bytes=10**12), "not as it was written"),
+        (lambda r: r["meta"][PLAN_KEY]["plan"]["units"][0].update(params="nvme"), "not as it was written"),
+        (lambda r: r["meta"][PLAN_KEY]["prediction"].update(step_s=1e-3), "not as it was written"),
+        (lambda r: r["meta"]["machine_record"]["streams"][0].update(latency_s=1.0), "not as it was written"),
+        (lambda r: r["meta"].pop("sha256"), "not as it was written"),
     ],
 )
 def test_what_does_not_match_is_refused(path, change, message):

@@ -55,12 +55,12 @@ def run(args: argparse.Namespace) -> int:
         _ = prediction.limits, prediction.phases
     if args.output and prediction.schedule is not None and prediction.fits:
         from tierplan.planner.plan_file import machine_meta
-        from tierplan.sim.digest import digest
+        from tierplan.sim.digest import digest, sealed
         from tierplan.sim.schedule_file import save_schedule
 
         figures = {"predicted_step_s": prediction.step_s, "interval_s": prediction.interval_s}
         meta = {**figures, "machine_sha256": digest(machine), **machine_meta(machine)}
-        save_schedule(replace(prediction.schedule, meta={**prediction.schedule.meta, **meta}), args.output)
+        save_schedule(sealed(replace(prediction.schedule, meta={**prediction.schedule.meta, **meta})), args.output)
     if args.timeline and prediction.fits:
         from tierplan.studies.answer import write_timeline
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.plan_file import KEY, PlanFileError, load_plan, machine_of_plan
-from tierplan.sim.digest import digest
+from tierplan.planner.plan_file import PlanFileError, load_plan, machine_of_plan
+from tierplan.sim.digest import PLAN_KEY, changed_text, digest, is_as_written
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.schedule_file import load_schedule
 from tierplan.sim.trace import Trace
@@ -45,19 +45,21 @@ def read_schedule(
     """The schedule of a plan or schedule file, and the machine that it was made for, which the file holds.
 
     A machine that is named takes its place. One that the file was not made for raises `PlanFileError`, if the file says
-    which it was made for, unless `any_machine` will do.
+    which it was made for, unless `any_machine` will do; so does a file that was changed after it was written.
     """
     schedule = load_schedule(path)
+    if not is_as_written(schedule):
+        raise PlanFileError(changed_text(path))
     own = machine_of_plan(schedule)
     if machine_name is None and not overrides:
         if own is None:
             raise PlanFileError(f"{path} does not say which machine it was made for; give it with --machine")
-        return (load_plan(path).schedule if KEY in schedule.meta else schedule), own
+        return (load_plan(path).schedule if PLAN_KEY in schedule.meta else schedule), own
     machine = load_machine(machine_name or "here", overrides)
     made_for = schedule.meta.get("machine_sha256")
     if any_machine:
         return schedule, machine
-    if KEY in schedule.meta:
+    if PLAN_KEY in schedule.meta:
         return load_plan(path, machine=machine).schedule, machine
     if made_for is not None and made_for != digest(machine):
         raise PlanFileError(

@@ -188,6 +188,12 @@ def test_a_schedule_of_another_machine_is_refused(tmp_path: Path, monkeypatch: p
     with pytest.raises(PlanFileError, match="was made for another machine"):
         read_schedule("s.json", "desktop-4090", ["nvme.drives=2"])
     assert read_schedule("s.json", "desktop-4090", ["nvme.drives=2"], any_machine=True)
+    record = json.loads((tmp_path / "s.json").read_text())
+    record["meta"]["predicted_step_s"] /= 2
+    (tmp_path / "s.json").write_text(json.dumps(record))
+    for given in ((None,), ("desktop-4090",)):
+        with pytest.raises(PlanFileError, match=r"s\.json is not as it was written"):
+            read_schedule("s.json", *given)
 
 
 def test_more_warm_up_than_steps_is_refused(folder: Path) -> None:
