@@ -15,8 +15,9 @@ import pytest
 from tierplan.hwmodels import load_description
 from tierplan.hwmodels.catalog import load_part
 from tierplan.planner.questions.endurance import SECONDS_PER_YEAR
+from tierplan.sim.output.text import format_s
 from tierplan.studies.advice_text import advice_lines, write_advice
-from tierplan.studies.advise import Advice, advise, answer_point, largest_model_of, worthwhile
+from tierplan.studies.advise import Advice, advise, answer_point, largest_model_of, rental_of, worthwhile
 from tierplan.studies.evaluate import machine_of, most_tokens_per_s
 from tierplan.studies.purchases import PriceList, Purchase, costs_of, purchases, worth_planning
 from tierplan.studies.study import Point
@@ -38,7 +39,7 @@ def advice(point: Point) -> Advice:
 
 
 def row(tokens_per_s: float, **figures: object) -> dict[str, Any]:
-    return {"fits": True, "tokens_per_s": tokens_per_s, "drive_lifetime_s": None, **figures}
+    return {"fits": True, "step_s": 10.0, "tokens_per_s": tokens_per_s, "drive_lifetime_s": None, **figures}
 
 
 def bought(what: str, price_usd: float) -> Purchase:
@@ -58,6 +59,18 @@ def test_costs_are_electricity_depreciation_and_wear() -> None:
     unworn = costs_of(row(1000.0), description, prices, 1e8)
     assert unworn.drives_usd == pytest.approx(drive_usd * 1e5 / (3 * SECONDS_PER_YEAR))
     assert unworn.wear_frac is None
+
+
+def test_a_job_is_at_least_one_step(advice: Advice) -> None:
+    assert costs_of(row(1000.0), load_description("desktop-4090"), PriceList(), 10).seconds == 10.0
+    rented = rental_of(row(1000.0), 10)
+    assert rented is not None
+    assert rented.seconds == 10.0
+    assert advice.costs is not None
+    one = replace(advice, costs=replace(advice.costs, tokens=10, seconds=advice.answer["step_s"]))
+    said = " ".join(" ".join(advice_lines(one)).split())
+    assert f"10 tokens {format_s(advice.answer['step_s'])} (one step, of 1,024), " in said
+    assert "(one step" not in " ".join(advice_lines(advice))
 
 
 def test_only_what_is_quicker_is_listed_most_per_price_first() -> None:
@@ -223,6 +236,6 @@ def test_a_price_that_nobody_knows_is_not_nothing(advice: Advice) -> None:
     text = " ".join(advice_lines(replace(advice, costs=replace(advice.costs, machine_usd=None))))
     assert "machine of unknown price" in text
     described = load_description("laptop", ["nvme.price=100"])
-    costs = costs_of({"tokens_per_s": 1.0, "drive_lifetime_s": None}, described, PriceList(), 1e6)
+    costs = costs_of(row(1.0), described, PriceList(), 1e6)
     assert costs.machine_usd is None
     assert costs.total_usd == costs.energy_usd + costs.drives_usd

@@ -141,9 +141,12 @@ def _figures(advice: Advice) -> list[tuple[str, str]]:
         money = f"{_usd(costs.total_usd)} USD: electricity {_usd(costs.energy_usd)}, machine {machine}"
         money += f", drives {_usd(costs.drives_usd)}" if costs.drives_usd else ""
         peaks = ", ".join(f"{tier} {format_bytes(size)}" for tier, size in answer["peak_bytes"].items())
+        step_tokens = answer["tokens_per_s"] * answer["step_s"]
+        least = f" (one step, of {step_tokens:,.0f})" if costs.tokens < step_tokens * (1 - 1e-9) else ""
+        job = f"{format_s(costs.seconds)}{least}, {digits(costs.energy_kwh)} kWh"
         figures += [
             ("parameters", format_count(answer["num_parameters"])),
-            (f"{format_count(costs.tokens)} tokens", f"{format_s(costs.seconds)}, {digits(costs.energy_kwh)} kWh"),
+            (f"{format_count(costs.tokens)} tokens", job),
             ("  cost", money),
             *_rent(advice),
             ("peak memory", peaks),

@@ -27,6 +27,7 @@ from tierplan.studies.purchases import (
     PriceList,
     Purchase,
     costs_of,
+    job_s,
     purchases,
     worth_planning,
 )
@@ -266,7 +267,7 @@ def rental_of(answer: Row, tokens: float) -> Rental | None:
     rent = load_description(RENTED).quantity("host.rent")
     if rent is None or not answer.get("fits"):
         return None
-    seconds, usd_per_hour = tokens / float(answer["tokens_per_s"]), float(rent.value)  # type: ignore[arg-type]
+    seconds, usd_per_hour = job_s(answer, tokens), float(rent.value)  # type: ignore[arg-type]
     usd = seconds / 3600 * usd_per_hour
     return Rental(
         machine=RENTED, usd_per_hour=usd_per_hour, source=rent.source, tokens=tokens, seconds=seconds, usd=usd

@@ -219,6 +219,11 @@ class Costs:
         return self.energy_usd + (self.machine_usd or 0.0) + self.drives_usd
 
 
+def job_s(answer: Mapping[str, Any], tokens: float) -> float:
+    """Seconds of a job at the speed of a prediction's record: a step is the least that one can do."""
+    return max(float(answer["step_s"]), tokens / float(answer["tokens_per_s"]))
+
+
 def costs_of(answer: Mapping[str, Any], description: Description, prices: PriceList, tokens: float) -> Costs:
     """What the job takes at the speed of a prediction's record."""
 
@@ -226,7 +231,7 @@ def costs_of(answer: Mapping[str, Any], description: Description, prices: PriceL
         value = description.number(key)
         return otherwise if value is None else value
 
-    seconds = tokens / float(answer["tokens_per_s"])
+    seconds = job_s(answer, tokens)
     price_usd = computer_price_usd(description)
     gpus, drives = number("gpu.count", 1.0), number("nvme.drives")
     power_w = gpus * number("gpu.power") + number("host.power", prices.host_power_w) + drives * number("nvme.power")
