@@ -23,7 +23,7 @@ from pathlib import Path
 from tierplan.planner.training_files.accelerate import of_accelerate_config
 from tierplan.planner.training_files.configured import Configured
 from tierplan.planner.training_files.deepspeed import DEEPSPEED_ONLY, of_deepspeed
-from tierplan.planner.training_files.keys import OF_ACCELERATE, OF_TRAINER, unaccounted_note
+from tierplan.planner.training_files.keys import AUTO, OF_ACCELERATE, OF_TRAINER, unaccounted_note
 from tierplan.planner.training_files.reading import count, flat, read, read_beside
 from tierplan.planner.training_files.trainer import LONGEST, TRAINER_ONLY, of_trainer_arguments
 from tierplan.sim.workloads.workload import Training, WorkloadError
@@ -43,6 +43,22 @@ OTHER_OBJECTIVES = (
 """Settings of TRL, LLaMA-Factory and Axolotl that only preferences, rewards or generated text have."""
 
 
+OTHER_TOOLS = {
+    "torchtune": ("_component_",),
+    "LitGPT": ("train.micro_batch_size",),
+    "LLM Foundry": ("device_train_microbatch_size", "global_train_batch_size"),
+    "Axolotl": ("micro_batch_size",),
+}
+"""By the ends of keys that only they have; the first whose there are."""
+WORDS_OF_OTHERS = {
+    "batch_size": "--batch", "micro_batch_size": "--batch", "train.micro_batch_size": "--batch",
+    "device_train_microbatch_size": "--batch", "gradient_accumulation_steps": "--accumulation",
+    "tokenizer.max_seq_len": "--seq", "max_seq_len": "--seq", "train.max_seq_length": "--seq", "sequence_len": "--seq",
+    "dtype": "--dtype",
+}  # fmt: skip
+RECOMPUTING = ("gradient_checkpointing", "activation_checkpointing")
+
+
 def read_training_file(path: str | Path, base: Training, *, devices: int = 1) -> Configured:
     """What a configuration of DeepSpeed, accelerate or the Hugging Face Trainer asks for.
 
@@ -59,12 +75,7 @@ def read_training_file(path: str | Path, base: Training, *, devices: int = 1) ->
             "in 32 or 16 bits, not for adapters or a quantised base"
         )
     _check_objective(raw, path)
-    if "micro_batch_size" in raw:
-        raise WorkloadError(
-            f"{path} is Axolotl's, whose words are not read; give options in their place, --batch "
-            f"{raw['micro_batch_size']} for micro_batch_size, and --accumulation, --seq, --dtype and --optimizer, with "
-            "--policy in-memory, or full-recompute with gradient_checkpointing"
-        )
+    _check_tool(flat(raw), path)
     if "distributed_type" in raw or "compute_environment" in raw:
         found = of_accelerate_config(raw, base, path, devices)
         return found.noting(*unaccounted_note(flat(raw), OF_ACCELERATE))
@@ -82,6 +93,22 @@ def read_training_file(path: str | Path, base: Training, *, devices: int = 1) ->
         f"{path} is no configuration of DeepSpeed (zero_optimization, train_micro_batch_size_per_gpu), of accelerate "
         "(distributed_type) or of the Trainer (per_device_train_batch_size); give one of these"
     )
+
+
+def _check_tool(says: Mapping[str, object], path: Path) -> None:
+    """Refuses another tool's file, and names the options that say the same as its words."""
+    for tool, marks in OTHER_TOOLS.items():
+        if not any(key.endswith(marks) for key in says):
+            continue
+        same = {flag: says[word] for word, flag in WORDS_OF_OTHERS.items() if says.get(word) not in (None, AUTO)}
+        remade = any(key.endswith(RECOMPUTING) and value for key, value in says.items())
+        given = [f"{flag} {value}" for flag, value in same.items()] + ["--policy full-recompute"] * remade
+        others = (*dict.fromkeys(WORDS_OF_OTHERS.values()), "--optimizer", "--lora")
+        open_still = ", ".join(flag for flag in others if flag not in same)
+        raise WorkloadError(
+            f"{path} is {tool}'s, whose words are not read; leave --config out and give options in their place"
+            f"{': ' if given else ''}{' '.join(given)}, and what it says of {open_still}"
+        )
 
 
 def _check_objective(raw: Mapping[str, object], path: Path) -> None:
