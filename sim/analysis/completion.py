@@ -96,7 +96,9 @@ class OutOfMemory(SimulationError):
         if self.needed_bytes is None:
             remedy = f"No capacity of {self.tier!r} alone helps: {self.also_short!r} is too small as well"
         else:
-            remedy = f"This schedule completes with {self.needed_bytes:,} bytes there or more"
+            adds = self.op is None and self.needed_bytes > self.wanted_bytes
+            this = "With what its ops add, this" if adds else "This"
+            remedy = f"{this} schedule completes with {self.needed_bytes:,} bytes there or more"
         return f"{self.what}; held by {held or 'nothing'}. {remedy}; or choose a plan that keeps less there"
 
     def __reduce__(self) -> tuple[object, ...]:  # what makes the names of columns cannot be pickled

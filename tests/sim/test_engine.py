@@ -413,6 +413,16 @@ def test_what_is_there_before_the_step_must_fit() -> None:
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
+def test_what_ops_add_to_that_is_told_from_it() -> None:
+    buffers = [buffer("w", initial=True, size_bytes=8, becomes="w"), buffer("x", size_bytes=3)]
+    with pytest.raises(OutOfMemory) as caught:
+        run(buffers, [op("o", reads="w", writes="x")], capacity_bytes=7)
+    assert str(caught.value) == (
+        "before its first op, the step holds 8 bytes in tier 'host', which has 7; held by w 8 B. With what its ops add, "
+        "this schedule completes with 11 bytes there or more; or choose a plan that keeps less there"
+    )
+
+
 def test_a_tier_that_has_granted_is_not_the_one_that_is_short() -> None:
     """The op takes 3 of 4 bytes in one tier, the last ones asked for there; it is the other that lacks them."""
     buffers = (buffer("a", tier="one", size_bytes=3), buffer("b", tier="two", size_bytes=5))
