@@ -418,8 +418,8 @@ def test_what_ops_add_to_that_is_told_from_it() -> None:
     with pytest.raises(OutOfMemory) as caught:
         run(buffers, [op("o", reads="w", writes="x")], capacity_bytes=7)
     assert str(caught.value) == (
-        "before its first op, the step holds 8 bytes in tier 'host', which has 7; held by w 8 B. With what its ops add, "
-        "this schedule completes with 11 bytes there or more; or choose a plan that keeps less there"
+        "before its first op, the step holds 8 bytes in tier 'host', which has 7; held by w 8 B. With what its ops "
+        "add, this schedule completes with 11 bytes there or more; or choose a plan that keeps less there"
     )
 
 
