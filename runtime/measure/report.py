@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -142,9 +143,15 @@ def _elementwise(compute: Alone, work: dict[str, float], source: str) -> Quantit
 
 
 def free_bytes(folders: Sequence[Path]) -> int:
-    """For data that is dealt out to these folders, which need not be there yet."""
-    existing = (next(f for f in (folder, *folder.parents) if f.exists()) for folder in map(Path.absolute, folders))
-    return min((shutil.disk_usage(folder).free for folder in existing), default=0) * len(folders)
+    """For data that is dealt out equally to these folders, which need not be there yet; a drive may have several."""
+    existing = [next(f for f in (folder, *folder.parents) if f.exists()) for folder in map(Path.absolute, folders)]
+    shares = Counter(map(_drive_of, existing))
+    rooms = (shutil.disk_usage(folder).free * len(existing) // shares[_drive_of(folder)] for folder in existing)
+    return min(rooms, default=0)
+
+
+def _drive_of(folder: Path) -> int:
+    return folder.stat().st_dev
 
 
 def _latency_and_curve(rows: dict[float, list[float]], source: str) -> tuple[Quantity, Quantity]:

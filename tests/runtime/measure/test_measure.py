@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tierplan.hwmodels.catalog import here_path
 from tierplan.hwmodels.description import write_description
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.measure import machine as module
+from tierplan.runtime.measure import report
 from tierplan.runtime.measure.loads import Load, Sizes, block_work, loads
 from tierplan.runtime.measure.machine import MeasurementError, measure_description
 from tierplan.runtime.measure.timing import LEAST_SPREAD, OtherPrograms, StreamThreads, summary
@@ -183,3 +185,21 @@ def test_other_programs_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     assert OtherPrograms().text() == "other programs took 1.5 of 2 cores meanwhile, which keeps spreads wide"
     assert OtherPrograms().text().startswith("no other program worked meanwhile")
+
+
+def test_folders_of_one_drive_share_what_is_free_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drives = {"a": 1, "a2": 1, "b": 2}
+    for name in drives:
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(report, "_drive_of", lambda folder: drives[folder.name])
+    sizes = {1: 100, 2: 80}
+    usage = lambda folder: SimpleNamespace(free=sizes[drives[Path(folder).name]])  # noqa: E731
+    monkeypatch.setattr(report.shutil, "disk_usage", usage)
+
+    def free(*names: str) -> int:
+        return report.free_bytes([tmp_path / name for name in names])
+
+    assert free("a") == free("a", "a2") == 100
+    assert free("a", "b") == 160, "dealt out equally"
+    assert free("a", "a2", "b") == 150
+    assert free() == 0
