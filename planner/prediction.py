@@ -84,6 +84,8 @@ class Prediction(Shown):
     """The machine that `machine` names."""
     lifetime_s: float | None = None
     """Of the drives, at this rate of writing and their rated endurance; None where nothing is written or rated."""
+    idle_why: str = ""
+    """Why devices that were asked for are left idle, where that is the best that was found."""
 
     @property
     def fits(self) -> bool:
@@ -141,18 +143,19 @@ class Prediction(Shown):
         """That some of the machine's devices are not used, or that it has not so many, and what to do; else empty."""
         if self.hardware is None or self.devices == 0:
             return ""
-        if (more := self.devices - self.devices_of_machine) > 0:
+        has, asked, notes = self.devices_of_machine, self.hardware.num_devices, []
+        if self.devices < asked:
+            of = f"the machine's {has} GPUs" if asked == has else f"the {asked} GPUs that were asked for"
+            take = "Ask for so many with --devices, or take another policy: tierplan compare-policies"
+            notes.append(f"{self.policy} trains on {self.devices} of {of}, and this is the answer for these")
+            notes.append(self.idle_why or take)
+        if (more := self.devices - has) > 0:
             lanes = "on the same lanes" if "link.host_h2d" in self.hardware.description else "on lanes of their own"
-            return (
-                f"{self.machine} has {self.devices_of_machine}; {more} more {'is' if more == 1 else 'are'} assumed, "
-                f"{lanes} to the host; links between them are as its file has them: set link.p2p to what so many have"
+            notes.append(
+                f"{self.machine} has {has}; {more} more {'is' if more == 1 else 'are'} assumed, {lanes} to the host; "
+                "links between them are as its file has them: set link.p2p to what so many have"
             )
-        if self.devices >= self.hardware.num_devices:
-            return ""
-        return (
-            f"{self.policy} trains on {self.devices} of the machine's {self.devices_of_machine} GPUs, and this is "
-            "the answer for these. Ask for so many with --devices, or take another policy: tierplan compare-policies"
-        )
+        return ". ".join(notes)
 
     @property
     def limited_by(self) -> str:

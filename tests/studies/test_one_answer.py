@@ -148,7 +148,7 @@ def test_two_gpus_are_never_slower_than_one(tmp_path: Path, monkeypatch: pytest.
         shown = best_plan(given).result
         for r in (result, shown):
             assert r.lower_bound_s <= r.step_s * (1 + 1e-6), "a bound for the work that is shown"
-        num_idle += "leaves the others idle" in " ".join(result.notes)
+        num_idle += "leaves the others idle" in result.prediction.devices_note
     assert num_idle == 2, "two are quicker wherever this looks, so nothing is shown"
 
 
@@ -158,5 +158,6 @@ def test_three_gpus_are_never_slower_than_two(monkeypatch: pytest.MonkeyPatch) -
     two = Point(model="gpt2", machine="laptop", sequences=4, devices=2)
     two_s, three = best_plan(two).result.step_s, best_plan(replace(two, devices=3)).result
     assert three.step_s <= two_s * (1 + 1e-9)
-    assert "leaves the others idle" in " ".join(three.notes), "three are quicker, so nothing is shown"
+    assert "leaves the others idle" in three.prediction.devices_note, "three are quicker, so nothing is shown"
+    assert three.prediction.devices_note.startswith("planner trains on 2 of the 3 GPUs that were asked for, and this ")
     assert three.prediction.devices == 2

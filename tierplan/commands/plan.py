@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from tierplan.planner.infeasible import InfeasiblePlan
+    from tierplan.sim.output.text import wrapped
     from tierplan.studies.answer import answer_lines, answer_record, impossible_record, question_text, write_timeline
     from tierplan.studies.evaluate import best_plan
 
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     batch, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
     record = answer_record(best)
     lines = [
-        f"{workload.name} on {result.prediction.where}",
+        *wrapped(f"{workload.name} on {result.prediction.where}"),
         question_text(point, batch, accumulation, training.dtype),
         *answer_lines(best),
     ]

@@ -156,10 +156,10 @@ def _or_on_fewer(
     one = predicted(known.plan, columns, steady_state(columns, best.machine), workload, best.machine)
     if one.tokens_per_s <= result.prediction.tokens_per_s:  # type: ignore[operator]  # both fit
         return best
-    why = "no plan for all GPUs that was found is as quick as this one, which leaves the others idle"
+    why = "No plan for all GPUs that was found is as quick as this one, which leaves the others idle"
     bound_s = one.step_s * one.tokens_per_s / most_tokens_per_s(point)  # type: ignore[operator]  # any GPU may do any op
     changed: dict[str, Any] = {"lower_bound_s": bound_s, "bound_shares": {COMPUTE: 1.0}, "s_per_gb": {}}
-    result = replace(result, prediction=one, notes=(*result.notes, why), **changed)
+    result = replace(result, prediction=replace(one, idle_why=why), **changed)
     return BestPlan(workload=workload, machine=best.machine, result=result)
 
 
