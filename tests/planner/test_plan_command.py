@@ -67,8 +67,15 @@ def test_nothing_fits_is_an_answer(tmp_path, capsys):
     """With a head of its own: a tied one's gradients may be added up in the other order."""
     (model := tmp_path / "config.json").write_text(json.dumps({**CONFIG, "tie_word_embeddings": False}))
     arguments = ["plan", "--model", str(model), "--machine", "laptop", "--seq", "512", "--batch", "64"]
-    assert main([*arguments, "--time-limit", "1", "--set", "gpu.reserve=7.95 GiB", "--json"]) == EXIT_INFEASIBLE
+    arguments += ["--time-limit", "1", "--set", "gpu.reserve=7.95 GiB", "-o", str(tmp_path / "plan.json")]
+    assert main([*arguments, "--json"]) == EXIT_INFEASIBLE
     found = json.loads(capsys.readouterr().out)
+    assert main(arguments) == EXIT_INFEASIBLE
+    told = capsys.readouterr()
+    said = " ".join(told.out.split())
+    assert said == f"No{found['reason'][2:]}. {tmp_path / 'plan.json'} was not written", "the same answer, for people"
+    assert max(map(len, told.out.splitlines()[:-1])) <= 80
+    assert told.err == ""
     assert found["fits"] is False
     short = found["shortages"][0]
     assert short["tier"] == "device"

@@ -47,9 +47,9 @@ def run(args: argparse.Namespace) -> int:
             best = best_plan(point)
             _ = best.result.prediction.limits
     except InfeasiblePlan as error:
-        if not args.json:
-            raise
-        tell(args, impossible_record(error), ())
+        reason = str(error)
+        unwritten = [f"{args.output} was not written"] if args.output else []
+        tell(args, impossible_record(error), [*wrapped(f"{reason[:1].upper()}{reason[1:]}."), *unwritten])
         return EXIT_INFEASIBLE
     result, workload, machine = best.result, best.workload, best.machine
     if args.output:
