@@ -301,18 +301,22 @@ def _value(key: Key, value: object, what: str) -> float | str | Points:
     amounts = [amount for amount, _ in points]
     if not points or amounts != sorted(set(amounts)) or any(rate <= 0 or amount <= 0 for amount, rate in points):
         raise MachineError(f"{what} is {value!r}; a curve has points with rising amounts and rates above 0")
+    highest, given = max((rate, point[1]) for (_, rate), point in zip(points, value, strict=True))
+    _plausible(highest, given, key, f"the highest rate of {what}")
     return tuple(points)
 
 
 LEAST_PLAUSIBLE: Mapping[str, tuple[float, str]] = {
+    "nvme.endurance": (1e12, "TB"),
     "flops/s": (1e7, "TFLOP/s"), "bytes/s": (1e6, "GB/s"), "parameters/s": (1e5, "G/s"), "bytes": (2**16, "GiB"),
     "W": (1.0, "kW"),
 }  # fmt: skip
-"""By unit: what no part is below, and the unit that was probably meant. A busy processor measures some 5e8 flops/s."""
+"""By key or unit: what no part is below, and the unit that was probably meant. Busy processors measure 5e8 flops/s."""
 DRIVES_SAY_MB = ("nvme.read", "nvme.write")
 """Data sheets of drives give these in MB/s."""
 MOST_PLAUSIBLE: Mapping[str, float] = {
-    "flops/s": 1e18, "bytes/s": 1e15, "parameters/s": 1e14, "bytes": 1e18, "s": 10.0, "gpu.capacity": 2e12,
+    "flops/s": 1e17, "bytes/s": 1e14, "parameters/s": 1e14, "bytes": 1e18, "s": 0.5, "gpu.capacity": 2e12,
+    **dict.fromkeys(("link.h2d", "link.d2h", "link.both", "link.p2p"), 1e13),
     "nvme.recovery": 1e5, **dict.fromkeys(DRIVES_SAY_MB, 1e12),
     "gpu.count": 1024, "nvme.drives": 128, "host.cores": 1024, "host.sockets": 16,
     "gpu.matmul_frac": 1.0, "gpu.memory_frac": 1.0, "gpu.collective_share": 1.0, "gpu.sustained_frac": 1.0,
@@ -330,7 +334,7 @@ def _plausible(amount: float, value: object, key: Key, what: str) -> float:
     """The amount, unless its order of magnitude says that a unit was left out or is wrong."""
     if not amount and (key.unit in ABOVE_ZERO or key.name in ABOVE_ZERO):
         raise MachineError(f"{what} is {value!r}; it must be above 0")
-    least, meant = LEAST_PLAUSIBLE.get(key.unit, (0.0, ""))
+    least, meant = LEAST_PLAUSIBLE.get(key.name, LEAST_PLAUSIBLE.get(key.unit, (0.0, "")))
     if 0 < amount < least:
         number = str(value).split()[0].rstrip("BFLOPS/sW")
         if key.name in DRIVES_SAY_MB and float(number) >= 100:
