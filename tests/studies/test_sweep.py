@@ -86,6 +86,11 @@ def test_a_row_has_no_micro_batch_that_nobody_asked_for() -> None:
         (("[1, 8]", "[1, 8]\nsequences = 8"), "sequences looks for the best batch and accumulation; leave out batch"),
         (('model = "gpt-13b"', ""), "names no model; add model"),
         (("name =", "name"), "is not TOML"),
+        (("[1, 8]", "8\nplanner_s = 0"), "planner_s is 0; it must be above 0"),
+        (("[1, 8]", "8\nmax_grad_norm = nan"), "max_grad_norm is nan; it must be above 0"),
+        (('name = "', 'name = "../'), r"name is '\.\./.*'; it is that of a folder, without /; --out says where else"),
+        (('name = "', 'name = ".." # "'), "name is '..'; it is that of a folder"),
+        (('name = "', 'name = 3 # "'), "name is 3; it is that of a folder"),
     ],
 )
 def test_a_study_with_a_mistake_names_it(tmp_path: Path, change: tuple[str, str], message: str) -> None:

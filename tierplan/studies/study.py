@@ -138,6 +138,8 @@ class Study:
                     raise StudyError(f"study {self.name!r}: {key} is {value!r}; it must be {wanted}")
                 if KEYS[key] is int and value < 1:  # type: ignore[operator]
                     raise StudyError(f"study {self.name!r}: {key} is {value}; it must be 1 or more")
+                if KEYS[key] not in (int, str) and not value > 0:  # type: ignore[operator]
+                    raise StudyError(f"study {self.name!r}: {key} is {value}; it must be above 0")
         for key in ("model", "machine"):
             if key not in self.scenario:
                 raise StudyError(f"study {self.name!r} names no {key}; add {key} = ... to [scenario]")
@@ -205,8 +207,11 @@ def load_study(path: str | os.PathLike[str]) -> Study:
     for name, section in sections.items():
         if not isinstance(section, dict):
             raise StudyError(f"{source}: [{name}] must be a table of keys and values")
+    name = record.get("name", source.stem)
+    if not isinstance(name, str) or Path(name).name != name or name == "..":
+        raise StudyError(f"{source}: name is {name!r}; it is that of a folder, without /; --out says where else")
     study = Study(
-        name=record.get("name", source.stem),
+        name=name,
         question=record.get("question", ""),
         scenario={key: _values(value) for key, value in sections["scenario"].items()},
         overrides={key: _values(value) for key, value in flat(sections["set"]).items()},
