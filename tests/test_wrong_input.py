@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -140,6 +141,20 @@ def test_what_cannot_be_is_one_line_and_status_1(
     assert status == 1
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("more", [["plan", "--batch", "4", "--time-limit", "0.5"], ["advise", "--quick"]])
+def test_an_answer_that_took_a_while_is_said_though_its_file_cannot_be_written(
+    more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [*more, "--model", "gpt2", "--machine", "desktop-4090", "-o", "/dev/full"]
+    assert main(command) == 1
+    told = capsys.readouterr()
+    assert "tokens/s" in told.out
+    assert "/dev/full" not in told.out
+    assert "/dev/full: cannot be written: no space left on device" in told.err
+    assert main([*command, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["fits"]
 
 
 def test_a_batch_that_fits_nothing_is_answered_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from tierplan.commands.options import scenario
 from tierplan.commands.options.arguments import amount, finite, new_file, option, whole
-from tierplan.commands.options.terminal import tell
+from tierplan.commands.options.terminal import tell, told_anyway
 
 if TYPE_CHECKING:
     from tierplan.studies.advise import Advice
@@ -43,9 +43,12 @@ def run(args: argparse.Namespace) -> int:
     from tierplan.studies.advice_text import advice_lines, write_advice
 
     advice = ask(args, progress=sys.stderr.isatty() and not args.json)
+    record, lines = advice.record(), advice_lines(advice)
     if args.out:
-        write_advice(args.out, advice)
-    tell(args, advice.record(), [*advice_lines(advice), *(["", args.out] if args.out else [])])
+        with told_anyway(args, record, lines):
+            write_advice(args.out, advice)
+        lines += ["", args.out]
+    tell(args, record, lines)
     return 0 if advice.fits else 3
 
 

@@ -16,7 +16,7 @@ import sys
 
 from tierplan.commands.options import scenario
 from tierplan.commands.options.arguments import PICTURES, add_timeline, finite, new_file, option, whole
-from tierplan.commands.options.terminal import nameplate_lines, tell, working
+from tierplan.commands.options.terminal import nameplate_lines, tell, told_anyway, working
 
 EXIT_INFEASIBLE = 3
 
@@ -52,25 +52,6 @@ def run(args: argparse.Namespace) -> int:
         tell(args, impossible_record(error), [*wrapped(f"{reason[:1].upper()}{reason[1:]}."), *unwritten])
         return EXIT_INFEASIBLE
     result, workload, machine = best.result, best.workload, best.machine
-    if args.output:
-        from tierplan.planner.plan_file import save_plan
-
-        save_plan(result, workload, machine, args.output)
-    if args.timeline:
-        write_timeline(result.prediction, args.timeline)
-    if args.frontier:
-        from tierplan.planner.questions.frontier import frontier, plot_frontier
-
-        with working("planning with less device memory"):
-            points = frontier(
-                workload,
-                machine,
-                semantics=args.semantics,
-                time_limit_s=args.time_limit,
-                seed=args.seed,
-                drive_lifetime_years=args.drive_lifetime_years,
-            )
-        plot_frontier(points, args.frontier, workload, machine)
     training = workload.training
     batch, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
     record = answer_record(best)
@@ -86,7 +67,28 @@ def run(args: argparse.Namespace) -> int:
         advice = ask(args, progress=sys.stderr.isatty())
         record["changes"] = [change.record() for change in advice.changes]
         lines += ["", *change_lines(advice)]
+    sheets = nameplate_lines(result.prediction)
+    with told_anyway(args, record, [*lines, *sheets]):
+        if args.output:
+            from tierplan.planner.plan_file import save_plan
+
+            save_plan(result, workload, machine, args.output)
+        if args.timeline:
+            write_timeline(result.prediction, args.timeline)
+        if args.frontier:
+            from tierplan.planner.questions.frontier import frontier, plot_frontier
+
+            with working("planning with less device memory"):
+                points = frontier(
+                    workload,
+                    machine,
+                    semantics=args.semantics,
+                    time_limit_s=args.time_limit,
+                    seed=args.seed,
+                    drive_lifetime_years=args.drive_lifetime_years,
+                )
+            plot_frontier(points, args.frontier, workload, machine)
     written = {"plan": args.output, "timeline": args.timeline, "picture": args.frontier}
     lines += [f"{what}: {where}" for what, where in written.items() if where]
-    tell(args, record, [*lines, *nameplate_lines(result.prediction)])
+    tell(args, record, [*lines, *sheets])
     return 0

@@ -2,6 +2,7 @@
 
 say("tokens/s 1,200", *columns(rows))       lines of text
 tell(args, record, lines)                   these, or with --json the record
+with told_anyway(args, record, lines): ...  the same, if this cannot write its files
 with working("planning"): ...               a clock on the error stream, for what may take over two seconds
 with progress_bar() as progress: ...        a bar there, for what says how far it is: progress("measuring", 0.3)
 """
@@ -58,6 +59,16 @@ def tell(args: argparse.Namespace, record: object, lines: Iterable[str]) -> None
         print(json.dumps(record, indent=1))
     else:
         say(*lines)
+
+
+@contextmanager
+def told_anyway(args: argparse.Namespace, record: object, lines: Iterable[str]) -> Iterator[None]:
+    """For what writes files: where one cannot be written, what was found is told before the error is."""
+    try:
+        yield
+    except OSError:
+        tell(args, record, lines)
+        raise
 
 
 @contextmanager
