@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -294,6 +295,22 @@ def test_a_trace_tells_the_slow_part_by_its_own_time() -> None:
 
 
 # ---- the command ----
+
+
+def test_a_step_a_thousand_times_as_long_may_be_in_milliseconds(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody said how it is trained, either; and the first line is in 80 columns, as all are."""
+    asked = ["explain-run", "--model", "gpt2", "--machine", "roundpipe-8x4090", "--set", "nvme.part=990-pro"]
+    assert main([*asked, "--step-s", "1200"]) == 0
+    told = capsys.readouterr().out
+    assert max(map(len, told.splitlines())) <= 80
+    said = " ".join(told.split())
+    assert re.search(r"Not normal: [\d,]+ times as long as it should be\. Is that in seconds\? ", said)
+    assert "e+0" not in said
+    assert "Note: neither --config nor --policy says how it is trained: taken as in-memory, " in said
+    assert main([*asked, "--step-s", "0.1", "--policy", "in-memory"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Is that in seconds?" not in said
+    assert "neither --config nor" not in said
 
 
 def test_the_command_says_the_same_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

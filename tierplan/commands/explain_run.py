@@ -57,6 +57,9 @@ def run(args: argparse.Namespace) -> int:
         check_name(args.policy or "in-memory")
         options = {"semantics": args.semantics} if args.semantics else {}
         configured = Configured(training=base, policy=args.policy or "in-memory", options=options)
+        if not args.policy:
+            how = "in-memory, with everything on the GPU and nothing made again"
+            configured = configured.noting(f"neither --config nor --policy says how it is trained: taken as {how}")
     if args.log:
         measured = read_log(args.log, configured.training.gradient_accumulation_steps, args.step_s)
     elif args.trace:

@@ -94,7 +94,8 @@ def text_of(prediction: Prediction) -> str:
     head = f"{prediction.policy}: {prediction.model} on {prediction.where}"
     if prediction.step_s is None or prediction.steady is None or prediction.columns is None:
         said = wrapped(in_short(prediction.why_not), 78)
-        return "\n  ".join([f"{head} does not {'fit' if prediction.shortage else 'run'}", *said])
+        heads = wrapped(f"{head} does not {'fit' if prediction.shortage else 'run'}")
+        return "\n".join([*heads, *(f"  {line}" for line in said)])
     spent = asdict(prediction.phases) if prediction.phases else {}
     rows = [("devices", prediction.devices_note)] if prediction.devices_note else []
     rows += [
@@ -120,7 +121,7 @@ def text_of(prediction: Prediction) -> str:
         rows.append(
             ("drives last", f"{format_s(prediction.lifetime_s)} of writing like this, by their rated endurance")
         )
-    return "\n".join([head, *columns(rows), "", *columns(limit_rows(prediction.limits), right=(1, 2))])
+    return "\n".join([*wrapped(head), *columns(rows), "", *columns(limit_rows(prediction.limits), right=(1, 2))])
 
 
 def _as_papers_count(prediction: Prediction) -> str:

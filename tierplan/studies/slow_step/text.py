@@ -7,18 +7,20 @@ from dataclasses import asdict
 
 from tierplan.hwmodels.names import HOST_ADAM, alike_name
 from tierplan.hwmodels.units import format_amount
-from tierplan.sim.output.text import columns, format_count, format_frac, format_s, in_short, wrapped
+from tierplan.sim.output.text import columns, digits, format_count, format_frac, format_s, in_short, wrapped
 from tierplan.studies.answer import limited_text
 from tierplan.studies.slow_step.explain import Explanation
 
 MOST_CHANGES = 6
+FAR = 100.0
+"""A step that is so many times longer or shorter than expected may have another unit."""
 
 
 def explanation_lines(e: Explanation) -> list[str]:
     """The answer, where the difference lies, what to change, what the machine could do, what was assumed."""
     t, options = e.setup.training, "".join(f", {k} {v}" for k, v in e.setup.options.items())
     lines = [
-        f"{e.model} on {e.expected.where}",
+        *wrapped(f"{e.model} on {e.expected.where}"),
         *wrapped(
             f"{e.setup.policy}{options}; {t.per_device_train_batch_size} x {t.gradient_accumulation_steps} sequences "
             f"of {t.sequence_length} tokens, {t.dtype}"
@@ -47,12 +49,13 @@ def _verdict(e: Explanation) -> str:
         )
     limit = limited_text(e.expected.limits)
     head = f"A step takes {measured}; it should take {format_s(e.expected_s)}, limited by {limit}."
+    unit = "" if 1 / FAR <= e.ratio <= FAR else "Is that in seconds? "
     match e.verdict:
         case "normal":
             return f"Normal. {head} Up to {format_frac(e.normal_frac)} more or less is what such figures are good for."
         case "slow":
-            return f"Not normal: {e.ratio:.3g} times as long as it should be. {head}"
-    return f"Quicker than it should be, so something assumed here is wrong. {head}"
+            return f"Not normal: {digits(e.ratio)} times as long as it should be. {unit}{head}"
+    return f"Quicker than it should be, so something assumed here is wrong. {unit}{head}"
 
 
 def _phases(e: Explanation) -> list[Sequence[str]]:
@@ -94,7 +97,11 @@ def _gains(e: Explanation) -> list[Sequence[str]]:
 def _best(e: Explanation) -> str:
     if e.best is None or e.best.step_s is None:
         return "The planner finds nothing that fits this machine."
-    than = "" if e.expected_s is None else f", {e.expected_s / e.best.step_s:.3g} times as fast as this setup should be"
+    than = (
+        ""
+        if e.expected_s is None
+        else f", {digits(e.expected_s / e.best.step_s)} times as fast as this setup should be"
+    )
     return (
         f"What this machine could do: {format_s(e.best.step_s)} for the same sequences{than} (micro-batch "
         f"{e.best.micro_batch} x {e.best.accumulation}, by `tierplan plan`)."
