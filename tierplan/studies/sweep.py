@@ -115,15 +115,16 @@ def _results(
     """Rows as they are done. On the way out, points that have not begun are cancelled."""
     if not points:
         return
-    num_workers = num_workers or len(os.sched_getaffinity(0))
+    num_workers, is_own = num_workers or len(os.sched_getaffinity(0)), False
     if executor is None:
         if num_workers == 1 or len(points) == 1:
             for key, point in points.items():
                 yield key, _row(evaluate, point)
             return
-        executor = processes(min(num_workers, len(points)), stack)
+        executor, is_own = processes(min(num_workers, len(points)), stack), True
     futures = {executor.submit(_row, evaluate, point): key for key, point in points.items()}
-    stack.callback(lambda: [future.cancel() for future in futures])
+    if not is_own:  # which cancels by itself: once more beside that, and a thread of it dies of what was cancelled
+        stack.callback(lambda: [future.cancel() for future in futures])
     for future in as_completed(futures):
         yield futures[future], future.result()
 
