@@ -214,6 +214,29 @@ def test_dask_cluster_gives_the_same() -> None:
     assert rows[12]["error"] == "13 brings bad luck"
 
 
+def test_interrupted_as_its_processes_begin_it_says_nothing_of_them(tmp_path: Path) -> None:
+    """They import for a second or two before they could say that Ctrl-C is not for them."""
+    script = tmp_path / "early.py"
+    script.write_text(
+        textwrap.dedent("""
+        import signal, sys
+        if __name__ != "__main__":
+            print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()), file=sys.stderr)
+        from tierplan.studies.study import Point
+        from tierplan.studies.sweep import sweep
+
+        def nothing(point):
+            return {}
+
+        if __name__ == "__main__":
+            sweep([Point(model="m", machine="x", batch=i) for i in (1, 2)], nothing, num_workers=2)
+            assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        """)
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=True)
+    assert set(done.stderr.split()) == {"True"}, "a process that begins may be interrupted"
+
+
 @pytest.mark.parametrize(("killed_by", "status"), [("int", 130), ("int int", 130), ("kill", -signal.SIGKILL)])
 def test_interrupted_it_ends_and_continues(killed_by: str, status: int, tmp_path: Path) -> None:
     """In the middle of a run with processes: all of them end soon, and the second run does only what is missing."""

@@ -168,10 +168,21 @@ def processes(num: int, stack: ExitStack) -> Executor:
     # a fork has all imports at once; where there are threads, it might have the locks that they hold
     can_fork = sys.platform == "linux" and threading.active_count() == 1 and "torch" not in sys.modules
     context = multiprocessing.get_context("fork" if can_fork else "spawn")
-    pool = ProcessPoolExecutor(num, context, _begin_worker, (gc.get_threshold(),))
+    pool = _Pool(num, context, _begin_worker, (gc.get_threshold(),))
     stack.push(partial(_end_pool, pool, end))
     pool.submit(int)  # begins them now, before there are threads
     return pool
+
+
+class _Pool(ProcessPoolExecutor):
+    """Its processes cannot be interrupted, from before they begin: they have the mask of what begins them."""
+
+    def submit(self, *args: Any, **kwargs: Any) -> Any:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            return super().submit(*args, **kwargs)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _row(evaluate: Evaluate, point: Point) -> Row:
@@ -203,8 +214,7 @@ def _end_workers(others: frozenset[BaseProcess]) -> None:
 
 
 def _begin_worker(gc_threshold: tuple[int, int, int]) -> None:
-    """Ctrl-C reaches all processes; the parent alone decides what it means. Without a parent there is nothing to do."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Ctrl-C is for the parent alone, which decides what it means. Without a parent there is nothing to do."""
     gc.set_threshold(*gc_threshold)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     threading.Thread(target=_end_with_parent, daemon=True).start()
