@@ -58,8 +58,6 @@ def open_store(
     if nvme_dir is None:
         raise TrainingError("the schedule uses the NVMe tier; name a folder for it (nvme_dir)")
     folders = paths_of(nvme_dir)
-    if len({folder.resolve() for folder in folders}) < len(folders):
-        raise TrainingError(f"a folder of {', '.join(map(str, folders))} is given twice; give one for each drive")
     pattern = resumed.stripes if resumed is not None else ()
     weights = weights or (measure_weights(folders) if len(folders) > 1 and not pattern else ())
     store = Store(folders, weights=weights, pattern=pattern, run_id=durability.run_id if durability is not None else "")

@@ -63,8 +63,11 @@ Folders = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def paths_of(folders: Folders) -> list[Path]:
-    """Each folder's path."""
-    return [Path(f) for f in ([folders] if isinstance(folders, str | os.PathLike) else folders)]
+    """Each folder's path. Raises `ValueError` where one is given twice."""
+    paths = [Path(f) for f in ([folders] if isinstance(folders, str | os.PathLike) else folders)]
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise ValueError(f"a folder of {', '.join(map(str, paths))} is given twice; give one for each drive")
+    return paths
 
 
 def make_folder(path: Path) -> None:

@@ -289,7 +289,7 @@ def test_bad_settings_say_what_to_do(tmp_path: Path) -> None:
         train(schedule, model, make_batches(2), steps=2)
     with pytest.raises(StoreError, match="give a folder that you may write to"):
         train(schedule, model, make_batches(2), steps=2, nvme_dir="/proc/nowhere")
-    with pytest.raises(TrainingError, match="is given twice; give one for each drive"):
+    with pytest.raises(ValueError, match="is given twice; give one for each drive"):
         train(schedule, model, make_batches(2), steps=2, nvme_dir=[tmp_path, tmp_path / "x" / ".."])
     with pytest.raises(TrainingError, match="batches ended before micro-batch 0 of step 2"):
         train(schedule, make_model("gpt2"), make_batches(2), steps=3, nvme_dir=tmp_path)
