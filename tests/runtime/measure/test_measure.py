@@ -136,7 +136,7 @@ def test_requests_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         measure(tmp_path, budget_s=1, save=False)
     with pytest.raises(ValueError, match="auto, cuda or cpu"):
         measure(tmp_path, device="tpu", save=False)
-    with pytest.raises(ValueError, match="a folder of .* is given twice; give one for each drive"):
+    with pytest.raises(ValueError, match=r"a folder of .* is given twice; give one for each drive"):
         measure_description([tmp_path, tmp_path / "x" / ".."], budget_s=5)
 
 
