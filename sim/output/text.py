@@ -90,6 +90,18 @@ def columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> li
     return [f"  {line}".rstrip() for line in lines.get().splitlines()]
 
 
+def alike_rows(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Rows as they are, but those that differ in nothing but a device's number in the first cell as one: `gpu*`."""
+    alike: dict[str, list[tuple[str, ...]]] = {}
+    for row in rows:
+        alike.setdefault(re.sub(r"(?<=[a-z])\d+\b", "*", row[0]), []).append(row)
+    shown: list[tuple[str, ...]] = []
+    for name, several in alike.items():
+        is_one = len(several) > 1 and len({row[1:] for row in several}) == 1
+        shown += [(name, *several[0][1:])] if is_one else several
+    return shown
+
+
 SHORT, LONG = 15, 24
 """Cells up to this length stay on one line: of the last column, and of others."""
 

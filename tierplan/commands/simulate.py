@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from tierplan.commands.options import scenario
 from tierplan.commands.options.arguments import add_timeline, new_file, option
 from tierplan.commands.options.terminal import nameplate_lines, tell, working
-from tierplan.sim.output.text import columns, format_bytes, format_s, in_short, wrapped
+from tierplan.sim.output.text import alike_rows, columns, format_bytes, format_s, in_short, wrapped
 
 if TYPE_CHECKING:
     from tierplan.planner.prediction import Prediction
@@ -97,7 +97,7 @@ def text_of(prediction: Prediction) -> str:
         heads = wrapped(f"{head} does not {'fit' if prediction.shortage else 'run'}")
         return "\n".join([*heads, *(f"  {line}" for line in said)])
     spent = asdict(prediction.phases) if prediction.phases else {}
-    rows = [("devices", prediction.devices_note)] if prediction.devices_note else []
+    rows: list[tuple[str, ...]] = [("devices", prediction.devices_note)] if prediction.devices_note else []
     rows += [
         ("step time", f"{format_s(prediction.step_s)}, {prediction.tokens_per_s:,.1f} tokens/s"),
         *interval_rows(prediction),
@@ -112,11 +112,12 @@ def text_of(prediction: Prediction) -> str:
         ("semantics", prediction.plan.semantics if prediction.plan else ""),
         *numbers_rows(prediction),
     ]
-    rows += [
+    rows += alike_rows(
         (f"peak {tier}", f"{format_bytes(peak)} of {format_bytes(prediction.steady.capacity_bytes[tier])}")
         for tier, peak in prediction.steady.peak_bytes.items()
-    ]
-    rows += [(f"moved {stream}", format_bytes(size)) for stream, size in prediction.columns.bytes_moved().items()]
+    )
+    moved = prediction.columns.bytes_moved().items()
+    rows += alike_rows((f"moved {stream}", f"{format_bytes(size)}") for stream, size in moved)
     if prediction.lifetime_s is not None:
         rows.append(
             ("drives last", f"{format_s(prediction.lifetime_s)} of writing like this, by their rated endurance")

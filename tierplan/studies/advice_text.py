@@ -7,7 +7,16 @@ from collections.abc import Sequence
 
 from tierplan.hwmodels.names import NVME_WRITE
 from tierplan.sim.analysis.explain import Sensitivity
-from tierplan.sim.output.text import columns, digits, format_bytes, format_count, format_s, in_short, wrapped
+from tierplan.sim.output.text import (
+    alike_rows,
+    columns,
+    digits,
+    format_bytes,
+    format_count,
+    format_s,
+    in_short,
+    wrapped,
+)
 from tierplan.studies.advise import QUICK, Advice, Change
 from tierplan.studies.answer import limit_rows, limited_text, policy_rows, question_text
 from tierplan.studies.purchases import SOON_S
@@ -140,7 +149,8 @@ def _figures(advice: Advice) -> list[tuple[str, str]]:
         machine = "of unknown price" if costs.machine_usd is None else _usd(costs.machine_usd)
         money = f"{_usd(costs.total_usd)} USD: electricity {_usd(costs.energy_usd)}, machine {machine}"
         money += f", drives {_usd(costs.drives_usd)}" if costs.drives_usd else ""
-        peaks = ", ".join(f"{tier} {format_bytes(size)}" for tier, size in answer["peak_bytes"].items())
+        held = alike_rows((tier, format_bytes(size)) for tier, size in answer["peak_bytes"].items())
+        peaks = ", ".join(map(" ".join, held))
         step_tokens = answer["tokens_per_s"] * answer["step_s"]
         least = f" (one step, of {step_tokens:,.0f})" if costs.tokens < step_tokens * (1 - 1e-9) else ""
         job = f"{format_s(costs.seconds)}{least}, {digits(costs.energy_kwh)} kWh"

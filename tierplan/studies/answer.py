@@ -15,7 +15,7 @@ from tierplan.planner.results import PlanResult
 from tierplan.sim.analysis.explain import NOTHING, Sensitivity, limited_by
 from tierplan.sim.output.drawn import Excerpt
 from tierplan.sim.output.perfetto import write_perfetto
-from tierplan.sim.output.text import columns, format_bytes, format_frac, format_s, in_short, wrapped
+from tierplan.sim.output.text import alike_rows, columns, format_bytes, format_frac, format_s, in_short, wrapped
 from tierplan.sim.output.timeline import timeline
 from tierplan.studies.evaluate import BestPlan
 from tierplan.studies.study import Point
@@ -62,11 +62,8 @@ def answer_lines(best: BestPlan) -> list[str]:
     result, p = best.result, best.result.prediction
     assert p.step_s is not None
     capacity = result.steady.capacity_bytes
-    peaks = [
-        f"{tier} {format_bytes(peak)} of {format_bytes(capacity[tier])}"
-        for tier, peak in result.steady.peak_bytes.items()
-        if peak > 0
-    ]
+    held = {tier: peak for tier, peak in result.steady.peak_bytes.items() if peak > 0}
+    peaks = alike_rows((tier, f"{format_bytes(peak)} of {format_bytes(capacity[tier])}") for tier, peak in held.items())
     bound = format_s(result.lower_bound_s)
     rows = [
         *([("devices", p.devices_note)] if p.devices_note else []),
@@ -82,7 +79,7 @@ def answer_lines(best: BestPlan) -> list[str]:
         ),
         *placements(result),
         *_on_devices(result),
-        *(("peak" if k == 0 else "", text) for k, text in enumerate(peaks)),
+        *(("peak" if k == 0 else "", " ".join(row)) for k, row in enumerate(peaks)),
     ]
     if 2 * (peak := result.steady.peak_bytes[DEVICE]) > capacity[DEVICE] and (note := logits_note(best.workload, peak)):
         rows.append(("of " + DEVICE, note))
@@ -145,14 +142,14 @@ def limited_text(limits: Sequence[Sensitivity]) -> str:
     return f"{name}: twice as {how}, and a step takes {format_frac(limits[0].gain_frac)} less"
 
 
-def limit_rows(limits: Iterable[Sensitivity]) -> list[tuple[str, str, str]]:
+def limit_rows(limits: Iterable[Sensitivity]) -> list[tuple[str, ...]]:
     """What limits as rows: how much of each is used, and what it saves if it is twice as good, the plan as it is."""
     rows = [("what limits", "used", "twice as good saves")]
     shown: dict[str, tuple[str, str, str]] = {}
     for s in limits:
         saves = f"{100 * s.gain_frac + 0.0:.1f} %".replace("-0.0", "0.0")
         shown.setdefault(s.shown_name, (s.shown_name, format_frac(s.busy_frac), saves))
-    return [*rows, *shown.values()]
+    return [*rows, *alike_rows(shown.values())]
 
 
 def _policies(result: PlanResult) -> dict[str, dict[str, Any]]:
