@@ -316,8 +316,7 @@ class Search:
     def _compare(self, names: Collection[str]) -> tuple[dict[str, Callable[..., PolicyResult]], Incumbents]:
         """What the policies that were asked for reach; and of all policies, the best plans for the search.
 
-        The search is the same whatever it is compared with, so comparing with more never makes it worse. To say why one
-        does not fit takes a while: it is said when asked for.
+        The search is the same whatever it is compared with. To say why one does not fit takes a while, when asked for.
         """
         seeds = self._no_incumbents()
 
@@ -344,6 +343,7 @@ class Search:
             return PolicyResult(
                 step_s=found.step_s,
                 reason=found.reason if is_best else "",
+                lacks_memory=bool(found.short_tier),
                 same_numbers=same,
                 micro_batch=self.workload.training.per_device_train_batch_size,
                 accumulation=self.workload.training.gradient_accumulation_steps,

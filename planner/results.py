@@ -24,6 +24,8 @@ class PolicyResult:
     step_s: float | None
     reason: str = ""
     """Why it has no step time, in one line."""
+    lacks_memory: bool = False
+    """Whether that is why."""
     micro_batch: int = 1
     """Sequences in one micro-batch."""
     accumulation: int = 1

@@ -167,8 +167,11 @@ def _in_their_best(
         return result.num_sequences != sequences, result.per_sequence_s
 
     def result(name: str) -> PolicyResult:
-        own, *others = compared[name](), *(s.compared[name](is_best=False) for s in searches)
-        return min((r for r in (own, *others) if r.step_s is not None), key=rank, default=own)  # which says why
+        own, others = compared[name](), [(s, s.compared[name](is_best=False)) for s in searches]
+        if running := [r for r in (own, *(r for _, r in others)) if r.step_s is not None]:
+            return min(running, key=rank)
+        elsewhere = (s.compared[name]() for s, r in others if r.lacks_memory and not own.lacks_memory)
+        return next(elsewhere, own)  # what memory it lacks says more than that it has no plan for this division
 
     return {name: partial(result, name) for name in compared}
 

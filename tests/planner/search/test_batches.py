@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,10 +15,35 @@ from tierplan.hwmodels import load_machine
 from tierplan.planner import loop
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.planning import plan
+from tierplan.planner.results import PolicyResult
 from tierplan.planner.search import budget
-from tierplan.planner.search.batches import plan_sequences
+from tierplan.planner.search.batches import _in_their_best, plan_sequences
 from tierplan.sim.workloads.models import workload_of
 from tierplan.sim.workloads.workload import Training, Workload
+
+
+def test_why_a_system_does_not_run_is_of_a_division_that_it_has_a_plan_for() -> None:
+    """Not that it needs more micro-batches, where it was tried with more and these do not fit."""
+
+    def compared(**said: str) -> dict[str, Callable[..., PolicyResult]]:
+        """By system: what it lacks, or why it has no plan. What is short is put in words only when asked for."""
+        return {
+            name: lambda *, is_best=True, why=why: PolicyResult(
+                step_s=None, reason=why if is_best else "", lacks_memory="short" in why
+            )
+            for name, why in said.items()
+        }
+
+    best = compared(pipeline="1 micro-batch", offload="short by 2", none="no drive")
+    other = compared(pipeline="short by 1", offload="short by 3", none="no drive")
+    searches: Any = [SimpleNamespace(compared=best), SimpleNamespace(compared=other)]
+    found = _in_their_best(best, searches, 8)
+    assert {name: f().reason for name, f in found.items()} == {
+        "pipeline": "short by 1",
+        "offload": "short by 2",
+        "none": "no drive",
+    }
+
 
 FEW_OPS = 60_000
 """A budget with which searches end before they have found the best plan."""
