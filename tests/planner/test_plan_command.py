@@ -11,11 +11,11 @@ import pytest
 from tests.toys import toy_machine, toy_workload, uniform_plan
 from tierplan.cli import main
 from tierplan.commands.plan import EXIT_INFEASIBLE
-from tierplan.planner.plan import UnitPlan
+from tierplan.planner.plan import Sharing, UnitPlan, UnitwisePlan
 from tierplan.planner.plan_file import load_plan
 from tierplan.planner.planning import plan
 from tierplan.planner.prediction import predict_plan
-from tierplan.studies.answer import answer_lines, answer_record
+from tierplan.studies.answer import answer_lines, answer_record, devices_rows, policy_rows
 from tierplan.studies.evaluate import BestPlan
 
 CONFIG = {"model_type": "gpt2", "n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 512, "vocab_size": 1000}
@@ -61,6 +61,34 @@ def test_sub_batches_say_whose_numbers_they_give():
     assert "2 sub-batches" in text
     assert re.search("numbers  +of training in 2 micro-batches of 2 sequences", text)
     assert "numbers  " not in "\n".join(answer_lines(of_whole))
+
+
+def test_a_system_that_takes_other_steps_says_so():
+    """Two devices with a micro-batch each do twice the work of one that they share."""
+    of = {"num_batches": 1, "micro_batch": 3, "accumulation": 1, "same_numbers": True}
+    policies = {
+        "ddp": {**of, "num_batches": 2, "step_s": 5.0, "same_work_s": 2.5},
+        "megatron-tp": {**of, "step_s": 3.0, "same_work_s": 3.0},
+    }
+    assert policy_rows(policies, 3.0) == [
+        ("ddp", "3 x 1", "2.5 s", "0.83 x (steps of 6 sequences)"),
+        ("megatron-tp", "3 x 1", "3 s", "1.00 x"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("divided", "said"),
+    [
+        ("tensors", "2, which divide every operator and work on the same micro-batches"),
+        ("nothing", "2, each with micro-batches of its own and all of the model"),
+        ("states", "2, each with micro-batches of its own and a part of the states"),
+        ("gradients", "2, each with micro-batches of its own and a part of gradients and states"),
+        ("all", "2, each with micro-batches of its own and a part of parameters, gradients and states"),
+    ],
+)
+def test_what_devices_divide_is_said(divided, said):
+    plan = UnitwisePlan(policy="x", units=(UnitPlan(),), devices=2, sharing=Sharing(divided=divided))
+    assert devices_rows(plan) == [("devices", said)]
 
 
 def test_nothing_fits_is_an_answer(tmp_path, capsys):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from math import isclose
 from pathlib import Path
 from typing import Any
 
 from tierplan.hwmodels.names import DEVICE
 from tierplan.planner.infeasible import InfeasiblePlan, logits_note
-from tierplan.planner.plan import PackPlan, PagedPlan, Plan, UnitwisePlan, other_numbers
+from tierplan.planner.plan import Divided, PackPlan, PagedPlan, Plan, UnitwisePlan, other_numbers
 from tierplan.planner.prediction import Prediction
 from tierplan.planner.results import PlanResult
 from tierplan.sim.analysis.explain import NOTHING, Sensitivity, limited_by
@@ -78,7 +79,7 @@ def answer_lines(best: BestPlan) -> list[str]:
             for of, kind, part in getattr(result.plan, "parts", ())
         ),
         *placements(result),
-        *_on_devices(result),
+        *devices_rows(result.plan),
         *(("peak" if k == 0 else "", " ".join(row)) for k, row in enumerate(peaks)),
     ]
     if 2 * (peak := result.steady.peak_bytes[DEVICE]) > capacity[DEVICE] and (note := logits_note(best.workload, peak)):
@@ -162,7 +163,9 @@ def policy_rows(policies: Mapping[str, Mapping[str, Any]], step_s: float) -> lis
     rows: list[tuple[str, ...]] = []
     for name, p in sorted(policies.items(), key=lambda item: (item[1]["same_work_s"] or float("inf"), item[0])):
         if seconds := p["same_work_s"]:
-            other = "" if p["same_numbers"] else " (other numbers)"
+            num = p["micro_batch"] * p["accumulation"] * p["num_batches"]
+            other = "" if isclose(seconds, p["step_s"]) else f" (steps of {num} sequences)"
+            other += "" if p["same_numbers"] else " (other numbers)"
             batch = f"{p['micro_batch']} x {p['accumulation']}"
             rows.append((name, batch, format_s(seconds), f"{seconds / step_s:.2f} x{other}"))
     return rows
@@ -212,9 +215,9 @@ def numbers_rows(prediction: Prediction) -> list[tuple[str, str]]:
     return [("" if k else "numbers", text) for k, text in enumerate(numbers)]
 
 
-def _on_devices(result: PlanResult) -> list[tuple[str, str]]:
+def devices_rows(plan: Plan) -> list[tuple[str, str]]:
     """How several devices divide the work."""
-    match result.plan:
+    match plan:
         case PackPlan(packs=packs) if packs.devices > 1:
             how = "go round" if packs.form == "pipeline" else "visit each of"
             sizes = [", ".join(str(b - a) for a, b in runs) for runs in (packs.forward, packs.backward)]
@@ -223,10 +226,20 @@ def _on_devices(result: PlanResult) -> list[tuple[str, str]]:
                 ("  forward", sizes[0] or "in the first backward pack"),
                 ("  backward", sizes[1]),
             ]
-        case UnitwisePlan(devices=devices) if devices > 1:
-            return [("devices", f"{devices}, each with micro-batches of its own and a part of the states")]
+        case UnitwisePlan(devices=devices, sharing=sharing) if devices > 1:
+            return [("devices", f"{devices}, {DIVIDED[sharing.divided]}")]
         case _:
             return []
+
+
+_OWN = "each with micro-batches of its own and"
+DIVIDED: Mapping[Divided, str] = {
+    "tensors": "which divide every operator and work on the same micro-batches",
+    "nothing": f"{_OWN} all of the model",
+    "states": f"{_OWN} a part of the states",
+    "gradients": f"{_OWN} a part of gradients and states",
+    "all": f"{_OWN} a part of parameters, gradients and states",
+}
 
 
 def placements(result: PlanResult) -> list[tuple[str, str]]:
