@@ -10,7 +10,8 @@ from typing import Any
 
 from tierplan.hwmodels.names import DEVICE
 from tierplan.planner.infeasible import InfeasiblePlan, logits_note
-from tierplan.planner.plan import Divided, PackPlan, PagedPlan, Plan, UnitwisePlan, other_numbers
+from tierplan.planner.plan import PackPlan, PagedPlan, Plan, UnitwisePlan, other_numbers
+from tierplan.planner.plan_rules import Divided
 from tierplan.planner.prediction import Prediction
 from tierplan.planner.results import PlanResult
 from tierplan.sim.analysis.explain import NOTHING, Sensitivity, limited_by
