@@ -18,7 +18,7 @@ from tierplan.planner.milp.bounds import Shortage, lower_bound, shortages
 from tierplan.planner.plan import UnitwisePlan, plain_semantics
 from tierplan.planner.plan_rules import Order, PlanError
 from tierplan.planner.search.budget import Budget
-from tierplan.sim.output.text import format_bytes
+from tierplan.sim.output.text import format_bytes, format_s
 from tierplan.sim.workloads.workload import Workload, WorkloadError
 
 SUB_BATCHES = (2, 4, 8, 16)
@@ -57,7 +57,7 @@ def spares_no_drives(num_plans: int, gentlest: str, least_s: float) -> str:
     """Why none of so many plans lets the drives live as long as was asked, where this is what the gentlest of them does
     and no step is shorter than `least_s`, in seconds."""
     return (
-        f"the gentlest of {num_plans} plans {gentlest}. A step would have to take {least_s:.3g} s or more; "
+        f"the gentlest of {num_plans} plans {gentlest}. A step would have to take {format_s(least_s)} or more; "
         "micro-batches that are accumulated make it longer without writing more (--accumulation). Or use more drives, "
         "or drives that are rated for more (--set nvme.drives=, nvme.endurance=), or ask for a shorter lifetime"
     )

@@ -27,6 +27,7 @@ from tierplan.sim.compiled.compiler import computing_s
 from tierplan.sim.compiled.graph_columns import GraphColumns, graph_columns
 from tierplan.sim.compiled.readiness import least_free
 from tierplan.sim.compiled.simulation import KnownRows, prices_on
+from tierplan.sim.output.text import digits, format_s
 from tierplan.sim.schedule import ScheduleError
 from tierplan.sim.workloads.workload import Workload
 
@@ -127,7 +128,7 @@ class PlanSimulator:
         wear = written / step_s / self.write_limit_bytes_per_s
         if wear > 1:
             reason = (
-                f"writes {written / GB:.1f} GB to NVMe in a step of {step_s:.3g} s, {wear:.3g} times what the "
+                f"writes {written / GB:.1f} GB to NVMe in a step of {format_s(step_s)}, {digits(wear)} times what the "
                 "drives may take to last as long as was asked"
             )
             return Candidate(plan, None, partial(str, reason), wear=wear)

@@ -204,6 +204,17 @@ def test_what_does_not_fit_says_why_and_what_would(point: Point) -> None:
     assert re.search(r"1 B tokens +not on this machine +or rented .* USD, .* \(cloud-h100", text)
 
 
+def test_what_fits_and_wears_the_drives_is_not_said_not_to_fit(point: Point) -> None:
+    asked = replace(point, drive_lifetime_years=500.0)
+    found = advise(asked, quick=True, num_workers=1)
+    assert not found.fits
+    text = " ".join(" ".join(advice_lines(found)).split())
+    assert "does not fit" not in text
+    assert "No: the drives do not last 500 years" in text
+    assert re.search(r"A step would have to take ([\d.]+ h|[\d.]+ days|[\d.]+ min [\d.]+ s|[\d.]+ m?s) or more", text)
+    assert "e+0" not in text
+
+
 def test_the_largest_model_fits_and_the_next_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tierplan.studies.advise.ROOMY", ("fuyou",))
     monkeypatch.setattr("tierplan.studies.advise.MODELS", ("gpt-6.7b", "gpt-135b", "gpt-175b"))

@@ -109,10 +109,12 @@ def _answer(advice: Advice) -> str:
     answer = advice.answer
     if not advice.fits:
         no = "No: it does not fit" if answer["searched"] else "No plan was found"
+        if answer["wears_drives"]:
+            no = f"No: the drives do not last {digits(advice.point.drive_lifetime_years or 0)} years"
         if not advice.changes:
             return f"{no}, nor with any of {advice.num_tried} single purchases. {_why(advice)}"
         cheapest = min(advice.changes, key=lambda c: c.bought.price_usd).bought
-        return f"{no}. The cheapest that makes it fit is {cheapest.what}. {_why(advice)}"
+        return f"{no}. The cheapest with which it runs is {cheapest.what}. {_why(advice)}"
     least = "at least " if advice.point.policy == QUICK else ""
     asked = question_text(advice.point, int(answer["micro_batch"]), int(answer["accumulation"]), answer["dtype"])
     return (

@@ -30,7 +30,8 @@ OF_RESULT = ("lower_bound_s", "gap", "status", "solve_s", "total_s", "milp_gap")
 def impossible_record(error: InfeasiblePlan) -> dict[str, object]:
     """That nothing fits, or that the clock ended the search (`searched` is false then), as one JSON object."""
     shortages = [{**asdict(s), "short_bytes": s.short_bytes} for s in error.shortages]
-    return {"fits": False, "reason": str(error), "shortages": shortages, "searched": not error.not_found}
+    why = {"searched": not error.not_found, "wears_drives": bool(error.endurance)}
+    return {"fits": False, "reason": str(error), "shortages": shortages, **why}
 
 
 def answer_record(best: BestPlan) -> dict[str, object]:
