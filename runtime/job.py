@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +221,9 @@ def run_job(job: Job, *, show_progress: bool = False, ranks: Ranks | None = None
                     trace = joined_trace(ranks.collect((trace, trainer.placement.executor.begun_ns)))
                 if rank == 0:
                     trace.save(job.out_dir / "trace.json")
+            if (extra := trainer.num_steps_done - job.num_steps) > 0:
+                note = f"--steps asks for {job.num_steps} steps of the whole run, which had {extra} more before"
+                result = replace(result, notes=(*result.notes, note))
             was_stopped = was_asked() if ranks is None else trainer.was_stopped
             if job.export and not was_stopped:
                 export(trainer, job.out_dir / "model")

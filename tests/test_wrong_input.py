@@ -117,6 +117,10 @@ def test_wrong_usage_is_one_line_and_status_2(
     ("argv", "message"),
     [
         (["simulate", "--policy", "fuyu", *SCENARIO], "did you mean 'fuyou'"),
+        (
+            ["simulate", "--policy", "planner", *SCENARIO],
+            "no policy 'planner'; its plan is that of `tierplan plan`; choose",
+        ),
         (["compare-policies", "--policies", "fuyu", *SCENARIO[2:], "--model", "gpt-13b"], "did you mean 'fuyou'"),
         (["simulate", "--policy", "fuyou", "--model", "gpt-13", *SCENARIO[2:]], "did you mean 'gpt-1.3b' or 'gpt-13b'"),
         (["simulate", "--policy", "fuyou", "--max-model", *SCENARIO], "leave out --model"),
@@ -155,6 +159,12 @@ def test_an_answer_that_took_a_while_is_said_though_its_file_cannot_be_written(
     assert "/dev/full: cannot be written: no space left on device" in told.err
     assert main([*command, "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["fits"]
+
+
+def test_systems_of_which_none_runs_are_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["compare-policies", *SCENARIO, "--batch", "1"]
+    assert main([*asked, "--policies", "in-memory", "full-recompute"]) == 3
+    assert main([*asked, "--policies", "in-memory", "fuyou"]) == 0
 
 
 def test_a_batch_that_fits_nothing_is_answered_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,6 +77,7 @@ def check_name(name: str) -> None:
     if name not in POLICIES:
         close = get_close_matches(name, POLICIES, n=1)
         meant = f"did you mean {close[0]!r}? " if close else ""
+        meant = "its plan is that of `tierplan plan`; " if name == "planner" else meant
         raise OptionError(f"there is no policy {name!r}; {meant}choose among {', '.join(POLICIES)}")
 
 

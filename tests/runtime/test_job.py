@@ -322,11 +322,14 @@ def test_a_run_that_could_not_begin_leaves_no_tokens_of_its_data(files: Path) ->
     assert [row["loss"] for row in metrics(files, "out")] == [row["loss"] for row in metrics(files, "fresh")]
 
 
-def test_resuming_a_run_that_is_done_keeps_its_trace(files: Path) -> None:
+def test_resuming_a_run_that_is_done_keeps_its_trace(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments(files, 3, "out", "--no-export")) == 0
     before = Trace.load(files / "out" / "trace.json")
     assert main(arguments(files, 3, "out", "--no-export", "--resume")) == 0
     assert Trace.load(files / "out" / "trace.json") == before
+    assert "--steps" not in capsys.readouterr().out
+    assert main(arguments(files, 2, "out", "--no-export", "--resume")) == 0
+    assert "--steps asks for 2 steps of the whole run, which had 1 more before" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     lines += [line for text in others for line in wrapped(text)]
     lines += [*nameplate_lines(*predictions), *([f"picture: {args.plot}"] if args.plot else [])]
     tell(args, {prediction.policy: prediction.record() for prediction in predictions}, lines)
-    return 0
+    return 0 if any(prediction.fits for prediction in predictions) else 3
 
 
 def policy_table(predictions: Sequence[Prediction], semantics: str = "") -> str:
