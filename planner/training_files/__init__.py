@@ -98,10 +98,10 @@ def read_training_file(path: str | Path, base: Training, *, devices: int = 1) ->
 def _check_tool(says: Mapping[str, object], path: Path) -> None:
     """Refuses another tool's file, and names the options that say the same as its words."""
     for tool, marks in OTHER_TOOLS.items():
-        if not any(key.endswith(marks) for key in says):
+        if not any(word.endswith(marks) for word in says):
             continue
         same = {flag: says[word] for word, flag in WORDS_OF_OTHERS.items() if says.get(word) not in (None, AUTO)}
-        remade = any(key.endswith(RECOMPUTING) and value for key, value in says.items())
+        remade = any(word.endswith(RECOMPUTING) and value for word, value in says.items())
         given = [f"{flag} {value}" for flag, value in same.items()] + ["--policy full-recompute"] * remade
         others = (*dict.fromkeys(WORDS_OF_OTHERS.values()), "--optimizer", "--lora")
         open_still = ", ".join(flag for flag in others if flag not in same)
