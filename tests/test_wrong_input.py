@@ -118,6 +118,10 @@ def test_wrong_usage_is_one_line_and_status_2(
     [
         (["simulate", "--policy", "fuyu", *SCENARIO], "did you mean 'fuyou'"),
         (
+            ["simulate", "--policy", "fuyou", "--model", "gpt2", "--machine", "laptop", "--freeze", "*"],
+            "freeze '*' matches all parameters, so that nothing is trained; freeze fewer",
+        ),
+        (
             ["simulate", "--policy", "planner", *SCENARIO],
             "no policy 'planner'; its plan is that of `tierplan plan`; choose",
         ),

@@ -102,6 +102,10 @@ def tuned(model: Any, training: Training) -> nn.Module:
             parameter.data = parameter.data.to(TORCH_DTYPES[training.dtype_of_trained])
     for name in matching(model, filter(None, training.freeze.split(","))):
         model.get_parameter(name).requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise WorkloadError(
+            f"freeze {training.freeze!r} matches all parameters, so that nothing is trained; freeze fewer"
+        )
     if training.base and not training.lora:
         code_base(model, training.base, whole=False)
     return model  # type: ignore[no-any-return]
