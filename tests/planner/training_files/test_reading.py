@@ -401,11 +401,7 @@ def test_offloaded_parameters_that_stay_after_forward_are_said_to_be_simulated_o
         ("output_dir: x\nbeta: 0.1\nloss_type: [sigmoid]", "has beta: 0.1; only supervised"),
         ("output_dir: x\nbeta: 0.0\nnum_generations: 8", "has num_generations: 8; only supervised"),
         ("base_model: m\nmicro_batch_size: 2\ngradient_checkpointing: true", "is Axolotl's, .*: --batch 2 --policy f"),
-        (
-            "output_dir: o\nmodel: {_component_: torchtune.models.llama3_1.llama3_1_8b}\nbatch_size: 2\ndtype: bf16\n"
-            "gradient_accumulation_steps: 4\nenable_activation_checkpointing: False\ntokenizer: {max_seq_len: 2048}",
-            "is torchtune's, .*: --batch 2 --accumulation 4 --seq 2048 --dtype bf16, and",
-        ),
+        ("output_dir: o\nmodel: {_component_: torchtune.x}\nbatch_size: 2", "is torchtune's, .*: --batch 2, and"),
         ("train: {micro_batch_size: 4}\ndata: {class_path: litgpt.data.Alpaca2k}", "is LitGPT's, .*: --batch 4, and"),
         ("max_seq_len: 512\ndevice_train_microbatch_size: auto\noutput_dir: o", "is LLM Foundry's, .*: --seq 512, and"),
         ("a: &a\n  b: *a", "is not YAML"),

@@ -1,0 +1,56 @@
+"""Amounts whose order of magnitude says that a unit is missing or wrong are refused, with what was probably meant."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tierplan.hwmodels import MachineError, load_description, load_machine
+
+
+@pytest.mark.parametrize(
+    ("setting", "meant"),
+    [
+        ("gpu.peak_bf16=165", 'did you mean "165 TFLOP/s"'),
+        ("link.h2d=25", 'did you mean "25 GB/s"'),
+        ("host.capacity=64", 'did you mean "64 GiB"'),
+        ("host.capacity=64 B", 'did you mean "64 GiB"'),
+        ("host.adam=1.8", 'did you mean "1.8 G/s"'),
+        ("gpu.peak_bf16=165e15", "which nothing reaches; check its unit"),
+        ("gpu.memory_bandwidth=300 TB/s", "which nothing reaches; check its unit"),
+        (
+            "link.h2d=25000 GB/s",
+            "link.h2d in --set is '25000 GB/s', 2.5e+04 GB/s, which nothing reaches; check its unit",
+        ),
+        ("link.p2p=900000 GB/s", "which nothing reaches; check its unit"),
+        ("gpu.latency=5", "gpu.latency in --set is '5', 5 s, which nothing reaches; check its unit"),
+        (
+            "link.h2d=[[1e6, 12], [1e9, 25]]",
+            'the highest rate of link.h2d in --set is 25, 25 B/s; did you mean "25 GB/s"?',
+        ),
+        ("nvme.endurance=600", 'did you mean "600 TB"?'),
+        ("nvme.endurance=600 GB", 'did you mean "600 TB"?'),
+        ("nvme.latency=100", "which nothing reaches; check its unit"),
+        ("gpu.memory_frac=80", "80; it is at most 1 (share of that bandwidth"),
+        ("gpu.matmul_frac=1.5", "it is at most 1 (share of the peak"),
+        ("gpu.collective_share=2", "it is at most 1 (share of a GPU's compute"),
+        ("gpu.sustained_frac=1.2", "gpu.sustained_frac in --set is 1.2; it is at most 1 ("),
+        ("gpu.sustained_frac=[[1e9, 0.8]]", "gpu.sustained_frac in --set is a list; this key takes one number"),
+        ("nvme.mixed=5", "5; it is at most 2 (room for reads and writes together"),
+        ("gpu.power=450 kW", "gpu.power in --set is '450 kW', 4.5e+05 W, which nothing reaches; check its unit"),
+        ("host.power=90 kW", "which nothing reaches; check its unit"),
+        ("nvme.power=7 kW", "which nothing reaches; check its unit"),
+        ("gpu.power=0.45", 'did you mean "0.45 kW"?'),
+        ("gpu.power=0.45W", 'did you mean "0.45 kW"?'),
+        ("link.h2d=PCIe 5.0 x160", 'write it like "6.5 GB/s"'),
+    ],
+)
+def test_an_implausible_amount_says_what_was_probably_meant(setting: str, meant: str) -> None:
+    with pytest.raises(MachineError, match=re.escape(meant)):
+        load_machine("desktop-4090", [setting])
+
+
+def test_what_a_busy_processor_measures_is_taken() -> None:
+    description = load_description("desktop-4090", ["gpu.attention_bf16=0.58 GFLOP/s"])
+    assert description.number("gpu.attention_bf16") == 5.8e8
