@@ -31,7 +31,7 @@ from tierplan.planner.search.incumbents import Batches, Incumbents, Shape
 from tierplan.planner.search.lesser import Known, needs_no_drives, without_excess
 from tierplan.planner.search.moves import loosened, off_drives, untied, with_shape_of
 from tierplan.planner.search.race import GOOD_FRAC, MOST_OPS, OrderSearch, Racer, race, rounds
-from tierplan.planner.search.shape import descended, tried
+from tierplan.planner.search.shape import tried
 from tierplan.planner.several_devices.search import (
     bound_by_compute,
     bound_of_packs,
@@ -43,7 +43,7 @@ from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import Workload, WorkloadError
 
-FAR = 1.1
+FAR = 1.05
 """A search goes on beyond its default budget while the step is more than this times the bound."""
 SOLVER_FRAC = 1e-6
 """By so much a solver's bound may exceed a step that reaches it. What is more would be a wrong bound, and is shown."""
@@ -406,50 +406,18 @@ class Search:
             yield from self._more()
 
     def _more(self) -> Iterator[None]:
-        """Where the best plan is far from all bounds: more of the search that found it; then descents from it, with its
-        copies listed either way."""
+        """Where the best plan is far from all bounds: more of the search that found it. Whatever others have found, it
+        does all that it does when asked by itself."""
+        best, until_ops = self.incumbents.best, self.budget.ops_left - self.budget.more_ops
+        if best is None or not (self.budget.more_ops and self.has_all_orders and self.num_devices == 1):
+            return
         least_s = min((bound.searched_s for chain in self.chains for bound in chain.bounds), default=inf)
-        is_asked = self.budget.more_ops and self.has_all_orders and self.num_devices == 1
-        pairs = [pair for chain in self.chains for pair in zip(chain.problems, chain.bounds, strict=True)]
-        asked = {(p.order, p.sub_batches): (p, bound) for p, bound in pairs}
-        start = self.incumbents.plain
-
-        def is_enough() -> bool:
-            """Near its own bound, whatever other searches have found: it does all that it does when asked by itself."""
-            best = self.incumbents.best
-            is_near = best is not None and best.step_s is not None and best.step_s <= FAR * least_s
-            return is_near or least_s >= self._to_beat_s()
-
-        if not is_asked or is_enough():
-            return
-        if start is None or (shape := self.incumbents.shape(start.plan)) not in asked:
-            return
-        p, bound = asked[shape]
-        if (back := bound.returning) and back.model and any(u.returns_grads for u in start.plan.units):
-            p, bound = back.model.problem, back
-        until_ops = self.budget.ops_left - self.budget.more_ops
-
-        def is_over() -> bool:
-            return is_enough() or self.budget.ops_left <= until_ops or self.budget.is_out_of_time
-
-        chain = next(c for c in self.chains if any((q.order, q.sub_batches) == shape for q in c.problems))
-        while not (is_over() or chain.is_over):
-            self._go_on_with(chain, chain.spent_ops + MOST_OPS)
-            yield
-        racers, pools = [], []
-        start = self.incumbents.by_shape[shape]
-        for seed, overtaking in enumerate((not start.plan.overtaking, start.plan.overtaking), self.seed + 1):
-            found = self._no_incumbents()
-            found.consider(self.simulate_plan(replace(start.plan, overtaking=overtaking)))
-            if shape in found.by_shape:
-                pools.append(found)
-                racers.append(Racer(descended(p, bound, found, self.simulate_plan, seed), bound.searched_s))
-        for _ in race(racers, self.budget):
-            for found in pools:
-                if found.plain is not None:
-                    self.incumbents.consider(found.plain)
-            if is_over():
+        chain = min(self.chains, key=lambda c: c.best_s)
+        while not (chain.is_over or self.budget.ops_left <= until_ops or self.budget.is_out_of_time):
+            best_s = self.incumbents.best.step_s if self.incumbents.best else None
+            if least_s >= self._to_beat_s() or (best_s is not None and best_s <= FAR * least_s):
                 return
+            self._go_on_with(chain, chain.spent_ops + MOST_OPS)
             yield
 
     def _go_on_with(self, chain: OrderSearch, ops: float) -> None:
