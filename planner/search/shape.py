@@ -2,9 +2,10 @@
 of them by local moves.
 
 A program has plans whose states come to the device for their updates, and plans whose states do not. Both are tuned,
-one after the other: which is quicker at first says little. With clipping, plans whose gradients leave the device and
-come back are tuned first, where a simple one is clearly quicker than all so far. Mostly they are in the way; and the
-bound does not say, since in it gradients pass through a device that has no room for whole ones.
+one after the other: which is quicker at first says little. On long chains both race with regular plans. With clipping,
+plans whose gradients leave the device and come back are tuned first, where a simple one is clearly quicker than all so
+far. Mostly they are in the way; and the bound does not say, since in it gradients pass through a device that has no
+room for whole ones.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def tried(
             yield best_s()
         yield from reshaped([c for of, c in found.by_shape.items() if of != shape])
         if shape in found.by_shape:
-            yield from descended(p, bound, found, simulate_plan, seed)
+            yield from _of_few_units(p, bound, found, simulate_plan, seed)
 
     yield from reshaped(seeds.values())
     kinds = [(from_program.tried(p, bound, goal_s=goal_s), p, bound)]
@@ -114,18 +115,11 @@ def _least_s(candidates: Iterable[Candidate[UnitwisePlan]]) -> float:
     return min((c.step_s for c in candidates if c.step_s is not None), default=inf)
 
 
-def descended(
-    p: Problem,
-    bound: Bound,
-    found: Incumbents,
-    simulate_plan: PlanSimulator,
-    seed: int,
+def _of_few_units(
+    p: Problem, bound: Bound, found: Incumbents, simulate_plan: PlanSimulator, seed: int
 ) -> Iterator[float]:
     """Local moves from the best plan of one shape, and anew where a better one was offered meanwhile."""
     shape, goal_s = (p.order, p.sub_batches), bound.searched_s * (1 + GOOD_FRAC)
-    if len(p.units) > FEW_UNITS:
-        yield from _of_many_units(p, bound, found, simulate_plan, seed, [iter(())])
-        return
     for descent in (descend, partial(descend_with_restarts, seed=seed)):
         start = None
         while start is not found.by_shape[shape]:
