@@ -52,8 +52,8 @@ from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.planning import plan as solve
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
+from tierplan.planner.search.from_program import late_updates
 from tierplan.planner.search.knobs import SETTINGS
-from tierplan.planner.search.late_updates import late_updates
 from tierplan.planner.search.moves import with_shards, with_windows
 from tierplan.runtime.checkpoint.weights import hollow_model, random_weights
 from tierplan.runtime.measure.machine import measure_description

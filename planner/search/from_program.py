@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import inf
 
+from tierplan.hwmodels.names import HOST_ADAM, NVME_READ, NVME_WRITE
 from tierplan.planner.milp.amounts import Problem
 from tierplan.planner.milp.bounds import Bound, solver_of
 from tierplan.planner.milp.integral import solve_whole
 from tierplan.planner.milp.model import Margins, Model, fractions, with_margins
 from tierplan.planner.milp.program import LP_TIME_LIMIT_S, Solver
 from tierplan.planner.milp.rounding import round_to_plan
-from tierplan.planner.plan import UnitwisePlan
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.incumbents import Incumbents
 from tierplan.planner.search.knobs import Knobs, tune
-from tierplan.planner.search.late_updates import late_updates
 from tierplan.planner.search.moves import with_late_here, with_shards, with_windows
 
 WRITE_FRACS = (0.8, 0.5, 0.25, 0.1, 0.03, 0.01)
@@ -107,3 +108,61 @@ def granules(p: Problem) -> tuple[float, float]:
     device = max(max([u.params_gb, *(g.gb for g in u.groups)]) for u in p.units)
     host = max(max([u.grads_gb + u.params_gb + u.states_gb, *(g.gb for g in u.groups)]) for u in p.units)
     return device, host
+
+
+# ---- which updates wait for the next step ----
+
+
+def late_updates(problem: Problem, plan: UnitwisePlan, *, stretch: float) -> UnitwisePlan:
+    """The plan with the updates late that backward has no time for.
+
+    Updates are nested: the unit whose gradients come last is needed first. So whenever the host is free, the latest
+    gradients are served first; what is left when backward ends is late, and runs beside the next forward in order of
+    need. `stretch` scales the time that backward takes: 0 makes all updates late, infinity none.
+    """
+    if plan.semantics != "in-backward":
+        return plan
+    if stretch == float("inf"):
+        return replace(plan, units=_with_late(plan, set()))
+    rates = problem.rates
+    units = problem.units
+    seconds = []
+    for unit, choice in zip(units, plan.units, strict=True):
+        if choice.updates_here or not unit.gparams:
+            seconds.append(0.0)
+            continue
+        loads = [unit.gparams / rates.adam] if rates.adam else [0.0]
+        if choice.states == "nvme":
+            read, write = unit.states_gb / rates.read["states"], unit.states_gb / rates.write["states"]
+            loads += [read, write]
+            for per in problem.loads.values():
+                streams = ((NVME_READ, unit.states_gb), (NVME_WRITE, unit.states_gb), (HOST_ADAM, unit.gparams))
+                loads.append(sum(per.get(stream, 0.0) * amount for stream, amount in streams))
+        seconds.append(max(loads))
+    late = {u for u, s in enumerate(seconds) if s > 0}
+    released: dict[int, float] = {}
+    now = busy_until = 0.0
+    for u in reversed(range(len(units))):
+        now += stretch * _backward_s(problem, plan, u)
+        while released and busy_until < now:
+            chosen = min(released)
+            busy_until = max(busy_until, released.pop(chosen)) + seconds[chosen]
+            late.discard(chosen)
+        if seconds[u] > 0:
+            released[u] = now
+    if released:
+        late.discard(min(released))  # the last gradients' update is needed at once
+    return replace(plan, units=_with_late(plan, late))
+
+
+def _with_late(plan: UnitwisePlan, late: Set[int]) -> tuple[UnitPlan, ...]:
+    """The plan's choices with these updates of the host late, and no others."""
+    changed = cache(lambda choice, is_late: replace(choice, late_update=is_late))
+    return tuple(choice if choice.updates_here else changed(choice, u in late) for u, choice in enumerate(plan.units))
+
+
+def _backward_s(problem: Problem, plan: UnitwisePlan, u: int) -> float:
+    unit, choice = problem.units[u], plan.units[u]
+    again = sum(g.recompute_s for g in unit.groups if g.slots and choice.action(g.slots[0]) == "recompute")
+    update = unit.update_s if choice.updates_here else 0.0
+    return (unit.bwd_s + again) * problem.turn + update

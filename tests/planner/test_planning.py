@@ -30,7 +30,7 @@ from tierplan.planner.search import budget, from_program
 from tierplan.planner.search.batches import plan_sequences
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
-from tierplan.planner.search.late_updates import late_updates
+from tierplan.planner.search.from_program import late_updates
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training
 

@@ -64,7 +64,7 @@ def test_an_update_spread_over_several_turns_gives_the_same_numbers(
 
 
 def test_planned_with_clipping_where_gradients_have_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 40_000)
+    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 150_000)
     training = replace(CPU, max_grad_norm=0.5, optimizer="muon")
     model = make_model("gpt2", num_blocks=6)
     workload = observed_workload(model, make_batches(1)[0], training)

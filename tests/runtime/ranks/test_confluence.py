@@ -80,7 +80,7 @@ class Meetings:
             if rank not in self._ended:
                 with executor._lock:
                     num_running = executor._num_running
-                if executor._zero_ns is None or num_running > sum(rank in there for there in waiting):
+                if not executor.begun_ns or num_running > sum(rank in there for there in waiting):
                     return False
         return True
 
