@@ -221,7 +221,7 @@ def test_interrupted_as_its_processes_begin_it_says_nothing_of_them(tmp_path: Pa
         textwrap.dedent("""
         import signal, sys
         if __name__ != "__main__":
-            print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()), file=sys.stderr)
+            sys.stderr.write(f"{signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())}\\n")  # at once
         from tierplan.studies.study import Point
         from tierplan.studies.sweep import sweep
 
