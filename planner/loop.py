@@ -27,7 +27,7 @@ from tierplan.planner.results import PlanResult, PolicyResult, Status
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.from_program import ProgramPlans
-from tierplan.planner.search.incumbents import Batches, Incumbents, Shape
+from tierplan.planner.search.incumbents import Batches, Incumbents, Shape, is_start
 from tierplan.planner.search.lesser import Known, needs_no_drives, without_excess
 from tierplan.planner.search.moves import loosened, off_drives, untied, with_shape_of
 from tierplan.planner.search.race import GOOD_FRAC, MOST_OPS, OrderSearch, Racer, race, rounds
@@ -359,17 +359,18 @@ class Search:
             is_other_work = self.batches == "shared" and plan.num_batches > 1
             if is_other_work and name in NEED_SEVERAL_DEVICES:
                 continue
+            is_asked = name in names and not is_other_work
             if isinstance(plan, UnitwisePlan):
-                num_devices = 1 if is_other_work else plan.devices
-                tries = [replace(one, devices=num_devices) for one in untied(plan)]  # of plain training's bits
-                plan = next((one for one in tries if self.simulate_plan(one).fits), tries[0])
+                tries = [replace(one, devices=1 if is_other_work else plan.devices) for one in untied(plan)]
+                fitting = (one for one in tries if len(tries) == 1 or self.simulate_plan(one).fits)
+                plan = next(fitting, tries[0])  # of plain training's bits
                 if self.num_devices > 1 and name not in NEED_SEVERAL_DEVICES:
                     seeds.consider(self.simulate_plan(replace(plan, devices=1)))  # which the search is of
-            if is_other_work:
+            if is_other_work or not (is_asked or is_start(plan)):
                 continue
             candidate = self.simulate_plan(plan)
             seeds.consider(candidate)
-            if name in names:
+            if is_asked:
                 self.incumbents.consider(candidate)
         if self.known is not None:
             candidate = self.simulate_plan(self.known.plan)

@@ -55,10 +55,16 @@ class Incumbents:
             self.best = candidate
 
 
+def is_start(plan: Plan) -> bool:
+    """Whether a search can start from this plan: local moves, which are those of one device, or a search over packs."""
+    if isinstance(plan, UnitwisePlan):
+        return plan.segment_units == 1 and plan.devices == 1
+    return isinstance(plan, PackPlan)
+
+
 def _is_plain(candidate: Candidate[Any]) -> TypeGuard[Candidate[UnitwisePlan]]:
     """Whether local moves, which are those of one device, can start from this plan."""
-    plan = candidate.plan
-    return isinstance(plan, UnitwisePlan) and plan.segment_units == 1 and plan.devices == 1
+    return isinstance(candidate.plan, UnitwisePlan) and is_start(candidate.plan)
 
 
 def _is_packed(candidate: Candidate[Any]) -> TypeGuard[Candidate[PackPlan]]:
