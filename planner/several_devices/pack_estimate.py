@@ -10,21 +10,24 @@ every plan is simulated before it counts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
+
+import numpy as np
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST_ADAM, collective, p2p
 from tierplan.planner.plan import Packs
 from tierplan.planner.several_devices.collectives import collective_work
+from tierplan.sim.columns import Float64
+from tierplan.sim.compiled.compiler import compiled
 from tierplan.sim.workloads.workload import Training, Unit, Workload, total_work
 
 INFINITE = float("inf")
 STEPS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class _Pack:
+class _Pack(NamedTuple):
     """One pack's turn: seconds of its parts, for one micro-batch where they come once per micro-batch."""
 
     first: int
@@ -61,10 +64,11 @@ class PackEstimate:
     def __init__(self, workload: Workload, machine: Machine) -> None:
         self.machine, self.training, self.units = machine, workload.training, workload.units
         self.capacity_bytes = machine.tier(DEVICE).capacity_bytes
-        self.update_s = [
+        update_s = [
             machine.cost(HOST_ADAM, workload.training.host_work(u)).alone_s if u.num_trained else 0.0
             for u in self.units
         ]
+        self.update_s = np.array(update_s, np.float64)
         self.fits = cache(self._fits)
         """Whether a pack (`fwd` or `bwd`) fits on a device, given the first unit and the one after the last."""
         self._pack = cache(self._costs)
@@ -84,7 +88,7 @@ class PackEstimate:
         turns += [self._pack("bwd", a, b, at_once) for a, b in reversed(packs.backward)]
         total = self.training.gradient_accumulation_steps
         devices = packs.devices if packs.form == "pipeline" else 1
-        return _step_s(turns, devices, -(-total // at_once), packs.cleanup_s, self.update_s)
+        return float(_step_s(np.array(turns), devices, -(-total // at_once), float(packs.cleanup_s), self.update_s))
 
     def work_s(self, phase: str, first: int, end: int) -> float:
         """Compute of one micro-batch: `fwd` or `bwd`, the latter without its recomputation."""
@@ -128,45 +132,47 @@ class PackEstimate:
         return cost.latency_s + cost.work_s * slower
 
 
-def _step_s(
-    packs: Sequence[_Pack], devices: int, num_batches: int, cleanup_s: float, update_s: Sequence[float]
-) -> float:
-    """The time from the end of a step to that of the next, after the first few."""
-    left = [(0.0, 0.0, 0.0)] * devices  # end of its last micro-batch, of the one before, and of its last turn
-    updated_s, host_s, ends_s = [0.0] * len(update_s), 0.0, []
+@compiled
+def _step_s(packs: Float64, devices: int, num_batches: int, cleanup_s: float, update_s: Float64) -> float:
+    """The time from the end of a step to that of the next, after the first few; `packs` are rows of `_Pack`."""
+    last_s, second_last_s = np.zeros(devices), np.zeros(devices)  # by device: ends of its last two micro-batches,
+    gone_s, handed_s = np.zeros(devices), np.empty(num_batches)  # and of its last turn; by micro-batch: its end so far
+    updated_s, host_s, end_s, end_before_s = np.zeros(len(update_s)), 0.0, 0.0, 0.0
     for _ in range(STEPS):
-        handed = [0.0] * num_batches
-        for k, pack in enumerate(packs):
-            last_s, second_last_s, gone_s = left[k % devices]
-            begin_s = max(gone_s, max([last_s, *updated_s[pack.first : pack.end]]) + pack.params_s)
-            handed = _ends(pack, begin_s, second_last_s, gone_s, handed)
-            left_s = handed[-1]
-            if pack.is_backward:
-                left_s += pack.gradients_s
+        handed_s[:] = 0.0
+        for k in range(len(packs)):
+            d, first, end, is_backward, is_last = (
+                k % devices,
+                int(packs[k, 0]),
+                int(packs[k, 1]),
+                packs[k, 2],
+                packs[k, 3],
+            )
+            first_s, second_s, send_s, stash_s = packs[k, 5], packs[k, 6], packs[k, 7], packs[k, 8]
+            now, again_s = last_s[d], second_last_s[d]
+            for u in range(first, end):
+                now = max(now, updated_s[u])
+            now = max(gone_s[d], now + packs[k, 4])
+            for i in range(num_batches):
+                made_s = handed_s[i]
+                ahead_s = second_last_s[d] if i == 0 else gone_s[d] if i == 1 else handed_s[i - 2]
+                if is_backward and not is_last:
+                    gradient_s = max(made_s, again_s) + send_s
+                    again_s = max(now, ahead_s + stash_s) + first_s
+                    now = max(again_s, gradient_s) + second_s
+                elif first:
+                    now = max(now, max(made_s, ahead_s) + send_s) + first_s + second_s
+                else:
+                    now += first_s + second_s
+                handed_s[i] = now
+            left_s = now
+            if is_backward:
+                left_s += packs[k, 9]
                 host_s = max(host_s, left_s)
-                for u in range(pack.first, pack.end):
+                for u in range(first, end):
                     host_s += update_s[u]
                     updated_s[u] = host_s
-            left[k % devices] = (handed[-1], handed[-2] if num_batches > 1 else gone_s, left_s + cleanup_s)
-        ends_s.append(max([host_s, *(gone_s for _, _, gone_s in left)]))
-    return ends_s[-1] - ends_s[-2]
-
-
-def _ends(pack: _Pack, now: float, second_last_s: float, gone_s: float, handed: Sequence[float]) -> list[float]:
-    """The end of each micro-batch of a pack, given when the pack before handed it on."""
-    first_s, second_s, send_s, stash_s = pack.first_s, pack.second_s, pack.send_s, pack.stash_s
-    has_gradient = pack.is_backward and not pack.is_last
-    again_s = second_last_s
-    ends: list[float] = []
-    for i, made_s in enumerate(handed):
-        ahead_s = second_last_s if i == 0 else gone_s if i == 1 else ends[i - 2]
-        if has_gradient:
-            gradient_s = max(made_s, again_s) + send_s
-            again_s = max(now, ahead_s + stash_s) + first_s
-            now = max(again_s, gradient_s) + second_s
-        elif pack.first:
-            now = max(now, max(made_s, ahead_s) + send_s) + first_s + second_s
-        else:
-            now += first_s + second_s
-        ends.append(now)
-    return ends
+            second_last_s[d] = handed_s[-2] if num_batches > 1 else gone_s[d]
+            last_s[d], gone_s[d] = now, left_s + cleanup_s
+        end_before_s, end_s = end_s, max(host_s, gone_s.max())
+    return end_s - end_before_s
