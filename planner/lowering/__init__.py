@@ -20,6 +20,7 @@ from tierplan.planner.lowering.launches import with_launches
 from tierplan.planner.lowering.unitwise import Chains, chains_of, unitwise_columns
 from tierplan.planner.plan import PackPlan, PagedPlan, Plan, Sharing, UnitwisePlan
 from tierplan.planner.plan_rules import PlanError
+from tierplan.planner.several_devices.known import known_columns
 from tierplan.planner.several_devices.packs import pack_schedule
 from tierplan.planner.several_devices.packs_unitwise import unitwise_pack_schedule
 from tierplan.planner.several_devices.paged import paged_schedule
@@ -52,15 +53,16 @@ class Lowering:
         workload, chains = self._with_launches(plan.sharing if isinstance(plan, UnitwisePlan) else None)
         match plan:
             case UnitwisePlan():
-                columns = unitwise_columns(plan, workload, self.machine, chains)
                 if plan.devices > 1:
-                    columns = partition(columns, plan.devices, plan.sharing)
+                    columns = known_columns(_partitioned, plan, workload, self.machine)
+                else:
+                    columns = unitwise_columns(plan, workload, self.machine, chains)
                 if plan.parts:
                     columns = _held_back(columns, self.machine, with_parts(self.machine, plan.parts))
             case PackPlan():
                 make = unitwise_pack_schedule if plan.packs.is_executed else pack_schedule
                 make = resident_schedule if plan.packs.stays else make
-                columns = columns_of(make(plan, workload, self.machine))
+                columns = known_columns(make, plan, workload, self.machine)
             case PagedPlan():
                 columns = columns_of(paged_schedule(plan, workload, self.machine))
         if not refine:
@@ -72,6 +74,11 @@ class Lowering:
             workload = with_launches(self.workload, self.machine, sharing)
             self._launching[sharing] = workload, chains_of(workload)
         return self._launching[sharing]
+
+
+def _partitioned(plan: UnitwisePlan, workload: Workload, machine: Machine) -> ScheduleColumns:
+    one = unitwise_columns(plan, workload, machine, chains_of(workload))
+    return partition(one, plan.devices, plan.sharing)
 
 
 def _held_back(columns: ScheduleColumns, machine: Machine, less: Machine) -> ScheduleColumns:

@@ -6,6 +6,7 @@ packs           runs of units that visit devices in turn (Harmony)
 packs_unitwise  the same unit by unit, as the runtime executes it
 resident        stages that stay on their devices, one forward and one backward in turns (1F1B)
 paged           weights paged in and out for every use: the baseline that Harmony beats
+known           what was made for one machine, for the next one
 pack_estimate   how long packs take, without simulating
 pack_search     better packs than Harmony's own search finds
 search          what the planner tries beside the plans of one device

@@ -25,11 +25,11 @@ from tierplan.hwmodels.names import DEVICE, HOST
 from tierplan.planner.plan import PackPlan, Packs
 from tierplan.planner.plan_rules import PackForm, PlanError, Runs
 from tierplan.planner.policies.options import OptionError, Options, Policy
+from tierplan.planner.several_devices.known import known_columns
 from tierplan.planner.several_devices.pack_estimate import pack_bytes
 from tierplan.planner.several_devices.packs import pack_schedule
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.ordering import refine_columns
-from tierplan.sim.columns import columns_of
 from tierplan.sim.compiled.simulation import simulate_columns
 from tierplan.sim.workloads.workload import Unit, Workload
 
@@ -113,7 +113,8 @@ def _quickest(plans: list[PackPlan], workload: Workload, machine: Machine, known
 
 
 def _seconds(plan: PackPlan, workload: Workload, machine: Machine) -> float:
-    columns = refine_columns(columns_of(pack_schedule(plan, workload, machine)), machine, num_devices=plan.devices)
+    columns = known_columns(pack_schedule, plan, workload, machine)
+    columns = refine_columns(columns, machine, num_devices=plan.devices)
     try:
         return float(simulate_columns(columns, machine).end_ns.max()) / 1e9
     except OutOfMemory:
