@@ -34,7 +34,7 @@ from tierplan.studies.purchases import (
 from tierplan.studies.study import Point
 from tierplan.studies.sweep import Row, asking
 
-Ask = Callable[[Point], dict[str, object]]
+Ask = Callable[..., dict[str, object]]
 MODELS = (
     "gpt-6.7b", "gpt-10b-zero-offload", "gpt-13b", "gpt-30b", "gpt-65b", "gpt-100b", "gpt-135b", "gpt-175b", "gpt-276b",
 )  # fmt: skip
@@ -46,6 +46,7 @@ RENTED = "cloud-h100"
 QUICK = "planner, for a moment"
 """In place of a policy: a quick answer."""
 FIGURES = ("fits", "step_s", "tokens_per_s", "micro_batch", "accumulation", "policy", "limited_by")
+SPEED = ("fits", "step_s", "tokens_per_s")
 QUICKER_FRAC = 0.01
 """What a purchase has to gain to be listed."""
 QUICK_S, QUICK_TODAY_S = 1.5, 2.0
@@ -163,7 +164,8 @@ def advise(
         # other machines meanwhile: what is bought for this one has its answer for a start
         num_first = sum(b.machine != "" for b in bought)
         others = [b.applied(like) for b in bought[:num_first]]
-        first = ask([*others, replace(like, machine=RENTED, overrides={}, devices=None)], figures_of)
+        first = ask(others, figures_of)
+        rented = ask([replace(like, machine=RENTED, overrides={}, devices=None)], partial(figures_of, names=SPEED))
         if quick:
             like, how = _like(like, today[0]())
         kinds = Counter(b.kind for b in bought)
@@ -172,7 +174,7 @@ def advise(
         largest = [] if quick else ask([point], largest_model_of)
         answer = today[0]()
         if not quick:
-            how = partial(answer_bought, than=answer.get("tokens_per_s"), known=answer.get("known"))
+            how = partial(answer_bought, known=answer.get("known"))
         promised = [float(row().get("promised") or 0.0) for row in bounds]
         left_out = {
             b.what: most
@@ -182,8 +184,10 @@ def advise(
         bought = [b for b in bought if b.what not in left_out]
         # what is asked last should not take long: second cards do, and the dear cards
         rest = sorted(bought[num_first:], key=lambda b: ("gpu.count" not in b.overrides, -b.price_usd))
+        how = partial(how, than=answer.get("tokens_per_s"))
         planned = dict(zip([b.what for b in rest], ask([b.applied(like) for b in rest], how), strict=True))
-        answers = [row() for row in [*first[:num_first], *(planned[b.what] for b in bought[num_first:]), first[-1]]]
+        answers = [row() for row in [*first, *(planned[b.what] for b in bought[num_first:])]]
+        rental = rental_of(rented[0](), tokens)
         largest_model = "".join(str(row().get("largest_model", "")) for row in largest)
     answer.pop("known", None)
     if "error" in answer:
@@ -192,10 +196,10 @@ def advise(
         point=point,
         machine=description.name,
         answer=answer,
-        changes=worthwhile(answer, bought, answers[: len(bought)]),
+        changes=worthwhile(answer, bought, answers),
         num_tried=len(bought),
         left_out=left_out,
-        rented=rental_of(answers[len(bought)], tokens),
+        rented=rental,
         largest_model=largest_model,
         costs=costs_of(answer, description, prices, tokens) if answer["fits"] else None,
         assumptions=(*([SHORT_SEARCH] if quick else []), *_assumptions(description, prices, bought)),
@@ -226,13 +230,18 @@ def answer_point(point: Point) -> dict[str, object]:
     return {**answer_record(best), "known": best.known}
 
 
-def figures_of(point: Point, **only: Any) -> dict[str, object]:
-    """What is kept of the answer for a machine with something bought; `only` is as for `best_plan`."""
+def figures_of(
+    point: Point, *, names: Sequence[str] = FIGURES, than: float | None = None, **only: Any
+) -> dict[str, object]:
+    """What is kept of the answer for a machine with something bought, where it is quicker than today's tokens/s; `only`
+    is as for `best_plan`."""
     try:
         prediction = best_plan(point, **only).result.prediction
     except InfeasiblePlan:
         return {"fits": False}
-    return {name: getattr(prediction, name) for name in FIGURES}
+    if than and prediction.tokens_per_s and prediction.tokens_per_s / than - 1.0 < QUICKER_FRAC:
+        return {"fits": False}  # nobody asks what limits it, which takes a simulation for each part
+    return {name: getattr(prediction, name) for name in names}
 
 
 def promise_of(point: Point) -> dict[str, object]:
@@ -244,7 +253,7 @@ def answer_bought(point: Point, *, than: float | None, known: Known | None) -> d
     """As `figures_of`, where its compute alone does not say that it cannot be quicker than today's tokens/s."""
     if than and most_tokens_per_s(point) < than * (1 + QUICKER_FRAC):
         return {"fits": False}
-    return figures_of(point, known=known)
+    return figures_of(point, than=than, known=known)
 
 
 def worthwhile(answer: Row, bought: Sequence[Purchase], answers: Sequence[Row]) -> tuple[Change, ...]:
