@@ -372,7 +372,7 @@ def parse_key(key: str) -> OpKey:
 
 
 def _path(*words: str) -> str:
-    return "/".join(word for word in words if word)
+    return "/".join(filter(None, words))
 
 
 # ---- several steps in one schedule ----

@@ -21,7 +21,7 @@ from tierplan.planner.plan import Packs
 from tierplan.planner.several_devices.collectives import collective_work
 from tierplan.sim.columns import Float64
 from tierplan.sim.compiled.compiler import compiled
-from tierplan.sim.workloads.workload import Training, Unit, Workload, total_work
+from tierplan.sim.workloads.workload import Amounts, Training, Unit, Workload, total_work
 
 INFINITE = float("inf")
 STEPS = 3
@@ -56,6 +56,29 @@ def pack_bytes(training: Training, phase: str, units: Sequence[Unit]) -> int:
     saved = sum(u.saved_bytes for u in units) + sum(u.input_bytes for u in units[1:])
     gradients = sum(u.num_trained for u in units) * training.grad_bytes
     return held + gradients + saved + max(u.backward_work_bytes for u in units)
+
+
+class PackWork(NamedTuple):
+    """What a pack does with a micro-batch, and what it holds meanwhile, in bytes."""
+
+    forward: Amounts
+    backward: Amounts
+    forward_bytes: int
+    saved_bytes: int
+    backward_bytes: int
+
+
+def work_of_pack(units: Sequence[Unit], first: int, end: int) -> PackWork:
+    """Of the pack from its first unit to the one behind its last."""
+    pack = units[first:end]
+    saved_bytes = [u.saved_bytes for u in pack]
+    return PackWork(
+        forward=total_work(u.forward for u in pack),
+        backward=total_work(u.backward for u in pack),
+        forward_bytes=max(saved + u.forward_work_bytes for u, saved in zip(pack, saved_bytes, strict=True)),
+        saved_bytes=sum(saved_bytes) + sum(u.input_bytes for u in pack[1:]),
+        backward_bytes=max(u.backward_work_bytes for u in pack),
+    )
 
 
 class PackEstimate:

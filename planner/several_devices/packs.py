@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from itertools import pairwise, product
 from typing import Any
 
@@ -21,6 +22,7 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import HOST, HOST_ADAM, compute, d2h, device, h2d, p2p, parse_stream
 from tierplan.planner.plan import PackPlan, facts_of, shared_micro_batches
 from tierplan.planner.several_devices.collectives import add_all_reduce
+from tierplan.planner.several_devices.pack_estimate import work_of_pack
 from tierplan.sim.builder import Builder, tiers_of
 from tierplan.sim.contents import (
     NORM_BYTES,
@@ -46,7 +48,7 @@ from tierplan.sim.contents import (
 )
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.step import StepSpec
-from tierplan.sim.workloads.workload import Amounts, Unit, Workload, total_work
+from tierplan.sim.workloads.workload import Amounts, Unit, Workload
 
 
 def pack_schedule(plan: PackPlan, workload: Workload, machine: Machine) -> Schedule:
@@ -108,6 +110,9 @@ class PackLowering(Builder):
         self.brought: dict[tuple[str, int, int], str] = {}  # as `handed`: host memory that is free when it has come
         self.stash_at = {a for a, _ in self.packs.backward[:-1]}
         self.links = {stream.name for stream in machine.streams}
+        self.does = cache(partial(work_of_pack, self.units))
+        """With one micro-batch, by a pack's first unit and the one behind its last."""
+        self.has_peers = any(parse_stream(link).task == "p2p" for link in self.links)
         self.at, self.first = 0, 0  # the turn's device and first unit
         self.may_begin: dict[int, list[str]] = {}  # device -> keys that its next op comes after, beside what it reads
         self.norms: list[str] = []
@@ -297,7 +302,7 @@ class PackLowering(Builder):
 
     def _leaves(self, what: str, unit: int, m: int, buffer: str, task: Task) -> None:
         """Over host memory to a later task on the same device; another device takes it itself where it can."""
-        if not self._goes_round or not any(parse_stream(link).task == "p2p" for link in self.links):
+        if not self._goes_round or not self.has_peers:
             # may take the place of the input that has been brought from there
             room = self.brought.get((what, unit, m)) if self.packs.streams else None
             key = copy_key("offload", self._label(what, unit, m))
@@ -322,9 +327,9 @@ class PackLowering(Builder):
         gpu, units = device(self.at), self.units[start:end]
         key = forward_key(pack_name(units[0].name, units[-1].name), m)
         y = self.buffer(Input(self.units[end].name, m), gpu, units[-1].output_bytes, "acts")
-        size = max(u.saved_bytes + u.forward_work_bytes for u in units)
-        work = self.buffer(Transient(key), gpu, size, "work")
-        self._op(key, "forward", total_work(u.forward for u in units), [*task.params, x], [y, work], units[0], m)
+        does = self.does(start, end)
+        work = self.buffer(Transient(key), gpu, does.forward_bytes, "work")
+        self._op(key, "forward", does.forward, [*task.params, x], [y, work], units[0], m)
         return key, y
 
     def _no_input(self, unit: int, m: int) -> str:
@@ -353,15 +358,14 @@ class PackLowering(Builder):
 
     def _backward(self, task: Task, m: int, x: str | None, dy: str | None) -> None:
         gpu, units, pack = device(task.device), task.units, task.pack
-        size = sum(u.saved_bytes for u in units) + sum(u.input_bytes for u in units[1:])
-        acts = self.buffer(PackActs(pack, m), gpu, size, "acts")
-        flops = total_work(u.forward for u in units)
-        task.again.append(self._op(recompute_key(pack, m), "recompute", flops, [*task.params, x], [acts], units[0], m))
+        does = self.does(task.first, task.end)
+        acts = self.buffer(PackActs(pack, m), gpu, does.saved_bytes, "acts")
+        again = self._op(recompute_key(pack, m), "recompute", does.forward, [*task.params, x], [acts], units[0], m)
+        task.again.append(again)
         reads = [*task.params, x, acts, dy, task.grads]
         size = sum(u.num_trained for u in units) * self.training.grad_bytes
         backward = backward_key(pack, m)
-        size_bytes = max(u.backward_work_bytes for u in units)
-        writes = [self.buffer(Transient(backward), gpu, size_bytes, "work")]
+        writes = [self.buffer(Transient(backward), gpu, does.backward_bytes, "work")]
         if task.grads is None:
             task.grads = self.buffer(self._pack_gradients(task), gpu, size, "grads")
         else:
@@ -370,8 +374,7 @@ class PackLowering(Builder):
         if task.first > 0:
             dx = self.buffer(InputGradient(units[0].name, m), gpu, units[0].input_bytes, "acts")
             writes.append(dx)
-        flops = total_work(u.backward for u in units)
-        task.computes.append(self._op(backward, "backward", flops, reads, writes, units[0], m))
+        task.computes.append(self._op(backward, "backward", does.backward, reads, writes, units[0], m))
         if task.first > 0:
             self._leaves("dx", task.first, m, dx, task)
 
