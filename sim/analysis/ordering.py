@@ -20,7 +20,7 @@ from tierplan.sim.columns import Float64, ScheduleColumns
 from tierplan.sim.compiled.graph_columns import GraphColumns, graph_columns
 from tierplan.sim.compiled.readiness import ready_order
 from tierplan.sim.compiled.rules import Prices
-from tierplan.sim.compiled.simulation import prices_on, simulate_columns
+from tierplan.sim.compiled.simulation import prices_on, run
 
 
 def refine_columns(
@@ -42,11 +42,12 @@ def refine_columns(
     columns = order_by_readiness(columns, prices.alone_s[prices.op_price], graph, overtakes=overtakes)
     if num_devices == 1:
         return columns
+    graph = graph_columns(columns)
     try:
-        execution = simulate_columns(columns, machine, prices)
+        execution = run(columns, graph, prices._replace(op_price=columns.op_work))
     except OutOfMemory:
         return columns
-    return order_by_readiness(columns, (execution.end_ns - execution.start_ns) / 1e9, overtakes=overtakes)
+    return order_by_readiness(columns, (execution.end_ns - execution.start_ns) / 1e9, graph, overtakes=overtakes)
 
 
 def order_by_readiness(

@@ -30,7 +30,7 @@ from tierplan.planner.several_devices.pack_estimate import pack_bytes
 from tierplan.planner.several_devices.packs import pack_schedule
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.ordering import refine_columns
-from tierplan.sim.compiled.simulation import simulate_columns
+from tierplan.sim.compiled.simulation import prices_on, simulate_columns
 from tierplan.sim.workloads.workload import Unit, Workload
 
 SHARES_BATCHES = True
@@ -114,9 +114,10 @@ def _quickest(plans: list[PackPlan], workload: Workload, machine: Machine, known
 
 def _seconds(plan: PackPlan, workload: Workload, machine: Machine) -> float:
     columns = known_columns(pack_schedule, plan, workload, machine)
-    columns = refine_columns(columns, machine, num_devices=plan.devices)
+    prices = prices_on(columns, machine)
+    columns = refine_columns(columns, machine, num_devices=plan.devices, prices=prices)
     try:
-        return float(simulate_columns(columns, machine).end_ns.max()) / 1e9
+        return float(simulate_columns(columns, machine, prices).end_ns.max()) / 1e9
     except OutOfMemory:
         return float("inf")
 
