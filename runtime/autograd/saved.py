@@ -41,13 +41,6 @@ class SavedStorage:
     tensor: torch.Tensor | None = None
     """All of the storage, contiguous, in this type and shape."""
 
-    @classmethod
-    def of(cls, index: int, t: torch.Tensor, size_bytes: int) -> SavedStorage:
-        """That of a tensor that is saved first, without its bytes."""
-        if t.nbytes == size_bytes and t.is_contiguous():
-            return cls(index, size_bytes, t.dtype, t.shape, t.stride())
-        return cls(index, size_bytes, t.dtype, (size_bytes // t.itemsize,), (1,))
-
     def is_all(self, t: torch.Tensor) -> bool:
         """Whether a tensor on this storage is as `tensor`."""
         return t.dtype == self.dtype and t.shape == self.shape and t.is_contiguous()
@@ -64,11 +57,14 @@ class SavedStorage:
 class _Reference:
     """What autograd holds for a tensor: where its bytes are, and how it looks at them."""
 
-    __slots__ = ("dtype", "offset_bytes", "size", "source", "stride")
+    __slots__ = ("dtype", "offset_bytes", "size", "source", "stride", "whole")
 
     def __init__(self, source: SavedStorage | FlatParameters | torch.Tensor, t: torch.Tensor) -> None:
         self.source = source
         """A saved tensor, a unit's parameters, or a leaf."""
+        is_whole = t is source or (isinstance(source, FlatParameters) and any(t is p for _, p in source.parameters))
+        self.whole = t if is_whole else None
+        """The leaf or the parameter itself, where it is no view of it: that has its bytes, wherever they are."""
         self.dtype, self.size, self.stride = t.dtype, t.shape, t.stride()
         self.offset_bytes = _begin_bytes(t) - (_begin_bytes(source) if isinstance(source, torch.Tensor) else 0)
         """From the beginning of the leaf, which may lie elsewhere by the time of backward; else of the storage."""
@@ -82,11 +78,16 @@ class _Reference:
                     f"backward needs parameters such as {source.parameters[0][0]!r}, but the schedule has not brought "
                     "them to the device for it; the op must read them"
                 )
+            if self.whole is not None:
+                return self.whole
             storage = source.bound.untyped_storage()
         elif isinstance(source, torch.Tensor):
-            storage, begin_bytes = source.untyped_storage(), _begin_bytes(source)
+            storage = source.untyped_storage()
             if storage.nbytes() < source.nbytes:
                 raise AbsentError("backward needs the unit's input, but the schedule has not brought it to the device")
+            if self.whole is not None:
+                return self.whole
+            begin_bytes = _begin_bytes(source)
         else:
             storage = _there(source).untyped_storage()
         return look(storage, self.dtype, begin_bytes + self.offset_bytes, self.size, self.stride)
@@ -122,29 +123,39 @@ class _Saver:
     def __post_init__(self) -> None:
         self._sources: dict[int, FlatParameters | torch.Tensor] = {
             t.untyped_storage().data_ptr(): t for t in self.inputs
-        } | {u.bound.untyped_storage().data_ptr(): u for u in self.params if u.bound is not None}
+        }
+        self._whole: dict[int, object] = {}
+        """By identity, references to parameters that were saved before."""
+        for part in self.params:
+            if part.bound is not None:
+                self._sources[part.bound.untyped_storage().data_ptr()] = part
+                self._whole.update(part.references)
 
-    def reference(self, t: torch.Tensor, storage: torch.UntypedStorage) -> object | None:
-        """How to find the tensor again if it is a reference; None if it is a saved tensor."""
+    def find(self, t: torch.Tensor, storage: torch.UntypedStorage) -> object | None:
+        """How to find the tensor again if it is a reference; what `know` was told about its storage, and not about
+        another one that had its address; None if it is a saved tensor that is seen first."""
         address = storage.data_ptr()
         source = self._sources.get(address)
         if source is not None:
-            self.saves_parameters |= isinstance(source, FlatParameters)
-            return _Reference(source, t)
+            reference = _Reference(source, t)
+            if isinstance(source, FlatParameters):
+                self.saves_parameters = True
+                if reference.whole is not None:
+                    self._whole[id(t)] = source.references[id(t)] = reference
+            return reference
+        known = self._known.get(address)
+        if known is not None and known[0]() is storage:
+            return known[1]
         return t.detach() if address in self.external or storage.nbytes() == 0 else None
 
-    def seen(self, storage: torch.UntypedStorage) -> object | None:
-        """What `know` was told about this storage, and not about another one whose address it has now."""
-        known = self._known.get(storage._cdata)
-        return known[1] if known is not None and known[0]() is storage else None
-
     def know(self, storage: torch.UntypedStorage, what: object) -> None:
-        self._known[storage._cdata] = weakref.ref(storage), what
+        self._known[storage.data_ptr()] = weakref.ref(storage), what
 
     def close(self) -> None:
         """After the forward: what the graph does not hold may die."""
         self._known.clear()
         self._sources.clear()
+        self._whole.clear()
         self.inputs = ()
 
 
@@ -165,39 +176,48 @@ class Recorder(_Saver):
     """Where there is a recomputation, all saved tensors, held by nobody here: what it may start from."""
 
     def pack(self, t: torch.Tensor) -> object:
+        if (whole := self._whole.get(id(t))) is not None:
+            self.saves_parameters = True
+            return whole
         storage = t.untyped_storage()
-        reference = self.reference(t, storage)
-        if reference is not None:
-            return reference
-        saved = self.seen(storage)
-        if saved is None:
-            index = self.num_saved
-            self.num_saved += 1
-            self.sizes.append(storage.nbytes())
-            if index not in self.recomputed and index not in self.moved:
-                self.kept_bytes += storage.nbytes()
-            if not self.recomputed and index not in self.moved:  # nobody asks for it but the graph
-                saved = True
-            else:
-                saved = SavedStorage.of(index, t, storage.nbytes())
-                if index not in self.recomputed:
-                    saved.take(t)
-                self.saved[index] = weakref.ref(saved)
-                if index in self.moved or index in self.recomputed:
-                    self.away[index] = saved
-            self.know(storage, saved)
-        if isinstance(saved, SavedStorage):
-            return saved if saved.is_all(t) else _Reference(saved, t)
-        return t.detach()
+        found = self.find(t, storage)
+        if found is None:
+            return self._begin(t, storage)
+        if found is True:
+            return t.detach()
+        return found if type(found) is not SavedStorage or found.is_all(t) else _Reference(found, t)
+
+    def _begin(self, t: torch.Tensor, storage: torch.UntypedStorage) -> object:
+        """A saved tensor: what autograd's graph is to hold for it, the tensor where nobody else asks for it."""
+        index, size_bytes = self.num_saved, storage.nbytes()
+        is_recomputed, is_moved = index in self.recomputed, index in self.moved
+        self.num_saved += 1
+        self.sizes.append(size_bytes)
+        if not is_recomputed and not is_moved:
+            self.kept_bytes += size_bytes
+            if not self.recomputed:
+                self.know(storage, True)
+                return t.detach()
+        is_all = t.nbytes == size_bytes and t.is_contiguous()
+        shape, stride = (t.shape, t.stride()) if is_all else ((size_bytes // t.itemsize,), (1,))
+        saved = SavedStorage(index, size_bytes, t.dtype, shape, stride)
+        self.know(storage, saved)
+        if not is_recomputed:
+            saved.tensor = t.detach() if is_all else t.detach().as_strided(shape, stride, 0)
+        if self.recomputed:
+            self.saved[index] = weakref.ref(saved)
+        if is_moved or is_recomputed:
+            self.away[index] = saved
+        return saved if is_all else _Reference(saved, t)
 
     @staticmethod
     def unpack(packed: object) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
-        if isinstance(packed, SavedStorage):
-            return _there(packed)
-        assert isinstance(packed, _Reference)
-        return packed.tensor()
+        if type(packed) is SavedStorage:
+            return _there(packed) if packed.tensor is None else packed.tensor
+        if type(packed) is _Reference:
+            return packed.tensor()
+        assert isinstance(packed, torch.Tensor)
+        return packed
 
 
 @dataclass(eq=False)
@@ -214,7 +234,7 @@ class Recreator(_Saver):
 
     def pack(self, t: torch.Tensor) -> object:
         storage = t.untyped_storage()
-        if self.is_on and self.reference(t, storage) is None and self.seen(storage) is None:
+        if self.is_on and self.find(t, storage) is None:
             self.know(storage, True)
             self.on_saved(self.num_saved, t)
             saved = self.wanted.pop(self.num_saved, None)

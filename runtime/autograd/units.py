@@ -22,6 +22,7 @@ import functools
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,6 +48,8 @@ class FlatParameters:
     """By name in the model, in flat order."""
     bound: torch.Tensor | None = field(default=None, repr=False)
     """The flat tensor that the parameters are views of now."""
+    references: dict[int, Any] = field(default_factory=dict, repr=False)
+    """By identity of a parameter that autograd has saved whole, what its graphs hold for it (`saved`)."""
 
     @property
     def size_bytes(self) -> int:
