@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -79,7 +79,7 @@ class Device:
     def wait_for(self, stream: str, event: Event) -> None:
         """What is put on the stream from now on begins after the event. Does not block."""
 
-    def lend(self, memory: torch.Tensor, stream: str) -> None:
+    def lend(self, memory: Sequence[torch.Tensor], stream: str) -> None:
         """This memory is used, and perhaps given back, by another stream than the one that has allocated it."""
 
     def finish(self) -> None:
@@ -147,8 +147,9 @@ class CudaDevice(Device):
         assert isinstance(event, _CudaEvent)
         self._stream(stream).wait_event(event.cuda)
 
-    def lend(self, memory: torch.Tensor, stream: str) -> None:
-        memory.record_stream(self._stream(stream))
+    def lend(self, memory: Sequence[torch.Tensor], stream: str) -> None:
+        for t in memory:
+            t.record_stream(self._stream(stream))
 
     def finish(self) -> None:
         done = torch.cuda.Event(blocking=True)

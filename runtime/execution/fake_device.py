@@ -24,7 +24,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -181,9 +181,10 @@ class FakeCuda(Device):
             _merge(self._host_clock, event.clock)
         self._raise()
 
-    def lend(self, memory: torch.Tensor, stream: str) -> None:
+    def lend(self, memory: Sequence[torch.Tensor], stream: str) -> None:
         with self._lock:
-            self._memory_of(memory.untyped_storage()).lent.add(stream)
+            for t in memory:
+                self._memory_of(t.untyped_storage()).lent.add(stream)
 
     def finish(self) -> None:
         stream = getattr(self._here, "stream", None)

@@ -197,8 +197,7 @@ class Bodies:
             copy_bytes(new.block.data, self._memory(source), call.op.unit, self.units, self.ranks)
         if new.handle is not None and target.buffer.tier == DEVICE:
             new.arrived = new.handle.unpack(new.handle.parts_of(new.block))
-            for t in new.arrived:
-                self.device.lend(t, COMPUTE)
+            self.device.lend(new.arrived, COMPUTE)
 
     def _bring_back(self, handle: SavedTensorsHandle, source: Instance, target: Instance) -> None:
         """Saved tensors return in memory of their own: backward frees each when it has used it, as if it had been kept.
@@ -208,8 +207,7 @@ class Bodies:
         parts, device = handle.parts_of(value_of(source).block), self.device.torch_device
         arrived = [torch.empty_like(part, device=device) for part in parts]
         torch._foreach_copy_(arrived, parts, non_blocking=True)
-        for memory in arrived:
-            self.device.lend(memory, COMPUTE)
+        self.device.lend(arrived, COMPUTE)
         target.value = BufferValue(handle=handle, arrived=arrived)
 
     def _encode(self, call: Call) -> None:

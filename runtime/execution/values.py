@@ -10,10 +10,11 @@ SizeError(ValueError)   an op made more or fewer bytes than its buffer declares;
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -31,6 +32,15 @@ class SizeError(ValueError):
     """An op made more or fewer bytes than its buffer declares: the schedule is not of this model and these shapes."""
 
 
+Forms = tuple[tuple[torch.dtype, Sequence[int]], ...]
+"""Types and shapes of tensors that lie one behind the other."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _sizes_bytes(forms: Forms) -> list[int]:
+    return [dtype.itemsize * prod(shape) for dtype, shape in forms]
+
+
 class AutogradHandle(ABC):
     """Something of autograd's that lives on the device: its bytes may be moved away and come back elsewhere.
 
@@ -42,12 +52,12 @@ class AutogradHandle(ABC):
         self._at: BufferValue | None = None
 
     @functools.cached_property
-    def forms(self) -> tuple[tuple[torch.dtype, Sequence[int]], ...]:
-        """Types and shapes of its parts, which are contiguous and lie one behind the other where they are moved to.
+    def forms(self) -> Forms:
+        """Of its parts, which are contiguous, where they are moved to.
 
         First asked for when they are moved, and in use; many never are.
         """
-        return tuple(self._forms())
+        return self._forms()
 
     @functools.cached_property
     def dtype(self) -> torch.dtype:
@@ -55,9 +65,9 @@ class AutogradHandle(ABC):
         types = {dtype for dtype, _ in self.forms}
         return types.pop() if len(types) == 1 else torch.uint8
 
-    @functools.cached_property
+    @property
     def sizes_bytes(self) -> list[int]:
-        return [dtype.itemsize * prod(shape) for dtype, shape in self.forms]
+        return _sizes_bytes(self.forms)
 
     def begin(self, value: BufferValue | None = None) -> BufferValue:
         """The value of the buffer that autograd has made, or of one that has come from another rank."""
@@ -103,11 +113,21 @@ class AutogradHandle(ABC):
         return parts
 
     @abstractmethod
-    def _forms(self) -> Iterator[tuple[torch.dtype, Sequence[int]]]: ...
+    def _forms(self) -> Forms: ...
 
     @abstractmethod
     def _use(self, tensors: Sequence[torch.Tensor] | None) -> None:
         """From now on these are it, or nothing on the device is."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _forms_of_saved(looks: Sequence[tuple[torch.dtype, Sequence[int], int]]) -> Forms:
+    """As they were saved; bytes, where values would not be aligned."""
+    begins = itertools.accumulate((size_bytes for *_, size_bytes in looks), initial=0)
+    return tuple(
+        (dtype, shape) if begin % dtype.itemsize == 0 else (torch.uint8, (size_bytes,))
+        for begin, (dtype, shape, size_bytes) in zip(begins, looks, strict=False)
+    )
 
 
 class SavedTensorsHandle(AutogradHandle):
@@ -117,14 +137,10 @@ class SavedTensorsHandle(AutogradHandle):
         super().__init__()
         self._saved = [weakref.ref(each) for each in saved]
         """Autograd's graph holds them, and lets each go as soon as backward has used it."""
-        self._looks = [(each.dtype, each.shape, each.size_bytes) for each in saved]
+        self._looks = tuple([(each.dtype, each.shape, each.size_bytes) for each in saved])
 
-    def _forms(self) -> Iterator[tuple[torch.dtype, Sequence[int]]]:
-        """As they were saved; bytes, where values would not be aligned."""
-        begin = 0
-        for dtype, shape, size_bytes in self._looks:
-            yield (dtype, shape) if begin % dtype.itemsize == 0 else (torch.uint8, (size_bytes,))
-            begin += size_bytes
+    def _forms(self) -> Forms:
+        return _forms_of_saved(self._looks)
 
     def parts(self) -> list[torch.Tensor]:
         parts = []
@@ -151,10 +167,10 @@ class InputHandle(AutogradHandle):
         super().__init__()
         self._strides: list[tuple[int, ...] | None] = []
 
-    def _forms(self) -> Iterator[tuple[torch.dtype, Sequence[int]]]:
-        for t in self._tensors():
-            self._strides.append(None if t.is_contiguous() else t.stride())
-            yield t.dtype, t.shape
+    def _forms(self) -> Forms:
+        tensors = self._tensors()
+        self._strides = [None if t.is_contiguous() else t.stride() for t in tensors]
+        return tuple([(t.dtype, t.shape) for t in tensors])
 
     def _tensors(self) -> list[torch.Tensor]:
         if not self._is_gradient:

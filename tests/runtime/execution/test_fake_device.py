@@ -114,7 +114,7 @@ def test_memory_is_lent_before_another_stream_may_outlast_it(is_lent: bool) -> N
     with device.on(D2H):
         host.copy_(x)
     if is_lent:
-        device.lend(x, D2H)
+        device.lend([x], D2H)
     del x
     if is_lent:
         device.settle()

@@ -52,7 +52,7 @@ RACES: dict[str, tuple[Any, str, str, str]] = {
         Instance, "is_dead_to_its_stream", "self.private_to is not None and self.outside_bytes > 0", "True",
     ),
     "fetched memory is not lent to the stream that frees it": (
-        Bodies, "_bring_back", "self.device.lend(memory, COMPUTE)", "pass",
+        Bodies, "_bring_back", "self.device.lend(arrived, COMPUTE)", "pass",
     ),
     "work is not put on its stream": (
         Bodies, "__call__", "self.device.on(call.op.stream)", "self.device.on('nvme.read')",
