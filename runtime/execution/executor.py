@@ -449,11 +449,9 @@ class Executor:
             self._spans.append(Span(key, node.op.stream, *times, -1, *waits))
         tiers = dict.fromkeys([instance.buffer.tier for instance in node.freed])
         for instance in node.reads:
-            instance.readers.remove(node)
-        for instance in node.writes:
-            instance.writer = None
+            instance.num_left -= 1
         for instance in (*node.reads, *node.writes):
-            if not instance.readers and instance.is_dead:
+            if instance.num_left == 0 and instance.is_dead:
                 self._free(instance, now_ns)
                 self.on_free(instance)
                 tiers[instance.buffer.tier] = None

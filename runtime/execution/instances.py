@@ -25,8 +25,10 @@ class Instance:
     """Under the name of the step that wrote it."""
     value: object = None
     """What the bodies keep in it."""
+    num_left: int = 0
+    """Readers that have not ended yet."""
     num_unissued: int = 0
-    """Readers that have not been put on their stream yet."""
+    """Those that have not been put on their stream yet."""
     private_to: str | None = None
     """The one stream of the device that writes and reads it, if there is one."""
     is_reused: bool = False
@@ -36,15 +38,11 @@ class Instance:
     """Of it, in its tier, outside the memory that the bodies have there for such buffers."""
     over: Instance | None = field(default=None, repr=False)
     """The instance whose bytes this one takes over, until its writer has ended."""
-    writer: OpRun | None = field(default=None, repr=False)
-    readers: list[OpRun] = field(default_factory=list, repr=False)
-    """Ops that have not ended yet; who writes over it waits for them."""
-
     is_free: bool = False
 
     @property
     def is_dead(self) -> bool:
-        return not self.readers and not self.is_reused and not self.outlives and not self.is_free
+        return self.num_left == 0 and not self.is_reused and not self.outlives and not self.is_free
 
     @property
     def is_dead_to_its_stream(self) -> bool:
@@ -71,9 +69,12 @@ class OpRun(Call):
 
     waiting_for: int = 0
     followers: list[OpRun] = field(default_factory=list, repr=False)
+    """Ops that wait for it."""
     needs: Mapping[str, int] = field(default_factory=dict)
     grants_left: int = 0
     is_reached: bool = False
+    is_awaited: bool = False
+    """Its stream sleeps until it may start."""
     is_eligible: bool = False
     is_started: bool = False
     has_ended: bool = False
@@ -105,18 +106,43 @@ class OpRun(Call):
         self.behind = []
 
 
+@dataclass(frozen=True, slots=True)
+class _OpPlan:
+    """What is the same for an op in every step. Ops are given by their positions in a step."""
+
+    op: Op
+    is_ahead: bool
+    needs: Mapping[str, int]
+    """Bytes that it is granted, by tier."""
+    num_inputs: int
+    """Ops of the step that it waits for."""
+    followers: Sequence[int]
+    """Those that wait for it."""
+    earlier: Sequence[tuple[int, int]]
+    """Ops of steps before that it waits for: so many steps ago, and the position."""
+    writes: Sequence[tuple[Buffer, int, str | None, bool, bool]]
+    """By buffer, the number of its readers, and `private_to`, `is_reused` and `outlives` of its instance."""
+
+
 class Unrolling:
     """The buffers that outlive steps, by the names that the last opened step knows them by."""
 
     def __init__(self, schedule: Schedule, held_bytes: Mapping[str, int], streams_ahead: Container[str]) -> None:
-        self._schedule, self._held_bytes, self._streams_ahead = schedule, held_bytes, streams_ahead
+        self._schedule, self._held_bytes = schedule, held_bytes
         self._buffers = schedule.buffers_by_name()
         reused = {b.reuses for b in schedule.buffers if b.reuses is not None}
         self._lifetimes = {b.name: (b.name in reused, b.becomes is not None) for b in schedule.buffers}
         """Whether another buffer takes over its bytes, and whether it outlives the step."""
         self._successor = {b.becomes: b.name for b in schedule.buffers if b.becomes is not None}
-        self._needs = [self._needed(op) for op in schedule.ops]
+        self._readers: dict[str, list[int]] = {b.name: [] for b in schedule.buffers}
+        """Ops that read a buffer, by their positions."""
+        for k, op in enumerate(schedule.ops):
+            for name in op.reads:
+                self._readers[name].append(k)
+        self._plans = self._planned(streams_ahead)
         self._names: dict[str, Instance] = {}
+        self._before: list[list[OpRun]] = []
+        """The ops of the steps before, the last one first, as far as later ones may wait for them."""
         self.carried: dict[str, Instance] = {b.name: Instance(b) for b in schedule.buffers if b.initial}
         """The initial buffers as they stand between runs."""
 
@@ -125,12 +151,44 @@ class Unrolling:
         """Initial buffers that a second step would lack."""
         return sorted(b.name for b in self._schedule.buffers if b.initial and b.name not in self._successor)
 
-    def _needed(self, op: Op) -> dict[str, int]:
-        needs: dict[str, int] = {}
-        for b in (self._buffers[name] for name in op.writes):
-            if b.reuses is None and b.size_bytes > 0:
-                needs[b.tier] = needs.get(b.tier, 0) + self._held_bytes[b.name]
-        return needs
+    def _planned(self, streams_ahead: Container[str]) -> list[_OpPlan]:
+        ops, readers = self._schedule.ops, self._readers
+        position = {op.key: k for k, op in enumerate(ops)}
+        writer = {name: k for k, op in enumerate(ops) for name in op.writes}
+        inputs, earlier = list[set[int]](), list[set[tuple[int, int]]]()
+        for k, op in enumerate(ops):
+            over = [old for name in op.writes if (old := self._buffers[name].reuses) is not None]
+            inputs.append({position[key] for key in op.after} | {writer[name] for name in op.reads if name in writer})
+            inputs[k].update(j for name in over for j in readers[name] if j < k)
+            past = {name: list(enumerate(self._names_before(name), start=1)) for name in op.reads}
+            earlier.append({(ago, writer[old]) for name in op.reads for ago, old in past[name] if old in writer})
+            earlier[k].update((ago, j) for name in over for ago, old in past[name] for j in readers[old])
+        self._most_ago = max((ago for waited_for in earlier for ago, _ in waited_for), default=0)
+        followers: list[list[int]] = [[] for _ in ops]
+        for k, waited_for in enumerate(inputs):
+            for j in waited_for:
+                followers[j].append(k)
+        plans = []
+        for k, op in enumerate(ops):
+            is_ahead, needs, writes = op.stream in streams_ahead, dict[str, int](), []
+            for b in (self._buffers[name] for name in op.writes):
+                private_to = self._private_to(op.stream if is_ahead else None, b.name)
+                writes.append((b, len(readers[b.name]), private_to, *self._lifetimes[b.name]))
+                if b.reuses is None and b.size_bytes > 0:
+                    needs[b.tier] = needs.get(b.tier, 0) + self._held_bytes[b.name]
+            plans.append(_OpPlan(op, is_ahead, needs, len(inputs[k]), followers[k], sorted(earlier[k]), writes))
+        return plans
+
+    def _private_to(self, own: str | None, name: str) -> str | None:
+        """The stream that alone has used a buffer so far, where all that read it under this name are on it, too."""
+        return own if all(self._schedule.ops[k].stream == own for k in self._readers[name]) else None
+
+    def _names_before(self, name: str) -> list[str]:
+        """The names that an initial buffer had in the step before, in the one before that, and so on."""
+        names: list[str] = []
+        while (old := self._successor.get(name)) is not None and old not in names:
+            names.append(name := old)
+        return names
 
     def open(self, step: int) -> list[OpRun]:
         """The ops of the next step, in order, knowing what they wait for."""
@@ -138,35 +196,34 @@ class Unrolling:
         for name, instance in names.items():
             is_reused, instance.outlives = self._lifetimes[name]
             instance.is_reused |= is_reused
-        nodes: dict[str, OpRun] = {}
-        for op, needs in zip(self._schedule.ops, self._needs, strict=True):
-            is_ahead = op.stream in self._streams_ahead
-            reads, writes = [names[name] for name in op.reads], list[Instance]()
-            node = nodes[op.key] = OpRun(op, step, reads, writes, needs=needs, grants_left=len(needs))
-            inputs = {nodes[key] for key in op.after} if op.after else set()
-            for instance in reads:
-                instance.num_unissued += 1
-                if instance.private_to != op.stream:
-                    instance.private_to = None
-                if instance.writer is not None:
-                    inputs.add(instance.writer)
-                instance.readers.append(node)
-            for name in op.writes:
-                b = self._buffers[name]
-                instance = names[name] = Instance(b, None, 0, op.stream if is_ahead else None, *self._lifetimes[name])
-                instance.writer = node
+            instance.num_left += len(self._readers[name])
+            instance.num_unissued += len(self._readers[name])
+            if instance.private_to is not None:
+                instance.private_to = self._private_to(instance.private_to, name)
+        before, nodes = self._before, list[OpRun]()
+        for plan in self._plans:
+            op, needs = plan.op, plan.needs
+            reads, writes = [*map(names.__getitem__, op.reads)], list[Instance]()
+            node = OpRun(op, step, reads, writes, waiting_for=plan.num_inputs, needs=needs, grants_left=len(needs))
+            nodes.append(node)
+            for b, num, private_to, is_reused, outlives in plan.writes:
+                instance = names[b.name] = Instance(b, None, num, num, private_to, is_reused, outlives)
                 writes.append(instance)
                 if b.reuses is not None:
                     instance.over = names[b.reuses]
-                    inputs.update(instance.over.readers)
-            inputs.discard(node)
-            for earlier in inputs:
-                if earlier.is_issued and is_ahead:
+            for ago, k in plan.earlier:
+                if ago > len(before):
+                    continue
+                earlier = before[ago - 1][k]
+                if earlier.is_issued and not earlier.has_ended and plan.is_ahead:
                     node.behind.append(earlier)
                 elif not earlier.has_ended:
                     earlier.followers.append(node)
                     node.waiting_for += 1
-        return list(nodes.values())
+        for node, plan in zip(nodes, self._plans, strict=True):
+            node.followers.extend(map(nodes.__getitem__, plan.followers))
+        self._before = [nodes, *before][: self._most_ago]
+        return nodes
 
     def _initial_names(self) -> dict[str, Instance]:
         """The initial buffers of the step to open: what outlives the step before it, or what was carried."""
@@ -183,6 +240,6 @@ class Unrolling:
         )
         for name, instance in self.carried.items():
             instance.buffer = self._buffers[name]
-            instance.readers, instance.writer, instance.is_reused = [], None, False
-            instance.num_unissued, instance.private_to = 0, None
-        self._names = {}
+            instance.is_reused, instance.private_to = False, None
+            instance.num_left = instance.num_unissued = 0
+        self._names, self._before = {}, []

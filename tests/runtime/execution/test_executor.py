@@ -277,6 +277,34 @@ def counting(call: Call) -> None:
         call.writes[0].value = over.value + 1  # type: ignore[operator]
 
 
+def test_a_buffer_that_changes_its_name_twice_is_not_written_over_before_its_readers_of_two_steps_ago_have_ended() -> (
+    None
+):
+    buffers = (
+        Buffer(name="newest", tier="t", size_bytes=1, content="x", kind="x", becomes="new"),
+        Buffer(name="new", tier="t", size_bytes=1, content="x", kind="x", initial=True, becomes="old"),
+        Buffer(name="old", tier="t", size_bytes=1, content="x", kind="x", initial=True),
+        Buffer(name="over", tier="t", size_bytes=1, content="x", kind="x", reuses="old"),
+    )
+    ops = (
+        Op(key="make", stream="a", kind="x", writes=("newest",)),
+        Op(key="write over", stream="a", kind="x", reads=("old",), writes=("over",)),
+        Op(key="read", stream="b", kind="x", reads=("newest",)),
+    )
+    tiers = (Tier(name="t", capacity_bytes=8),)
+    schedule = validate(Schedule(name="three names", tiers=tiers, buffers=buffers, ops=ops))
+
+    def body(call: Call) -> None:
+        if call.op.key == "read":
+            time.sleep(0.02)
+
+    executor = Executor(schedule, body)
+    executor.run(3)
+    spans = executor.trace().by_key()
+    assert spans["s2/write over"].start_ns >= spans["s0/read"].end_ns
+    check_against_simulator(schedule, 3, executor)
+
+
 def test_values_are_carried_from_step_to_step_and_run_to_run() -> None:
     executor = Executor(chain(), counting)
     executor.carried["count"].value = 100

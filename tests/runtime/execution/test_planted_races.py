@@ -46,7 +46,7 @@ RACES: dict[str, tuple[Any, str, str, str]] = {
         Executor, "_note_issued", "if later.op.stream in self._issued", "if True",
     ),
     "memory that another stream reads is private": (
-        Unrolling, "open", "instance.private_to = None", "pass",
+        Unrolling, "_private_to", "return own if", "return own if True or",
     ),
     "blocks of a pool are given back when an op is issued": (
         Instance, "is_dead_to_its_stream", "self.private_to is not None and self.outside_bytes > 0", "True",
