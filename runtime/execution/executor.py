@@ -17,6 +17,7 @@ A run that does not come to its end raises `TierFullError`, or the error of the 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
@@ -77,7 +78,7 @@ class Executor:
 
     def __post_init__(self) -> None:
         schedule = self.schedule
-        self._trace_end = None if self.trace_steps is None else self.first_step + self.trace_steps
+        self._trace_end = math.inf if self.trace_steps is None else self.first_step + self.trace_steps
         self.ledger = Ledger(schedule)
         self._lock = threading.Lock()
         self._wakeup = {stream: threading.Condition(self._lock) for stream in schedule.streams}
@@ -220,7 +221,7 @@ class Executor:
             self._queue[node.op.stream].append(node)
             for tier in node.needs:
                 self._grants[tier].append(node)
-        self._ops_left[self._num_opened] = len(nodes)
+        self._ops_left[self._num_opened], self._latest_ns[self._num_opened] = len(nodes), 0
         self._num_opened += 1
 
     def _carry_over(self) -> None:
@@ -267,7 +268,7 @@ class Executor:
         is_ahead = stream in self._issued
         if done is not None and is_ahead:
             self._note_issued(done)
-        elif done is not None and self._is_traced(done):
+        elif done is not None and done.step < self._trace_end:
             end_ns = coreless_ns()
             done.coreless_ns, self._waited_ns[stream] = end_ns - self._waited_ns[stream], end_ns
         with self._lock:
@@ -277,22 +278,19 @@ class Executor:
                 self._finish(done, now_ns)
             node = self._come_to_next(stream)
             if node is not None and self.await_others is None:
-                self._await_start(node)
+                self._await_start(node, node.free_ns)
         if node is not None and self.await_others is not None:  # who may take long, and other streams need the lock
             self.await_others(node)
             with self._lock:
-                self._await_start(node)
+                self._await_start(node, self._now_ns())
         if node is None or self._failure is not None:
             return None
         if is_ahead:
             self._wait_on_device(node)
-        elif self._is_traced(node):
+        elif node.step < self._trace_end:
             begin_ns = coreless_ns()
             node.late_ns, self._waited_ns[stream] = begin_ns - self._waited_ns[stream], begin_ns
         return node
-
-    def _is_traced(self, node: OpRun) -> bool:
-        return self._trace_end is None or node.step < self._trace_end
 
     def _wait_on_device(self, node: OpRun) -> None:
         """Puts what the op has to wait for before it on its stream of the device."""
@@ -379,21 +377,22 @@ class Executor:
             node = queue.popleft()
             if node.step >= self._num_begun:
                 self._num_begun = node.step + 1
-                self.ledger.is_noted = self._is_traced(node)
+                self.ledger.is_noted = node.step < self._trace_end
             if node.step + 1 == self._num_opened < self._end:
                 self._open_step()
             node.free_ns = self._now_ns()
         self._at[stream] = node
         return node
 
-    def _await_start(self, node: OpRun) -> None:
+    def _await_start(self, node: OpRun, now_ns: int) -> None:
         """Returns when the op that its stream has come to may start, or never will."""
         node.is_reached = True
         self._num_running -= 1  # until `_start`
         if node.waiting_for == 0:
-            self._make_eligible(node, self._now_ns())
+            self._make_eligible(node, now_ns)
         self._check_stalled()
         while not node.is_started and self._failure is None:
+            node.is_awaited = True
             self._wakeup[node.op.stream].wait()
         node.start_ns = self._now_ns()  # here, not where it was granted: waking up is not work of the op
 
@@ -422,7 +421,8 @@ class Executor:
         node.is_started = True
         node.granted_ns = now_ns if node.needs else max(node.free_ns, node.ready_ns)
         self._num_running += 1
-        self._wakeup[node.op.stream].notify()
+        if node.is_awaited:
+            self._wakeup[node.op.stream].notify()
 
     def _take_over(self, node: OpRun, now_ns: int) -> None:
         """What the op has written over is gone."""
@@ -442,12 +442,14 @@ class Executor:
         end_ns, node.has_ended = node.end_ns, True
         for call in node.at_end:
             call()
-        if self._is_traced(node):
+        if node.step < self._trace_end:
             times = (node.free_ns, node.ready_ns, node.start_ns, end_ns)
             key = step_prefix(node.step) + node.op.key
             waits = (node.granted_ns, node.coreless_ns, node.late_ns)
             self._spans.append(Span(key, node.op.stream, *times, -1, *waits))
-        tiers = dict.fromkeys([instance.buffer.tier for instance in node.freed])
+        tiers: dict[str, None] = {}
+        for instance in node.freed:
+            tiers[instance.buffer.tier] = None
         for instance in node.reads:
             instance.num_left -= 1
         for instance in (*node.reads, *node.writes):
@@ -461,7 +463,7 @@ class Executor:
         for tier in tiers:
             self._grant(tier, now_ns)
         node.followers, node.freed = [], []
-        self._latest_ns[node.step] = max(end_ns, self._latest_ns.get(node.step, 0))
+        self._latest_ns[node.step] = max(end_ns, self._latest_ns[node.step])
         self._ops_left[node.step] -= 1
         if self._ops_left[node.step] == 0:
             del self._ops_left[node.step]
