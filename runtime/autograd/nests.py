@@ -49,7 +49,7 @@ def batch_addresses(batch: Mapping[str, object], modules: Iterable[nn.Module]) -
 
     To walk through the model for them takes longer than a block's forward that computes next to nothing.
     """
-    buffers = (b for module in modules for b in module._buffers.values() if b is not None)
+    buffers = (b for module in modules if module._buffers for b in module._buffers.values() if b is not None)
     return addresses(dict(batch)) | {b.untyped_storage().data_ptr() for b in buffers}
 
 

@@ -106,7 +106,7 @@ class Bodies:
 
     def __post_init__(self) -> None:
         assert self.schedule.step is not None
-        self._step, self.training = self.schedule.step, self.schedule.step.training
+        self.training, self._updated_late = self.schedule.step.training, self.schedule.step.updates_of_step_before
         self.dtype = TORCH_DTYPES[self.training.dtype_of_trained]
         self._index = {u.name: i for i, u in enumerate(self.units)}
         self._turns, self._whole = turns(self.schedule), Turn(range(len(self.units)))
@@ -464,7 +464,7 @@ class Bodies:
         else:
             flat_gradient = grads.block.data.view(torch.float32 if is_fp32 else self.dtype)
             gradient = of_part(flat_gradient).to(self.dtype)  # exact either way
-        step = call.step - (unit.name in self._step.updates_of_step_before)
+        step = call.step - (unit.name in self._updated_late)
         with threads_here(self.num_threads) if layout.optimizer.grain is None else nullcontext():
             self.update(unit.name, flat, gradient, views, part, step, clip)
 
