@@ -146,7 +146,7 @@ class _Saver:
         known = self._known.get(address)
         if known is not None and known[0]() is storage:
             return known[1]
-        return t.detach() if address in self.external or storage.nbytes() == 0 else None
+        return t.detach() if address in self.external or address == 0 else None
 
     def know(self, storage: torch.UntypedStorage, what: object) -> None:
         self._known[storage.data_ptr()] = weakref.ref(storage), what

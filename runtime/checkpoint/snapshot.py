@@ -118,8 +118,7 @@ class Snapshot:
 
     def before_change(self, block: Block) -> None:
         """Returns when the block may change."""
-        name = self._names.get(id(block))
-        if name is None:
+        if not self._names or (name := self._names.get(id(block))) is None:
             return
         with self._news:
             if name not in self._left and name != self._reading:

@@ -453,12 +453,13 @@ class Executor:
         for instance in node.reads:
             instance.num_left -= 1
         for instance in (*node.reads, *node.writes):
-            if instance.num_left == 0 and instance.is_dead:
+            if instance.num_left == 0 and not (instance.is_reused or instance.outlives or instance.is_free):
                 self._free(instance, now_ns)
                 self.on_free(instance)
                 tiers[instance.buffer.tier] = None
         for later in node.followers:
-            later.ready_ns = max(later.ready_ns, end_ns)
+            if end_ns > later.ready_ns:
+                later.ready_ns = end_ns
             self._come_closer(later, now_ns)
         for tier in tiers:
             self._grant(tier, now_ns)

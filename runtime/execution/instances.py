@@ -41,10 +41,6 @@ class Instance:
     is_free: bool = False
 
     @property
-    def is_dead(self) -> bool:
-        return self.num_left == 0 and not self.is_reused and not self.outlives and not self.is_free
-
-    @property
     def is_dead_to_its_stream(self) -> bool:
         """What comes behind on the one stream that has used it may have its memory."""
         is_unused = self.num_unissued == 0 and not self.is_reused and not self.outlives and not self.is_free

@@ -337,7 +337,7 @@ class Bodies:
                     kept = 0
                 case SavedActs(indices=indices):
                     saved = [recorder.away.pop(k) for k in indices if k in recorder.away]
-                    expect(instance, sum(each.size_bytes for each in saved))
+                    expect(instance, sum([each.size_bytes for each in saved]))
                     instance.value = SavedTensorsHandle(saved).begin()
         if kept:
             raise SizeError(

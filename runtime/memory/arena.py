@@ -88,8 +88,7 @@ class Pool:
     others_bytes: int = 0
     """Granted in this tier to tensors that are not in blocks of the pool."""
     _spare: dict[int, list[Block]] = field(default_factory=dict)
-    _lent: dict[int, Block] = field(default_factory=dict)
-    """By address."""
+    _lent: dict[Block, None] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, size_bytes: int) -> Block:
@@ -115,7 +114,7 @@ class Pool:
     def _lend(self, block: Block, size_bytes: int) -> Block:
         if block.data.numel() != size_bytes:
             block = Block(block.pages[:size_bytes], block.pages)
-        self._lent[block.pages.data_ptr()] = block
+        self._lent[block] = None
         return block
 
     def has_spare(self, size_bytes: int) -> bool:
@@ -140,7 +139,7 @@ class Pool:
         with self._lock:
             room = block.pages.numel()
             self.lent_bytes -= room
-            del self._lent[block.pages.data_ptr()]
+            del self._lent[block]
             block.unbind = None
             self._spare.setdefault(room, []).append(block)
 
@@ -155,7 +154,7 @@ class Pool:
         """Lets go of all memory, lent or not. Nothing may move any more."""
         with self._lock:
             spare = (block for blocks in self._spare.values() for block in blocks)
-            for pages in [block.pages for block in (*self._lent.values(), *spare)]:
+            for pages in [block.pages for block in (*self._lent, *spare)]:
                 self.release(pages)
             self._lent.clear()
             self._spare.clear()
