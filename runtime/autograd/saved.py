@@ -180,12 +180,12 @@ class Recorder(_Saver):
             self.saves_parameters = True
             return whole
         storage = t.untyped_storage()
-        found = self.find(t, storage)
-        if found is None:
+        known = self.find(t, storage)
+        if known is None:
             return self._begin(t, storage)
-        if found is True:
+        if known is True:
             return t.detach()
-        return found if type(found) is not SavedStorage or found.is_all(t) else _Reference(found, t)
+        return known if type(known) is not SavedStorage or known.is_all(t) else _Reference(known, t)
 
     def _begin(self, t: torch.Tensor, storage: torch.UntypedStorage) -> object:
         """A saved tensor: what autograd's graph is to hold for it, the tensor where nobody else asks for it."""
