@@ -110,4 +110,6 @@ def test_what_is_compared_with_does_not_change_the_search(seed: int, tried: list
             steps_s.append(found.step_s)
         plans.append(list(tried))
     assert steps_s == sorted(steps_s, reverse=True)
-    assert all(some[:20] == plans[0][:20] for some in plans)  # later ones may be needless beside a policy's
+    own = [[made for made in some if made.policy == "planner"][:10] for some in plans]
+    assert all(some == own[0] for some in own)  # later ones may be needless beside a policy's
+    assert len(own[0]) > 1
