@@ -409,14 +409,15 @@ class Search:
     def _more(self) -> Iterator[None]:
         """Where the best plan is far from all bounds: more of the search that found it. Whatever others have found, it
         does all that it does when asked by itself."""
-        best, until_ops = self.incumbents.best, self.budget.ops_left - self.budget.more_ops
-        if best is None or not (self.budget.more_ops and self.has_all_orders and self.num_devices == 1):
+        if not (self.budget.more_ops and self.has_all_orders and self.num_devices == 1):
             return
+        until_ops = self.budget.ops_left - self.budget.more_ops
         least_s = min((bound.searched_s for chain in self.chains for bound in chain.bounds), default=inf)
         chain = min(self.chains, key=lambda c: c.best_s)
         while not (chain.is_over or self.budget.ops_left <= until_ops or self.budget.is_out_of_time):
-            best_s = self.incumbents.best.step_s if self.incumbents.best else None
-            if least_s >= self._to_beat_s() or (best_s is not None and best_s <= FAR * least_s):
+            best = self.incumbents.best
+            is_near = best is None or best.step_s is None or best.step_s <= FAR * least_s
+            if is_near or least_s >= self._to_beat_s():
                 return
             self._go_on_with(chain, chain.spent_ops + MOST_OPS)
             yield

@@ -32,6 +32,14 @@ MOST_ACTIONS = 8
 """Of what happens to blocks' activations in the plan to begin with, the commonest that are tried for all."""
 CHANGES = (1, 1, 2, 2, 3)
 """That are made at once."""
+PLACING, SPREADING, ACTING, SHARDING = 0.4, 0.7, 0.8, 0.9
+"""Of the changes, those of how many have a placement, of where these stand, of activations and of shards, summed up;
+all others are of what holds for all blocks."""
+OTHER, LATENESS = 0.4, 0.5
+"""Of the first, those to a placement that differs in one thing from one that there is; and of these, in whether the
+update is late."""
+ALL_WINDOWS = (*WINDOWS, (0, 1, 0), (1, 1, 0))
+"""Those that leave the device room for states that come there, too."""
 STALE = 250
 """Changes in a row that do not help, after which the search ends."""
 
@@ -131,13 +139,13 @@ class Patterns:
         pattern = self.pattern
         for _ in range(self.rng.choice(CHANGES)):
             kind = self.rng.random()
-            if kind < 0.4:
+            if kind < PLACING:
                 pattern = self._replaced(pattern)
-            elif kind < 0.7:
-                pattern = self._spread(pattern)
-            elif kind < 0.8:
+            elif kind < SPREADING:
+                pattern = self._elsewhere(pattern)
+            elif kind < ACTING:
                 pattern = replace(pattern, actions=self.rng.choice([None, *self.actions]))
-            elif kind < 0.9:
+            elif kind < SHARDING:
                 pattern = self._in_shards(pattern)
             else:
                 pattern = self._of_all(pattern)
@@ -148,7 +156,7 @@ class Patterns:
         rng, spreads = self.rng, dict(pattern.spreads)
         source = rng.choice([*(placement for placement, spread in spreads.items() if spread.num), pattern.common])
         target, num = rng.choice([*spreads, pattern.common]), rng.choice(NUMS)
-        if rng.random() < 0.4:
+        if rng.random() < OTHER:
             target = self._other(rng.choice((source, target)))
         if source in spreads:
             num = min(num, spreads[source].num)
@@ -160,7 +168,7 @@ class Patterns:
 
     def _other(self, placement: UnitPlan) -> UnitPlan:
         """A placement that differs in one thing: whether the update is late, or where something is."""
-        if self.rng.random() < 0.5:
+        if self.rng.random() < LATENESS:
             return replace(placement, late_update=not placement.late_update)
         parts = ("params", "frozen", "states", "update")
         near = [mode for mode in self.modes if sum(getattr(mode, p) != getattr(placement, p) for p in parts) == 1]
@@ -170,16 +178,15 @@ class Patterns:
         changed = placed(self.plan, placement, self.rng.choice(near))
         return replace(changed, late_update=late and changed.states != "device")
 
-    def _spread(self, pattern: Pattern) -> Pattern:
+    def _elsewhere(self, pattern: Pattern) -> Pattern:
         """Units of one placement stand elsewhere."""
         if not pattern.spreads:
             return pattern
         placement = self.rng.choice(list(pattern.spreads))
         name, values = self.rng.choice((("slope", SLOPES), ("begin", BEGINS), ("end", ENDS)))
         spread = replace(pattern.spreads[placement], **{name: self.rng.choice(values)})  # type: ignore[arg-type]
-        return (
-            replace(pattern, spreads={**pattern.spreads, placement: spread}) if spread.begin < spread.end else pattern
-        )
+        is_stretch = spread.begin < spread.end
+        return replace(pattern, spreads={**pattern.spreads, placement: spread}) if is_stretch else pattern
 
     def _in_shards(self, pattern: Pattern) -> Pattern:
         """States that travel to updates in one place do so in other shards."""
@@ -196,7 +203,7 @@ class Patterns:
         return replace(pattern, common=common, spreads=spreads)
 
     def _of_all(self, pattern: Pattern) -> Pattern:
-        params, acts, states = self.rng.choice((*WINDOWS, (0, 1, 0), (1, 1, 0)))
+        params, acts, states = self.rng.choice(ALL_WINDOWS)
         changes: Sequence[Mapping[str, Any]] = (
             {"prefetch_params_units": params, "prefetch_acts_units": acts, "prefetch_states_units": states},
             {"overtaking": self.rng.random() < 0.5},
