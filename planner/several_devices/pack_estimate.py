@@ -48,14 +48,19 @@ class _Pack(NamedTuple):
     """From the end of its last micro-batch until its gradients are in host memory."""
 
 
+(FIRST, END, IS_BACKWARD, IS_LAST, PARAMS_S, FIRST_S, SECOND_S, SEND_S, STASH_S, GRADIENTS_S) = range(
+    len(_Pack._fields)
+)
+"""Its fields in a row of an array."""
+
+
 def pack_bytes(training: Training, phase: str, units: Sequence[Unit]) -> int:
     """What a pack (`fwd` or `bwd`) must hold at its fullest; what enters and leaves it is there twice."""
     held = sum(map(training.params_bytes, units)) + 2 * units[0].input_bytes + 2 * units[-1].output_bytes
+    does = work_of_pack(units, 0, len(units))
     if phase == "fwd":
-        return held + max(u.saved_bytes + u.forward_work_bytes for u in units)
-    saved = sum(u.saved_bytes for u in units) + sum(u.input_bytes for u in units[1:])
-    gradients = sum(u.num_trained for u in units) * training.grad_bytes
-    return held + gradients + saved + max(u.backward_work_bytes for u in units)
+        return held + does.forward_bytes
+    return held + sum(u.num_trained for u in units) * training.grad_bytes + does.saved_bytes + does.backward_bytes
 
 
 class PackWork(NamedTuple):
@@ -164,18 +169,14 @@ def _step_s(packs: Float64, devices: int, num_batches: int, cleanup_s: float, up
     for _ in range(STEPS):
         handed_s[:] = 0.0
         for k in range(len(packs)):
-            d, first, end, is_backward, is_last = (
-                k % devices,
-                int(packs[k, 0]),
-                int(packs[k, 1]),
-                packs[k, 2],
-                packs[k, 3],
-            )
-            first_s, second_s, send_s, stash_s = packs[k, 5], packs[k, 6], packs[k, 7], packs[k, 8]
+            d, first, end = k % devices, int(packs[k, FIRST]), int(packs[k, END])
+            is_backward, is_last = packs[k, IS_BACKWARD], packs[k, IS_LAST]
+            first_s, second_s = packs[k, FIRST_S], packs[k, SECOND_S]
+            send_s, stash_s = packs[k, SEND_S], packs[k, STASH_S]
             now, again_s = last_s[d], second_last_s[d]
             for u in range(first, end):
                 now = max(now, updated_s[u])
-            now = max(gone_s[d], now + packs[k, 4])
+            now = max(gone_s[d], now + packs[k, PARAMS_S])
             for i in range(num_batches):
                 made_s = handed_s[i]
                 ahead_s = second_last_s[d] if i == 0 else gone_s[d] if i == 1 else handed_s[i - 2]
@@ -190,7 +191,7 @@ def _step_s(packs: Float64, devices: int, num_batches: int, cleanup_s: float, up
                 handed_s[i] = now
             left_s = now
             if is_backward:
-                left_s += packs[k, 9]
+                left_s += packs[k, GRADIENTS_S]
                 host_s = max(host_s, left_s)
                 for u in range(first, end):
                     host_s += update_s[u]
