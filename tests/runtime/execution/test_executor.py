@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import _thread
-import gc
 import random
 import threading
 import time
@@ -478,33 +477,3 @@ def test_bytes_that_are_taken_over_change_their_kind_as_in_the_simulator() -> No
     simulated = simulate(schedule, {op.key: Cost(0.0, 1.0) for op in ops})
     assert found == [(e.kind, e.delta_bytes) for e in simulated.memory]
     assert found == [("params", 5), ("params", -5), ("grads", 5), ("grads", -5), ("params", 5)]
-
-
-def test_steps_leave_nothing_that_only_a_collection_finds() -> None:
-    """Python looks through all that a process holds when enough has come together: a quarter of a second at a time."""
-    workload, choice = toy_workload(), UnitPlan(states="host", grads="host", acts="host")
-    schedule = lower(uniform_plan(workload, choice), workload, toy_machine())
-    executor = Executor(schedule, lambda call: None, trace_steps=0)
-    executor.run(2)
-    while gc.collect():  # what tests before have left may let go of more as it goes
-        pass
-    gc.disable()
-    try:
-        executor.run(5)
-        assert gc.collect() < len(schedule.ops)
-    finally:
-        gc.enable()
-
-
-def test_the_search_for_rings_passes_over_what_was_there_before_a_run() -> None:
-    seen: list[int] = []
-    executor = Executor(chain(), lambda call: seen.append(gc.get_freeze_count()))
-    executor.run(2)
-    assert min(seen) > 0
-    assert gc.get_freeze_count() == 0
-    gc.freeze()
-    try:
-        executor.run(1)
-        assert gc.get_freeze_count() > 0, "who froze by himself is left alone"
-    finally:
-        gc.unfreeze()
