@@ -14,7 +14,7 @@ import tierplan.planner.lowering.turns as turns
 from tierplan.planner.lowering.placing import BUFFER_FIELDS, CELL_FIELDS, OP_FIELDS, Growing, Rows, Table, enter
 from tierplan.planner.lowering.sketch import Facts, Sketch, Template, Terms, moved_together
 from tierplan.planner.plan import UnitPlan
-from tierplan.sim.columns import Int64, Works
+from tierplan.sim.columns import Int64, OpLabel, Works
 from tierplan.sim.step import unit_spec
 from tierplan.sim.workloads.workload import Workload, first_alike
 
@@ -87,6 +87,10 @@ OWN, NEXT, OWNER = range(3)
 ROW_FIELDS = listing.NUM_KINDS + 3
 
 
+Labelled = tuple[list[OpLabel], list[tuple[str, str, str]]]
+"""A turn's ops; content, tier and kind of the buffers that it makes."""
+
+
 class Chain:
     """A workload with all templates that its plans of the same terms have had so far."""
 
@@ -111,6 +115,8 @@ class Chain:
         self.names: list[Mapping[str, int]] = []
         """By pattern: the numbers of its cells, and behind them of ops that come before, in its templates."""
         self.templates: list[Template] = []
+        self.labels: dict[tuple[object, ...], Labelled] = {}
+        """Of turns that were drawn for their names, by template, unit, micro-batch and what their cells hold."""
         self._patterns, self._keys, self._puts, self._totals = Growing(), Growing(), Growing(), Growing()
         self._parts = {name: Growing() for name in ("ops", "reads", "writes", "after", "buffers")}
         self._slots = np.full(1024, -1, np.int64)

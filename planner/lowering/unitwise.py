@@ -31,6 +31,8 @@ Chains = dict[tuple[int, int, Terms], Chain]
 """By sub-batches, tiles of operators and terms."""
 OF_PLAN = Asked._fields[Asked._fields.index("strict_windows") :]
 """What a plan says by the same names."""
+MOST_LABELS = 10_000
+"""Turns of a chain whose names are at hand."""
 NUM_WORKLOADS = 16
 """Of which a thread has the templates at hand: those of one question that asks for several machines."""
 
@@ -190,14 +192,21 @@ class UnitwiseStep:
         ops: list[OpLabel] = []
         buffers: list[BufferLabel] = []
         versions: dict[tuple[str, str], int] = {}
-        nothing = BufferLabel("", "", "")
-        for _, draw, held in self.sketches():
-            sketch = draw([nothing if b == EMPTY else buffers[b] for b in held])
-            ops += sketch.op_labels()
-            for made in sketch.made_buffers():
-                version = versions[made.content, made.tier] = versions.get((made.content, made.tier), -1) + 1
-                name = buffer_name(made.content, made.tier, version)
-                buffers.append(BufferLabel(name, made.content, made.kind))
+        nothing, known = BufferLabel("", "", ""), self.chain.labels
+        turns = np.stack([self.step.template, self.turns.unit, self.turns.batch], axis=1)[self.step.turn >= 0]
+        for turn, (_, draw, numbers) in zip(turns.tolist(), self.sketches(), strict=True):
+            held = [nothing if b == EMPTY else buffers[b] for b in numbers]
+            key = (*turn, *(b.content for b in held))
+            if key not in known:
+                sketch = draw(held)
+                known[key] = sketch.op_labels(), [(b.content, b.tier, b.kind) for b in sketch.made_buffers()]
+            of_ops, made = known[key]
+            ops += of_ops
+            for content, tier, kind in made:
+                version = versions[content, tier] = versions.get((content, tier), -1) + 1
+                buffers.append(BufferLabel(buffer_name(content, tier, version), content, kind))
+        while len(known) > MOST_LABELS:
+            known.pop(next(iter(known)))
         meta = facts_of(plan, workload, machine, order=plan.order, config=dict(workload.config))
         specs = [
             unit_spec(unit, choice.acts, late_update=choice.late_update and not unit.is_frozen)
