@@ -21,13 +21,13 @@ from tierplan.planner.milp.integral import MANY_UNITS
 from tierplan.planner.milp.program import SOLVER, Solver
 from tierplan.planner.plan import Plan, UnitwisePlan, plain_semantics
 from tierplan.planner.plan_rules import Order, PlanError
-from tierplan.planner.policies import NEED_SEVERAL_DEVICES, POLICIES, SHARED, comparable
+from tierplan.planner.policies import ESTIMATES, NEED_SEVERAL_DEVICES, POLICIES, SHARED, comparable
 from tierplan.planner.prediction import predicted
 from tierplan.planner.results import PlanResult, PolicyResult, Status
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.from_program import ProgramPlans
-from tierplan.planner.search.incumbents import Batches, Incumbents, Shape, is_start
+from tierplan.planner.search.incumbents import Batches, Incumbents, Shape, is_start, per_batch_s
 from tierplan.planner.search.lesser import Known, needs_no_drives, without_excess
 from tierplan.planner.search.moves import loosened, off_drives, untied, with_shape_of
 from tierplan.planner.search.race import GOOD_FRAC, MOST_OPS, OrderSearch, Racer, race, rounds
@@ -47,6 +47,12 @@ FAR = 1.05
 """A search goes on beyond its default budget while the step is more than this times the bound."""
 SOLVER_FRAC = 1e-6
 """By so much a solver's bound may exceed a step that reaches it. What is more would be a wrong bound, and is shown."""
+NEAR = 1.3
+"""A policy whose decision takes simulations is left out where a plan near its own takes so many times the best step."""
+MOST_IN_FULL = 8
+"""Plans of several devices that are simulated with each of them, where the quickest with one for all takes longer."""
+SAME_FRAC = 1e-6
+"""Steps that differ by less take equally long."""
 SHARES: Mapping[Order, float] = {"horizontal": 0.3, "vertical": 0.4}
 """Of the budget, where a workload has plans of both orders: the same whether both are searched or one."""
 SUB_BATCHES = (2, 4, 8)
@@ -95,7 +101,7 @@ class Search:
         self.notes: list[str] = []
         self.chains: list[OrderSearch] = []
         self.has_all_orders = True
-        self.like: UnitwisePlan | None = None
+        self.like: Plan | None = None
         """The kind of plans to try."""
         self.is_interrupted = False
 
@@ -216,7 +222,7 @@ class Search:
         bounds = [bound for chain in self.chains for bound in chain.bounds]
         if self.incumbents.best is None:
             raise self._infeasible(problems, bounds)
-        best = self._spares_drives(self.incumbents.best)
+        best = self._spares_drives(self._in_full(self.incumbents.best))
         if self.known is not None and self.known.is_cut:
             self.is_interrupted = True
             self.notes.append(self.known.note)
@@ -225,6 +231,16 @@ class Search:
         status: Status = "within-gap" if close else "time-limit" if self.budget.is_out_of_time else "searched"
         return self._result(best, bound, "interrupted" if self.is_interrupted else status)
 
+    def _in_full(self, best: Candidate[Plan]) -> Candidate[Plan]:
+        """The best with every device drawn: where one stands for all, memory may be granted in another order."""
+        full, rivals = self._no_incumbents(), [best]
+        if self.num_devices > 1:
+            rivals += sorted((c for c in self.simulate_plan.seen.values() if c.fits), key=per_batch_s)[:MOST_IN_FULL]
+        for rival in rivals:
+            if full.best is None or per_batch_s(rival) < per_batch_s(full.best) * (1 - SAME_FRAC):
+                full.consider(self.simulate_plan.in_full(rival.plan))
+        return full.best or best
+
     def _spares_drives(self, best: Candidate[Plan]) -> Candidate[Plan]:
         """What host memory has room for, at no cost in time, stays off the drives: they wear, and may not be there.
 
@@ -232,7 +248,7 @@ class Search:
         """
         if not isinstance(best.plan, UnitwisePlan) or (spared := off_drives(best.plan)) == best.plan:
             return best
-        tried = self.simulate_plan(spared)
+        tried = self.simulate_plan.in_full(spared)
         return tried if tried.step_s == best.step_s else best
 
     def _shapes(self, seeds: Mapping[Shape, Candidate[UnitwisePlan]]) -> dict[Order, list[int]]:
@@ -309,9 +325,10 @@ class Search:
         )
         if needs_no_drives(self.machine, self.workload):
             posed = replace(posed, has_nvme=False)
-        if self.like is None or any(c.updates_here and c.states != "device" for c in self.like.units):
+        if not isinstance(self.like, UnitwisePlan):
             return posed
-        return replace(posed, brings_states=False)
+        brings = any(c.updates_here and c.states != "device" for c in self.like.units)
+        return posed if brings else replace(posed, brings_states=False)
 
     def _compare(self, names: Collection[str]) -> tuple[dict[str, Callable[..., PolicyResult]], Incumbents]:
         """What the policies that were asked for reach; and of all policies, the best plans for the search.
@@ -321,23 +338,31 @@ class Search:
         seeds = self._no_incumbents()
 
         @cache
-        def decided(name: str) -> Plan | str:
+        def decided(name: str, *, nearly: bool = False) -> Plan | str:
             if name in NEED_SEVERAL_DEVICES and self.num_devices == 1:
                 return "needs several devices; this machine has one"
             try:
-                return POLICIES[name](self.workload, self.asked, {})
+                return (ESTIMATES if nearly else POLICIES)[name](self.workload, self.asked, {})
             except (PlanError, MachineError, WorkloadError) as error:
                 return str(error)
+
+        def is_hopeless(name: str) -> bool:
+            """Whether a plan near the policy's own, from which a search may start, is far from the best so far."""
+            if self.num_devices == 1 or name not in ESTIMATES or isinstance(near := decided(name, nearly=True), str):
+                return False
+            seeds.consider(found := self.simulate_plan(near))
+            return found.step_s is not None and found.step_s > NEAR * min(self.best_s, self.beat_s)
 
         def is_same(plan: Plan) -> bool:
             return plan.semantics == self.semantics or "delayed-1" not in (plan.semantics, self.semantics)
 
         def result(name: str, *, is_best: bool = True) -> PolicyResult:
-            if isinstance(plan := decided(name), str):
+            nearly = not is_best and self.num_devices > 1 and name in ESTIMATES
+            if isinstance(plan := decided(name, nearly=nearly), str):
                 return PolicyResult(step_s=None, reason=plan)
             if not is_best and self.batches is not None and (plan.num_batches == 1) != (self.batches == "shared"):
                 return PolicyResult(step_s=None)  # other work than was asked for; another search has it
-            found, same = self.simulate_plan(plan), is_same(plan)
+            found, same = (self.simulate_plan.in_full if is_best else self.simulate_plan)(plan), is_same(plan)
             if isinstance(plan, UnitwisePlan) and plan.sums_tied and found.fits:  # no rival where only this makes room
                 same = same and self.simulate_plan(replace(plan, sums_tied=False)).fits
             return PolicyResult(
@@ -350,9 +375,15 @@ class Search:
                 num_batches=plan.num_batches,
             )
 
-        for name in POLICIES:
+        one_kind = self.like if self.num_devices > 1 else None
+        if one_kind is not None:
+            seeds.consider(candidate := self.simulate_plan(one_kind))
+            self.incumbents.consider(candidate)
+        for name in [] if one_kind else sorted(POLICIES, key=lambda name: name in ESTIMATES):
             if self.batches == "each" and name in SHARED:
                 continue  # no start for this search
+            if is_hopeless(name):
+                continue
             plan = decided(name)
             if isinstance(plan, str) or not is_same(plan):
                 continue
@@ -376,7 +407,9 @@ class Search:
             candidate = self.simulate_plan(self.known.plan)
             seeds.consider(candidate)
             self.incumbents.consider(candidate)
-        if self.num_devices > 1 and self.batches != "shared":  # a shard may fit where the whole does not
+        if (
+            self.num_devices > 1 and self.batches != "shared" and one_kind is None
+        ):  # a shard may fit where the whole does not
             sharded = POLICIES["in-memory"](self.workload, self.machine, {"sharing": "fsdp"})
             if isinstance(sharded, UnitwisePlan) and is_same(sharded):
                 exchanging(sharded, self.incumbents, self.simulate_plan, self.num_devices)

@@ -19,7 +19,7 @@ from typing import Any
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.loop import Search
-from tierplan.planner.plan import UnitwisePlan
+from tierplan.planner.plan import Plan, UnitwisePlan
 from tierplan.planner.plan_rules import Order, PlanError
 from tierplan.planner.questions.endurance import allowed_bytes_per_s
 from tierplan.planner.results import PlanResult
@@ -45,7 +45,7 @@ def plan(
     seed: int = 0,
     policies: Iterable[str] | None = None,
     orders: Iterable[Order] | None = None,
-    like: UnitwisePlan | None = None,
+    like: Plan | None = None,
     batches: Batches | None = None,
     drive_lifetime_years: float | None = None,
     beat_s: float = inf,
@@ -70,7 +70,8 @@ def plan(
         Orders of micro-batches to try; both by default where there are several.
     like
         Try plans of its kind alone, for an answer in a moment: in its order, and with updates at home if it has none
-        elsewhere; of micro-batches that are cut, only those that something known cuts. The bound is theirs.
+        elsewhere; of micro-batches that are cut, only those that something known cuts. The bound is theirs. On several
+        devices, this plan, other exchanges of its shards and moves of its packs' borders.
     batches
         On several devices: whether each has as many micro-batches as the workload says, or they share them. By default
         either, whichever takes least time for the same work.
@@ -99,6 +100,7 @@ def plan(
         "drive_lifetime_years": drive_lifetime_years,
         "beat_s": beat_s,
     }
+    orders = asked["orders"]
     started, budget = time.perf_counter(), budget_of(time_limit_s)
 
     def planned(less: Machine) -> tuple[Workload, PlanResult]:
@@ -112,7 +114,9 @@ def plan(
     search = Search(workload, machine, semantics, budget, seed, batches, write_limit, 0.0 if is_cut else beat_s, known)
     search.started = started
     search.like = like
-    search.begin(asked["policies"], asked["orders"] if like is None else (like.order,))
+    if like is not None:
+        orders = (like.order,) if isinstance(like, UnitwisePlan) and machine.num_devices == 1 else ()
+    search.begin(asked["policies"], orders)
     if machine.num_devices > 1:
         budget.restart()  # their schedules are several times longer than the budget was measured for
     search.go_on()

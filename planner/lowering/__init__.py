@@ -20,6 +20,7 @@ from tierplan.planner.lowering.launches import with_launches
 from tierplan.planner.lowering.unitwise import Chains, chains_of, unitwise_columns
 from tierplan.planner.plan import PackPlan, PagedPlan, Plan, Sharing, UnitwisePlan
 from tierplan.planner.plan_rules import PlanError
+from tierplan.planner.several_devices.alike import do_the_same, first_for_all
 from tierplan.planner.several_devices.known import known_columns
 from tierplan.planner.several_devices.packs import pack_schedule
 from tierplan.planner.several_devices.packs_unitwise import unitwise_pack_schedule
@@ -28,7 +29,7 @@ from tierplan.planner.several_devices.partition import partition
 from tierplan.planner.several_devices.resident import resident_schedule
 from tierplan.sim.analysis.ordering import refine_columns
 from tierplan.sim.builder import tiers_of
-from tierplan.sim.columns import ScheduleColumns, Work, columns_of
+from tierplan.sim.columns import ScheduleColumns, Work
 from tierplan.sim.schedule import Schedule, validate
 from tierplan.sim.workloads.workload import Workload
 
@@ -41,6 +42,19 @@ class Lowering:
     def __init__(self, workload: Workload, machine: Machine) -> None:
         self.workload, self.machine = workload, machine
         self._launching: dict[Sharing | None, tuple[Workload, Chains]] = {}
+        self._first_for_all: dict[int, Machine | None] = {}
+
+    def simulated(self, plan: Plan) -> tuple[ScheduleColumns, Machine]:
+        """Columns, not refined yet, whose steps take as long as those of the plan, and the machine for them: of one
+        device where all do the same at once."""
+        if isinstance(plan, UnitwisePlan) and do_the_same(plan) and plan.devices <= self.machine.num_devices:
+            if plan.devices not in self._first_for_all:
+                self._first_for_all[plan.devices] = first_for_all(self.machine, plan.devices)
+            if (machine := self._first_for_all[plan.devices]) is not None:
+                plan.check(self.workload)
+                workload, _ = self._with_launches(plan.sharing)
+                return known_columns(_of_the_first, plan, workload, machine), machine
+        return self.columns(plan, refine=False), self.machine
 
     def columns(self, plan: Plan, *, refine: bool = True) -> ScheduleColumns:
         """As `lower`, without a name being made where one device runs a unit-wise plan."""
@@ -64,7 +78,7 @@ class Lowering:
                 make = resident_schedule if plan.packs.stays else make
                 columns = known_columns(make, plan, workload, self.machine)
             case PagedPlan():
-                columns = columns_of(paged_schedule(plan, workload, self.machine))
+                columns = known_columns(paged_schedule, plan, workload, self.machine)
         if not refine:
             return columns
         return refine_columns(columns, self.machine, num_devices=plan.devices, overtakes=plan.overtaking)
@@ -76,9 +90,13 @@ class Lowering:
         return self._launching[sharing]
 
 
-def _partitioned(plan: UnitwisePlan, workload: Workload, machine: Machine) -> ScheduleColumns:
+def _partitioned(plan: UnitwisePlan, workload: Workload, machine: Machine, drawn: int | None = None) -> ScheduleColumns:
     one = unitwise_columns(plan, workload, machine, chains_of(workload))
-    return partition(one, plan.devices, plan.sharing)
+    return partition(one, plan.devices, plan.sharing, drawn=drawn)
+
+
+def _of_the_first(plan: UnitwisePlan, workload: Workload, machine: Machine) -> ScheduleColumns:
+    return _partitioned(plan, workload, machine, drawn=1)
 
 
 def _held_back(columns: ScheduleColumns, machine: Machine, less: Machine) -> ScheduleColumns:

@@ -31,7 +31,7 @@ from tierplan.planner.plan import Plan
 from tierplan.planner.policies.options import OptionError, Policy
 from tierplan.sim.workloads.workload import Workload
 
-__all__ = ["NEED_SEVERAL_DEVICES", "POLICIES", "SHARED", "Policy", "check_name", "comparable", "decide"]
+__all__ = ["ESTIMATES", "NEED_SEVERAL_DEVICES", "POLICIES", "SHARED", "Policy", "check_name", "comparable", "decide"]
 
 
 ORDER = (
@@ -42,11 +42,12 @@ ORDER = (
 """Of modules, in tables and in the search; others come last, by name."""
 
 
-def _find() -> tuple[dict[str, Policy], set[str], set[str]]:
+def _find() -> tuple[dict[str, Policy], dict[str, Policy], set[str], set[str]]:
     """The policies of all modules here, by their names; those that need several devices, and those that share."""
     found = (module.name for module in walk_packages(__path__, f"{__name__}.") if not module.ispkg)
     modules = {name.rpartition(".")[2]: name for name in found}
     policies: dict[str, Policy] = {}
+    estimates: dict[str, Policy] = {}
     several, shared = set[str](), set[str]()
     for name in [*ORDER, *sorted(modules.keys() - {*ORDER})]:
         module = import_module(modules[name])
@@ -55,16 +56,18 @@ def _find() -> tuple[dict[str, Policy], set[str], set[str]]:
         )
         assert not variants.keys() & policies.keys(), f"{modules[name]} has the name of another policy"
         policies |= variants
+        estimates |= getattr(module, "ESTIMATES", {})
         if ".several." in modules[name]:
             several |= variants.keys() - {*getattr(module, "ON_ONE_DEVICE", ())}
         if getattr(module, "SHARES_BATCHES", False):
             shared |= variants.keys()
-    return policies, several, shared
+    return policies, estimates, several, shared
 
 
-POLICIES, NEED_SEVERAL_DEVICES, SHARED = _find()
-"""By the name that the command line takes; of these, the ones in `several` that do not say `ON_ONE_DEVICE`, which have
-nothing of their own there; and the ones whose devices share the micro-batches of one step (`SHARES_BATCHES`)."""
+POLICIES, ESTIMATES, NEED_SEVERAL_DEVICES, SHARED = _find()
+"""By the name that the command line takes. Plans near those whose decision takes simulations, by an estimate. Those of
+`several` that do not say `ON_ONE_DEVICE`, which have nothing of their own there. Those whose devices share the
+micro-batches of one step (`SHARES_BATCHES`)."""
 
 
 def comparable(num_devices: int) -> list[str]:

@@ -38,6 +38,8 @@ than all: simulations take so little that the searches end by themselves. So do 
 the work is in packs of units, which are no racers."""
 RACE, KEPT_FRAC = 1.0, 1 / 3
 """Times the budget of one division, for all of them; and of the divisions in one round, those that have another."""
+S_PER_DIVISION = 1.0
+"""On several devices: of a time limit, for each division that is compared and not searched."""
 TOO_SLOW = 1.5
 """Plans with one micro-batch after the other that take so many times the best step are no start of a search."""
 
@@ -61,13 +63,14 @@ def plan_sequences(
     time_limit_s: float | None = None,
     seed: int = 0,
     drive_lifetime_years: float | None = None,
+    beat_s: float = inf,
     known: Known | None = None,
 ) -> Division:
     """The best plan for `sequences` per optimizer step; `make(batch, accumulation)` gives the workload.
 
     On several devices, with micro-batches that they share, or with as many for each; `sequences` are those of all.
     `time_limit_s` is of all together. A machine that has more than the catalog's of its name has the answer of the
-    lesser one too; `known` is that, where it is at hand.
+    lesser one too; `known` is that, where it is at hand. `beat_s` is as for `plan`.
     Raises `InfeasiblePlan` when no division fits, that of single sequences included; `PlanError` for no sequences.
     """
     if sequences < 1:
@@ -82,6 +85,7 @@ def plan_sequences(
         "time_limit_s": time_limit_s,
         "seed": seed,
         "drive_lifetime_years": drive_lifetime_years,
+        "beat_s": beat_s,
     }
 
     def planned_for(less: Machine) -> tuple[Workload, PlanResult]:
@@ -109,7 +113,7 @@ def plan_sequences(
                 to_the_end = num > 1 or len(workload.units) <= SEARCHED_TO_THE_END
                 own_known = known if known is not None and (known.batch, known.accumulation) == (batch, own) else None
                 own_budget = budget_of(time_limit_s) if to_the_end else budget
-                search = Search(workload, machine, semantics, own_budget, seed, kind, write_limit, known=own_known)
+                search = Search(workload, machine, semantics, own_budget, seed, kind, write_limit, beat_s, own_known)
                 if compared:
                     search.compare()
                 elif to_the_end:
@@ -119,7 +123,7 @@ def plan_sequences(
                     search.begin(only="vertical" if own > 1 else "horizontal", solver=solver)
                 found.append(search)
         if not compared and (known is None or not known.is_cut):
-            _one_by_one(found) if to_the_end else _raced(found, budget)
+            _one_by_one(found, beat_s) if to_the_end else _raced(found, budget, beat_s)
         return found
 
     ranked = sorted(divisors(sequences), reverse=True)
@@ -131,6 +135,7 @@ def plan_sequences(
         if some and min((s.best_s for s in searches), default=inf) == inf:
             searches += searched(some)
     rest = [b for b in ranked if b not in map(_micro_batch, searches)]
+    rest = rest if time_limit_s is None else rest[: int(time_limit_s / S_PER_DIVISION)]
     if not any(s.is_interrupted for s in searches) and (others := searched(rest, compared=True)):
         best = min(others, key=lambda s: s.best_s)
         if best.best_s < (1 - GOOD_FRAC) * min(s.best_s for s in searches):
@@ -163,23 +168,24 @@ def _in_their_best(
 ) -> dict[str, Callable[[], PolicyResult]]:
     """Each published system in the division that suits it best, of those that were searched, for whoever asks."""
 
-    def rank(result: PolicyResult) -> tuple[bool, float]:
-        return result.num_sequences != sequences, result.per_sequence_s
+    def rank(of: tuple[Search, PolicyResult]) -> tuple[bool, float]:
+        return of[1].num_sequences != sequences, of[1].per_sequence_s
 
     def result(name: str) -> PolicyResult:
-        own, others = compared[name](), [(s, s.compared[name](is_best=False)) for s in searches]
-        if running := [r for r in (own, *(r for _, r in others)) if r.step_s is not None]:
-            return min(running, key=rank)
+        others = [(s, s.compared[name](is_best=False)) for s in searches]
+        if running := [of for of in others if of[1].step_s is not None]:
+            return min(running, key=rank)[0].compared[name]()
+        own = compared[name]()
         elsewhere = (s.compared[name]() for s, r in others if r.lacks_memory and not own.lacks_memory)
         return next(elsewhere, own)  # what memory it lacks says more than that it has no plan for this division
 
     return {name: partial(result, name) for name in compared}
 
 
-def _one_by_one(searches: list[Search]) -> None:
+def _one_by_one(searches: list[Search], beat_s: float) -> None:
     """All that each search does when it is asked by itself, the best bound first."""
     for search in sorted(searches, key=lambda s: s.least_s):
-        search.beat_s = min(s.best_s for s in searches)
+        search.beat_s = min(beat_s, *(s.best_s for s in searches))
         left = search.budget.ops_left
         search.budget.restart()
         search.budget.ops_left = left if search.num_devices == 1 else search.budget.ops_left
@@ -188,10 +194,10 @@ def _one_by_one(searches: list[Search]) -> None:
             return
 
 
-def _raced(searches: list[Search], budget: Budget) -> None:
+def _raced(searches: list[Search], budget: Budget, beat_s: float) -> None:
     """The race for one budget: in it, divisions are racers; searches for another order of micro-batches join."""
     budget.restart()
-    beat_s, num = min(s.best_s for s in searches), len(searches)
+    beat_s, num = min(beat_s, *(s.best_s for s in searches)), len(searches)
 
     def meet() -> list[Racer]:
         for search in searches:

@@ -20,9 +20,11 @@ from tierplan.planner.plan import PackPlan, PagedPlan, Plan, UnitwisePlan
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.questions.endurance import written_bytes
 from tierplan.planner.search.budget import Budget
+from tierplan.planner.several_devices.alike import do_the_same
 from tierplan.sim.analysis.completion import OutOfMemory, check_memory
 from tierplan.sim.analysis.ordering import refine_columns
 from tierplan.sim.analysis.steady import steady_state
+from tierplan.sim.columns import ScheduleColumns
 from tierplan.sim.compiled.compiler import computing_s
 from tierplan.sim.compiled.graph_columns import GraphColumns, graph_columns
 from tierplan.sim.compiled.readiness import least_free
@@ -66,12 +68,21 @@ class PlanSimulator:
     """Lowers and simulates plans, each one once. With a limit on writing to NVMe, plans that exceed it do not fit."""
 
     def __init__(
-        self, workload: Workload, machine: Machine, budget: Budget, *, write_limit_bytes_per_s: float = inf
+        self,
+        workload: Workload,
+        machine: Machine,
+        budget: Budget,
+        *,
+        write_limit_bytes_per_s: float = inf,
+        draws_all: bool = False,
     ) -> None:
         self.workload, self.machine, self.budget = workload, machine, budget
         self.write_limit_bytes_per_s = write_limit_bytes_per_s
         self.lowering = Lowering(workload, machine)
-        self.known_rows: KnownRows = {}
+        self.known_rows: dict[int, KnownRows] = {}
+        self.draws_all = draws_all
+        """Whether each device is simulated where all do the same, too."""
+        self._full: PlanSimulator | None = None
         self.seen: dict[tuple[object, ...], Candidate[Any]] = {}
         self.num_simulated = 0
         training = workload.training
@@ -91,14 +102,25 @@ class PlanSimulator:
             self.budget.last_s = computing_s() - began_s
         return replace(known, plan=plan)
 
+    def in_full(self, plan: PlanT) -> Candidate[PlanT]:
+        """The candidate with every device drawn."""
+        if not isinstance(plan, UnitwisePlan) or not do_the_same(plan):
+            return self(plan)
+        if self._full is None:
+            limit = self.write_limit_bytes_per_s
+            asked = self.workload, self.machine, self.budget
+            self._full = PlanSimulator(*asked, write_limit_bytes_per_s=limit, draws_all=True)
+        return self._full(plan)
+
     def _simulate(self, plan: PlanT) -> Candidate[PlanT]:
         self.num_simulated += 1
         if too_large := self._too_large(plan):
             return too_large
         room_gb: dict[str, float] = {}
         try:
-            columns = self.lowering.columns(plan, refine=False)
-            graph, prices = graph_columns(columns), prices_on(columns, self.machine, self.known_rows)
+            columns, machine = self._posed(plan)
+            rows = self.known_rows.setdefault(id(machine), {})
+            graph, prices = graph_columns(columns), prices_on(columns, machine, rows)
             room_gb = self._room_gb(graph)
             self.budget.ops_left -= OPS_TO_LOWER + columns.num_ops // 2
             if min(room_gb.values()) < 0:  # there is no better order, and memory is known to do without simulating
@@ -106,14 +128,14 @@ class PlanSimulator:
             else:
                 columns = refine_columns(
                     columns,
-                    self.machine,
+                    machine,
                     num_devices=plan.devices,
                     graph=graph,
                     prices=prices,
                     overtakes=plan.overtaking,
                 )
             self.budget.ops_left -= OPS_TO_SIMULATE + columns.num_ops * 4 // 5
-            step_s = steady_state(columns, self.machine, prices=prices).period_s
+            step_s = steady_state(columns, machine, prices=prices).period_s
         except OutOfMemory as error:
             kind = next(t.kind for t in self.machine.tiers if t.name == error.tier)
             short_gb = (error.wanted_bytes - error.free_bytes) / GB
@@ -134,6 +156,11 @@ class PlanSimulator:
             return Candidate(plan, None, partial(str, reason), wear=wear)
         return Candidate(plan, step_s, wear=wear, room_gb=room_gb)
 
+    def _posed(self, plan: Plan) -> tuple[ScheduleColumns, Machine]:
+        if self.draws_all:
+            return self.lowering.columns(plan, refine=False), self.machine
+        return self.lowering.simulated(plan)
+
     def _room_gb(self, graph: GraphColumns) -> dict[str, float]:
         kinds = [t.kind for t in self.machine.tiers]
         free_gb = (least_free(graph) / GB).tolist()
@@ -141,13 +168,13 @@ class PlanSimulator:
 
     def _what_is_short(self, plan: Plan) -> str:
         """Why a plan runs out of memory, found once more: schedules are not kept."""
-        columns = self.lowering.columns(plan)
-        try:
-            check_memory(columns)
-            steady_state(columns, self.machine)
-        except OutOfMemory as error:
-            # not str(error), which looks for the capacity that would do by executing the schedule some tens of times
-            return error.what
+        for columns, machine in ((self.lowering.columns(plan), self.machine), self.lowering.simulated(plan)):
+            try:
+                check_memory(columns)
+                steady_state(columns, machine)
+            except OutOfMemory as error:
+                # not str(error), which looks for the capacity that would do by executing the schedule many times
+                return error.what
         raise AssertionError(f"plan {plan.policy!r} ran out of memory when it was tried, and does not now")
 
     def _too_large(self, plan: PlanT) -> Candidate[PlanT] | None:

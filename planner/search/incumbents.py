@@ -34,7 +34,7 @@ class Incumbents:
     @property
     def plain(self) -> Candidate[UnitwisePlan] | None:
         """The best that local moves can start from."""
-        return min(self.by_shape.values(), key=_per_batch_s, default=None)
+        return min(self.by_shape.values(), key=per_batch_s, default=None)
 
     def shape(self, plan: UnitwisePlan) -> Shape:
         """The plan's, as its planning problem says it."""
@@ -47,11 +47,11 @@ class Incumbents:
         allowed = self.batches is None or (candidate.plan.num_batches == 1) == (self.batches == "shared")
         if _is_plain(candidate):
             shape = self.shape(candidate.plan)
-            if shape not in self.by_shape or _per_batch_s(candidate) < _per_batch_s(self.by_shape[shape]):
+            if shape not in self.by_shape or per_batch_s(candidate) < per_batch_s(self.by_shape[shape]):
                 self.by_shape[shape] = candidate
-        if _is_packed(candidate) and (self.packed is None or _per_batch_s(candidate) < _per_batch_s(self.packed)):
+        if _is_packed(candidate) and (self.packed is None or per_batch_s(candidate) < per_batch_s(self.packed)):
             self.packed = candidate
-        if allowed and (self.best is None or _per_batch_s(candidate) < _per_batch_s(self.best)):
+        if allowed and (self.best is None or per_batch_s(candidate) < per_batch_s(self.best)):
             self.best = candidate
 
 
@@ -71,6 +71,6 @@ def _is_packed(candidate: Candidate[Any]) -> TypeGuard[Candidate[PackPlan]]:
     return isinstance(candidate.plan, PackPlan)
 
 
-def _per_batch_s(candidate: Candidate[Plan]) -> float:
+def per_batch_s(candidate: Candidate[Plan]) -> float:
     """Seconds per step for the workload's micro-batches: of those that one device has, where each has its own."""
     return float("inf") if candidate.step_s is None else candidate.step_s / candidate.plan.num_batches

@@ -2,6 +2,7 @@
 
 collectives     what devices do together, as work of a ring
 partition       one device's schedule on each of several, with states cut into shards (ZeRO-3)
+alike           one device for several that all do the same at once
 packs           runs of units that visit devices in turn (Harmony)
 packs_unitwise  the same unit by unit, as the runtime executes it
 resident        stages that stay on their devices, one forward and one backward in turns (1F1B)

@@ -76,6 +76,7 @@ def known_columns(
         _KEPT.keep(key, replace(columns, labels=_no_labels))
         return columns
     _KEPT.schedules[key] = known
+    tiers = tuple(replace(k, capacity_bytes=t.capacity_bytes) for k, t in zip(known.tiers, tiers, strict=True))
     return replace(known, tiers=tiers, labels=lambda: made().labels())
 
 

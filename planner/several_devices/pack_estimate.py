@@ -10,7 +10,7 @@ every plan is simulated before it counts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy as np
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST_ADAM, collective, p2p
 from tierplan.planner.plan import Packs
+from tierplan.planner.several_devices.alike import first_for_all
 from tierplan.planner.several_devices.collectives import collective_work
 from tierplan.sim.columns import Float64
 from tierplan.sim.compiled.compiler import compiled
@@ -100,6 +101,7 @@ class PackEstimate:
         self.fits = cache(self._fits)
         """Whether a pack (`fwd` or `bwd`) fits on a device, given the first unit and the one after the last."""
         self._pack = cache(self._costs)
+        self._of_all = cache(partial(first_for_all, machine))
 
     def _fits(self, phase: str, first: int, end: int) -> bool:
         return pack_bytes(self.training, phase, self.units[first:end]) <= self.capacity_bytes
@@ -155,8 +157,9 @@ class PackEstimate:
         """A copy on a link, beside as many like it on other devices' links."""
         if not size_bytes:
             return 0.0
-        cost, limits = self.machine.cost(stream, {"bytes": size_bytes}), self.machine.limits
-        slower = max([1.0, *(at_once * taken / limits[name] for name, taken in cost.demand.items())])
+        machine = self._of_all(at_once) or self.machine
+        cost, limits = machine.cost(stream, {"bytes": size_bytes}), machine.limits
+        slower = max([1.0, *(taken / limits[name] for name, taken in cost.demand.items())])
         return cost.latency_s + cost.work_s * slower
 
 

@@ -19,7 +19,7 @@ from itertools import product
 
 import numpy as np
 
-from tierplan.hwmodels.names import DEVICE, collective, device, parse_stream
+from tierplan.hwmodels.names import DEVICE, collective, device, device_index, parse_stream
 from tierplan.planner.plan import Sharing
 from tierplan.planner.several_devices.collectives import collective_work
 from tierplan.sim.columns import (
@@ -60,10 +60,14 @@ StandIn = tuple[int, int]
 """A buffer or an op of one device, and the device that has it here; `NONE` where all devices share one."""
 
 
-def partition(columns: ScheduleColumns, devices: int, sharing: Sharing) -> ScheduleColumns:
-    """The schedule of `devices` devices, given that of one. Their tiers and the links between them must exist."""
+def partition(columns: ScheduleColumns, devices: int, sharing: Sharing, *, drawn: int | None = None) -> ScheduleColumns:
+    """The schedule of `devices` devices, given that of one. Their tiers and the links between them must exist.
+
+    With `drawn=1` the first device stands for all, which is enough where all do the same at once (`alike`); what they
+    have elsewhere is there in one buffer.
+    """
     with collector_paused():
-        return _Partition(columns, devices, sharing).columns()
+        return _Partition(columns, devices, sharing, range(drawn or devices)).columns()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,9 +95,9 @@ class _Whole:
     is_gathered_again: bool = False
     """Whether these are parameters that every device has whole, and of which each makes a shard."""
 
-    def ranks(self, devices: int) -> range:
-        """The devices that have one; the first where all share it."""
-        return range(devices if self.is_everywhere else 1)
+    def ranks(self, drawn: range) -> range:
+        """The devices that have one, of those that are drawn; the first where all share it."""
+        return drawn if self.is_everywhere else drawn[:1]
 
     def on(self, r: int) -> int:
         """The number of that of device r, or of the one that all share."""
@@ -116,8 +120,8 @@ class _Task:
 
 
 class _Partition:
-    def __init__(self, columns: ScheduleColumns, devices: int, sharing: Sharing) -> None:
-        self.source, self.n, self.sharing = columns, devices, sharing
+    def __init__(self, columns: ScheduleColumns, devices: int, sharing: Sharing, drawn: range) -> None:
+        self.source, self.n, self.sharing, self.drawn = columns, devices, sharing, drawn
         self.labels = labels = columns.labels()
         self.cuts_tensors = sharing.divided == "tensors"
         self.stays = labels.meta.get("order") == "vertical"  # a unit's parameters, for all its micro-batches
@@ -141,8 +145,8 @@ class _Partition:
         self.gathered: dict[tuple[object, ...], int] = {}
         self.scattered: dict[tuple[int, int], int] = {}
         self.own: dict[tuple[int, int, int], int] = {}
-        self.computes: list[list[int]] = [[] for _ in range(devices)]  # ops per device, in order
-        self.awaited: list[list[int]] = [[] for _ in range(devices)]  # collectives that the next compute comes after
+        self.computes: list[list[int]] = [[] for _ in drawn]  # ops per device, in order
+        self.awaited: list[list[int]] = [[] for _ in drawn]  # collectives that the next compute comes after
         self.parts: list[list[int]] = []  # of each op of one device, the ops that stand for it
         self.wholes = self._wholes()
         self.tasks = self._tasks()
@@ -152,8 +156,12 @@ class _Partition:
         for task in self.tasks:
             self.parts.append([])
             self._place(task)
+        tiers = self.source.tiers
+        if len(self.drawn) < self.n:
+            tiers = tuple(t if device_index(t.name) is not None else replace(t, rounding="exact") for t in tiers)
         return replace(
             self.source,
+            tiers=tiers,
             works=tuple(self.works.listed),
             op_work=np.array(self.op_work, np.int32),
             reads=lists_of(self.reads),
@@ -247,13 +255,13 @@ class _Partition:
         for b in self.wholes:
             b.is_everywhere = b.tier == DEVICE or b.label.kind in (*SHARDED, "acts") or b.number in made_on_device
             b.first = num
-            num += len(b.ranks(self.n))
+            num += len(b.ranks(self.drawn))
         rows = zip(self.wholes, self.source.buffer_initial.tolist(), self.source.buffer_becomes.tolist(), strict=True)
         for b, initial, becomes in rows:
-            ranks = b.ranks(self.n)
+            ranks = b.ranks(self.drawn)
             nothing = [NONE] * len(ranks)
             self.tier += [self.tiers[device(r) if b.tier == DEVICE else b.tier] for r in ranks]
-            self.size_bytes += [self._shard_bytes(b, r) if b.is_sharded else b.size_bytes for r in ranks]
+            self.size_bytes += self._sizes_bytes(b)
             self.initial += [initial] * len(ranks)
             reuses = b.reuses if not b.has_tied_share else NONE
             self.reuses += [self.wholes[reuses].on(r) for r in ranks] if reuses >= 0 else nothing
@@ -279,6 +287,17 @@ class _Partition:
         self.buffer_labels.append(label)
         return len(self.tier) - 1
 
+    def _sizes_bytes(self, b: _Whole) -> list[int]:
+        """By device, of those that are drawn; of what is on none of them, all that is held together."""
+
+        def of(r: int) -> int:
+            return self._shard_bytes(b, r) if b.is_sharded else b.size_bytes
+
+        if b.tier == DEVICE or len(self.drawn) == self.n:
+            return [of(r) for r in b.ranks(self.drawn)]
+        held = self.source.tiers[self.tiers[b.tier]].held_bytes
+        return [sum(held(of(r)) for r in b.ranks(range(self.n)))]
+
     def _shard_bytes(self, b: _Whole, r: int) -> int:
         """A device's share, of whole values where there is one for each parameter, as the runtime cuts them."""
         length = self.lengths.get(getattr(b.content, "unit", ""), 0)
@@ -288,10 +307,11 @@ class _Partition:
 
     def _numbers(self, b: _Whole) -> Sequence[int]:
         """By device: that of its own, or of the one that all share."""
-        return range(b.first, b.first + self.n) if b.is_everywhere else [b.first] * self.n
+        num = len(self.drawn)
+        return range(b.first, b.first + num) if b.is_everywhere else [b.first] * num
 
     def _all(self, wholes: Iterable[_Whole]) -> list[int]:
-        return [b.on(r) for b in wholes for r in b.ranks(self.n)]
+        return [b.on(r) for b in wholes for r in b.ranks(self.drawn)]
 
     # ---- ops ----
 
@@ -301,10 +321,12 @@ class _Partition:
         updated = [b for b in task.writes if not task.computes and b.is_gathered_again]
         if not task.is_on_device and not any(b.label.kind == "acts" for b in touched):
             writes = [
-                self._own_part(task, b, r) if b in updated else b.on(r) for b in task.writes for r in b.ranks(self.n)
+                self._own_part(task, b, r) if b in updated else b.on(r)
+                for b in task.writes
+                for r in b.ranks(self.drawn)
             ]
             self._emit(task, 1, list(dict.fromkeys(self._all(task.reads))), writes, None)
-            for b, r in product(updated, range(self.n)):
+            for b, r in product(updated, self.drawn):
                 self._complete(task, b, r, is_sum=False)
             return
         is_shard = task.label.kind == "copy" and any(b.is_sharded for b in touched)
@@ -312,13 +334,14 @@ class _Partition:
         share = self.n if is_shard or is_shared_update or (task.computes and self.cuts_tensors) else 1
         inputs = [(b, self._way(task, b)) for b in task.reads if not (sums and b.is_summed_at_once)]
         if sums or updated or any(way for _, way in inputs):
-            for r in range(self.n):
+            for r in self.drawn:
                 reads = [way(task, b, r) if way else b.on(r) for b, way in inputs]
                 writes = [self._own_part(task, b, r) if b in sums or b in updated else b.on(r) for b in task.writes]
                 self._emit(task, share, list(dict.fromkeys(reads)), writes, r)
         else:
             rows = [
-                zip(*map(self._numbers, bs), strict=True) if bs else [()] * self.n for bs in (task.reads, task.writes)
+                zip(*map(self._numbers, bs), strict=True) if bs else [()] * len(self.drawn)
+                for bs in (task.reads, task.writes)
             ]
             for r, (reads, writes) in enumerate(zip(*rows, strict=True)):
                 self._emit(task, share, reads, writes, r)
@@ -326,7 +349,7 @@ class _Partition:
             for made, op in zip(self.computes, self.parts[task.number], strict=True):
                 made.append(op)
         for b in (*sums, *updated):
-            for r in range(self.n):
+            for r in self.drawn:
                 self._complete(task, b, r, is_sum=b in sums)
         if self.cuts_tensors and task.computes:
             self._sum_activations(task, touched)
@@ -345,7 +368,7 @@ class _Partition:
         after: list[int] = []
         for old in task.after:
             new = self.parts[old]
-            after += [new[r]] if r is not None and len(new) == self.n else new
+            after += [new[r]] if r is not None and len(new) == len(self.drawn) else new
         if r is not None and task.computes:
             after += self.awaited[r]
             self.awaited[r] = []
@@ -431,7 +454,7 @@ class _Partition:
 
     def _complete(self, task: _Task, b: _Whole, r: int, *, is_sum: bool) -> None:
         """Adds all devices' shares: sums gradients onto those of earlier micro-batches, or gathers new parameters."""
-        own = [self.own[task.number, b.number, k] for k in range(self.n)]
+        own = [self.own[task.number, b.number, k] for k in self.drawn]
         if is_sum:
             kind = "all_reduce" if self.sharing.divided == "nothing" else self.sharing.by
             reads = [*own, *([self.wholes[b.reuses].on(r)] if b.reuses >= 0 and not b.has_tied_share else [])]
@@ -449,7 +472,7 @@ class _Partition:
         if not borders or not calls:
             return
         size_bytes = calls * max(b.size_bytes for b in borders)
-        for r in range(self.n):
+        for r in self.drawn:
             label = OpLabel(op_key("all_reduce", key, device(r)), "all_reduce", unit, 0)
             work = self._work_of_all("all_reduce", size_bytes, r, calls=calls)
             self.awaited[r].append(self._op(label, work, [], [], list(self.parts[task.number])))
@@ -458,7 +481,7 @@ class _Partition:
         """A new buffer on device r, of what all devices have."""
         label = BufferLabel(buffer_name(key, device(r)), b.label.content, b.label.kind)
         out = self._buffer(label, device(r), size_bytes)
-        self._collective(key, kind, b, r, [b.on(k) for k in range(self.n)], out, after)
+        self._collective(key, kind, b, r, [b.on(k) for k in self.drawn], out, after)
         return out
 
     def _collective(

@@ -15,7 +15,7 @@ Harmony's processes see one host memory. With `host_memory=own` each has its own
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import islice, pairwise
@@ -26,13 +26,14 @@ from tierplan.planner.plan import PackPlan, Packs
 from tierplan.planner.plan_rules import PackForm, PlanError, Runs
 from tierplan.planner.policies.options import OptionError, Options, Policy
 from tierplan.planner.several_devices.known import known_columns
-from tierplan.planner.several_devices.pack_estimate import pack_bytes
+from tierplan.planner.several_devices.pack_estimate import PackEstimate, pack_bytes
 from tierplan.planner.several_devices.packs import pack_schedule
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.ordering import refine_columns
 from tierplan.sim.compiled.simulation import prices_on, simulate_columns
 from tierplan.sim.workloads.workload import Unit, Workload
 
+Seconds = Callable[[PackPlan], float]
 SHARES_BATCHES = True
 """Its devices share the micro-batches of one step."""
 ON_ONE_DEVICE = ("harmony",)
@@ -49,7 +50,15 @@ SEARCHED, SEARCHED_ALONE = 9, 4
 """Numbers of packs that are tried, from the fewest that fit: on several devices, where balance matters, and on one."""
 
 
-def _policy(name: str, form: PackForm, workload: Workload, machine: Machine, given: Mapping[str, object]) -> PackPlan:
+def _policy(
+    name: str,
+    form: PackForm,
+    workload: Workload,
+    machine: Machine,
+    given: Mapping[str, object],
+    *,
+    timed: Callable[[Workload, Machine], Seconds] | None = None,
+) -> PackPlan:
     options = Options(name, OPTIONS, {"devices": 1, **given} if name == "harmony" else given)
     has_own_memory = options.choice("host_memory", "shared", "own") == "own"
     if options["task_cleanup_s"] is None:
@@ -88,8 +97,8 @@ def _policy(name: str, form: PackForm, workload: Workload, machine: Machine, giv
             f"time, but may use {capacity:,}; "
             "use a smaller micro-batch or a larger device"
         )
-    known_s: dict[Packs, float] = {}
-    plan = _quickest([with_packs(runs[:-1], runs) for runs in backwards], workload, machine, known_s)
+    seconds = (timed or _simulated)(workload, machine)
+    plan = _quickest([with_packs(runs[:-1], runs) for runs in backwards], workload, machine, seconds)
     backward = plan.packs.backward
     end = backward[-1][0]
     if wanted_forward and end and wanted_forward != wanted:
@@ -97,19 +106,27 @@ def _policy(name: str, form: PackForm, workload: Workload, machine: Machine, giv
     if wanted or not end:
         return plan
     forwards = _equal_time(replace(workload, units=workload.units[:end]), capacity, "fwd", tried)
-    return _quickest([plan, *(with_packs(runs, backward) for runs in forwards)], workload, machine, known_s)
+    return _quickest([plan, *(with_packs(runs, backward) for runs in forwards)], workload, machine, seconds)
 
 
-def _quickest(plans: list[PackPlan], workload: Workload, machine: Machine, known_s: dict[Packs, float]) -> PackPlan:
+def _quickest(plans: list[PackPlan], workload: Workload, machine: Machine, seconds: Seconds) -> PackPlan:
     """The first where none can run: all keep parameters and states in host memory, whatever their packs."""
     t = workload.training
     homes_bytes = sum(t.states_bytes(u) + u.num_trained * t.param_bytes + u.frozen_bytes for u in workload.units)
     if len(plans) == 1 or homes_bytes > machine.tier(HOST).capacity_bytes:
         return plans[0]
-    for plan in plans:
+    return min(plans, key=seconds)
+
+
+def _simulated(workload: Workload, machine: Machine) -> Seconds:
+    known_s: dict[Packs, float] = {}
+
+    def seconds(plan: PackPlan) -> float:
         if plan.packs not in known_s:
             known_s[plan.packs] = _seconds(plan, workload, machine)
-    return min(plans, key=lambda plan: known_s[plan.packs])
+        return known_s[plan.packs]
+
+    return seconds
 
 
 def _seconds(plan: PackPlan, workload: Workload, machine: Machine) -> float:
@@ -122,12 +139,15 @@ def _seconds(plan: PackPlan, workload: Workload, machine: Machine) -> float:
         return float("inf")
 
 
-VARIANTS: Mapping[str, Policy] = {
-    "harmony": partial(_policy, "harmony", "data"),
-    "harmony-dp": partial(_policy, "harmony-dp", "data"),
-    "harmony-pp": partial(_policy, "harmony-pp", "pipeline"),
-}
+def _estimated(workload: Workload, machine: Machine) -> Seconds:
+    estimate = PackEstimate(workload, machine)
+    return lambda plan: estimate.step_s(plan.packs)
+
+
+FORMS: Mapping[str, PackForm] = {"harmony": "data", "harmony-dp": "data", "harmony-pp": "pipeline"}
 """On one GPU; on all with data parallelism; on all as a wrap-around pipeline."""
+VARIANTS: Mapping[str, Policy] = {name: partial(_policy, name, form) for name, form in FORMS.items()}
+ESTIMATES: Mapping[str, Policy] = {name: partial(_policy, name, form, timed=_estimated) for name, form in FORMS.items()}
 
 
 def _by_size(count: int, size: int) -> Runs:
