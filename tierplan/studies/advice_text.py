@@ -17,8 +17,9 @@ from tierplan.sim.output.text import (
     in_short,
     wrapped,
 )
-from tierplan.studies.advise import QUICK, Advice, Change
+from tierplan.studies.advise import Advice, Change
 from tierplan.studies.answer import limit_rows, limited_text, policy_rows, question_text
+from tierplan.studies.evaluate import QUICK
 from tierplan.studies.purchases import SOON_S
 from tierplan.validation.report.page import bars, cards, facts, paragraph, section, table, write_page
 

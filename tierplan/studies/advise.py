@@ -19,7 +19,7 @@ from tierplan.hwmodels.description import PARTS
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.search.lesser import Known
 from tierplan.studies.answer import answer_record, impossible_record
-from tierplan.studies.evaluate import best_plan, most_tokens_per_s, predict_point
+from tierplan.studies.evaluate import QUICK, best_plan, most_tokens_per_s, predict_point
 from tierplan.studies.purchases import (
     MOST_OF_A_KIND,
     TOKENS,
@@ -43,14 +43,13 @@ ROOMY = ("fuyou", "sliding-window", "zero-infinity", "zero-offload", "full-recom
 """Policies that make room, on one device or several, for the same."""
 RENTED = "cloud-h100"
 """The machine of the catalog that is compared with, paid by the hour."""
-QUICK = "planner, for a moment"
-"""In place of a policy: a quick answer."""
 FIGURES = ("fits", "step_s", "tokens_per_s", "micro_batch", "accumulation", "policy", "limited_by")
 SPEED = ("fits", "step_s", "tokens_per_s")
 QUICKER_FRAC = 0.01
 """What a purchase has to gain to be listed."""
-QUICK_S, QUICK_TODAY_S = 1.5, 2.0
-"""Time limits of the planner for a quick answer: with something bought, and for the machine as it is."""
+QUICK_S, QUICK_TODAY_S, QUICK_SEVERAL_S = 1.5, 2.0, 0.5
+"""Time limits of the planner for a quick answer: with something bought, for the machine as it is, and with something
+bought where it has several GPUs."""
 SHORT_SEARCH = (
     "the search was short. The whole one, without --quick, finds a plan for this machine that is at least as quick; "
     "what a purchase gains and renting costs is rough: purchases have plans of the same kind and in about the same "
@@ -209,10 +208,14 @@ def advise(
 def _like(point: Point, answer: Row) -> tuple[Point, Ask]:
     """What to ask of a machine with something bought, and how, where the answer for this one says what kind of plan is
     worth a look: its order, its micro-batches and those of twice the size."""
-    if not answer.get("order"):
+    known: Known | None = answer.get("known")
+    is_on_several = known is not None and known.machine.num_devices > 1
+    if known is None or not (is_on_several or answer["order"]):
         return point, figures_of
-    known: Known = answer["known"]
-    if point.sequences:
+    if is_on_several:
+        point = replace(point, sequences=0, batch=known.batch, accumulation=known.accumulation)
+        point = replace(point, planner_s=QUICK_SEVERAL_S)
+    elif point.sequences:
         batch = each = answer["numbers_of"]["micro_batch"]
         if answer["order"] == "vertical" and point.sequences % (2 * batch) == 0:
             batch *= 2

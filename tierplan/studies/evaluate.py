@@ -58,6 +58,10 @@ class BestPlan:
         return Known.of(self.machine, self.workload, self.result)
 
 
+QUICK = "planner, for a moment"
+"""In place of a policy: a quick answer."""
+
+
 def machine_of(point: Point) -> Machine:
     """The machine of a point, with its changes."""
     machine = load_machine(point.machine, point.settings)
@@ -111,11 +115,12 @@ def workload_in(place: CalibratedPlace, point: Point, batch: int = 0, accumulati
     return place.timed(workload_at(point, place.described))
 
 
-def best_plan(point: Point, *, known: Known | None = None, **only: Any) -> BestPlan:
+def best_plan(point: Point, *, known: Known | None = None, beat_s: float = inf, **only: Any) -> BestPlan:
     """The best plan for what the point trains, whatever its policy; raises `InfeasiblePlan` when nothing fits.
 
     `known` is the answer for a lesser machine, where it is at hand. Where the micro-batches are given, `only` restricts
-    what `plan` tries: `orders`, `policies`.
+    what `plan` tries: `orders`, `policies`. Nobody wants a plan that takes `beat_s` or more; where the
+    answer is to be quick, none is looked for that leaves devices idle.
     """
     place = place_of(point)
     machine = place.machine
@@ -125,6 +130,7 @@ def best_plan(point: Point, *, known: Known | None = None, **only: Any) -> BestP
         "semantics": point.semantics or None,
         "time_limit_s": point.planner_s or None,
         "known": known,
+        "beat_s": beat_s,
     }
     if not point.sequences:
         workload = workload_in(place, point)
@@ -134,11 +140,15 @@ def best_plan(point: Point, *, known: Known | None = None, **only: Any) -> BestP
         found = plan_sequences(divided, machine, sequences=point.sequences, **settings)
         workload, result = found.workload, found.result
     best = BestPlan(workload=workload, machine=machine, result=result)
-    return best if machine.num_devices == 1 else _or_on_fewer(best, point, place, known, only)
+    return (
+        best
+        if machine.num_devices == 1 or point.policy == QUICK
+        else _or_on_fewer(best, point, place, known, beat_s, only)
+    )
 
 
 def _or_on_fewer(
-    best: BestPlan, point: Point, place: CalibratedPlace, known: Known | None, only: Mapping[str, Any]
+    best: BestPlan, point: Point, place: CalibratedPlace, known: Known | None, beat_s: float, only: Mapping[str, Any]
 ) -> BestPlan:
     """The answer for several devices, or where it is no slower for the same work the one for half of them, which may be
     that for a half of these."""
@@ -147,8 +157,10 @@ def _or_on_fewer(
     if most_tokens_per_s(fewer) <= (result.prediction.tokens_per_s or 0.0):
         return best
     if known is None or not known.is_of(place_of(fewer).machine):
+        # one step is the same work for all and for fewer where its sequences are given
+        beat_s = min(beat_s, result.step_s) if point.sequences else inf
         try:
-            known = best_plan(fewer, **only).known
+            known = best_plan(fewer, beat_s=beat_s, **only).known
         except InfeasiblePlan:
             return best
     workload = workload_in(place, point, known.batch, known.accumulation)
