@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from tierplan.hwmodels.machine import Machine, MachineError
@@ -15,7 +16,7 @@ from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVM
 from tierplan.planner.lowering.launches import with_launches
 from tierplan.planner.lowering.sketch import MOST_TOGETHER_BYTES
 from tierplan.planner.lowering.tiling import cut_batches
-from tierplan.planner.milp.modes import modes_of
+from tierplan.planner.milp.modes import MODES, Mode
 from tierplan.planner.plan_rules import Order
 from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import SavedTensor, Training, Unit, Workload, first_alike, total_work
@@ -133,7 +134,7 @@ class Amounts:
     an update on the host, to parameters that compute can use."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Problem:
     """All data of one planning problem."""
 
@@ -197,18 +198,31 @@ class Problem:
     def modes(self, unit: int) -> Sequence[int]:
         """Numbers of the placements that this unit may have."""
         u = self.units[unit]
-        return modes_of(
-            has_frozen=u.frozen_gb > 0.0,
-            is_trained=u.gparams > 0.0,
-            has_nvme=self.has_nvme,
-            has_host=self.host_gb > 0.0,
-            has_adam=self.rates.adam > 0.0,
-            brings_states=self.brings_states and self.has_room_for_update(unit),
-            returns_grads=self.returns_grads,
-            has_several_blocks=len(self.blocks) > 1,
-            has_turns=self.turn > 1,
-            semantics=self.semantics,
-        )
+        kind = u.frozen_gb > 0.0, u.gparams > 0.0, self.has_room_for_update(unit)
+        if kind not in self._modes:
+            self._modes[kind] = tuple(k for k, mode in enumerate(MODES) if self._allows(mode, *kind))
+        return self._modes[kind]
+
+    @cached_property
+    def _modes(self) -> dict[tuple[bool, bool, bool], tuple[int, ...]]:
+        """Those of units that are alike, as they are asked for."""
+        return {}
+
+    def _allows(self, mode: Mode, has_frozen: bool, is_trained: bool, has_room: bool) -> bool:
+        """Whether a unit may have a placement, by what it has, what there is for it, and when it is updated."""
+        if (mode.frozen is not None) != has_frozen or (mode.frozen == "host" and not self.host_gb):
+            return False
+        if "nvme" in (mode.params, mode.states, mode.grads, mode.frozen) and not self.has_nvme:
+            return False
+        if not is_trained or mode.states == "device":
+            return mode.states == "device" and not (is_trained and self.semantics == "delayed-1")
+        if not self.rates.adam or not self.host_gb:
+            return False
+        if mode.updated == "brought":
+            return self.brings_states and has_room and (self.returns_grads or not mode.returns_grads)
+        if (mode.grads == "device") != (self.turn > 1) and len(self.blocks) == 1:
+            return False  # one micro-batch: the same thing twice; a vertical turn accumulates on the device
+        return mode.grads != "nvme" or self.semantics == "exact-clip"
 
 
 def problem(
