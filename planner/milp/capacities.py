@@ -270,41 +270,21 @@ def endurance_row(cols: Columns) -> None:
     limit = cols.p.write_limit_gb_per_s
     if isfinite(limit) and cols.p.has_nvme:
         written = times(cols.p.coded_frac, cols.over_step("wA"))
-        written += [t for name in ("wP", "wO", "wS", "gW") for t in cols.over_step(name)]
+        written += [t for name in ("wP", "wO", "wS", "wG") for t in cols.over_step(name)]
         per_second = [(-limit * a, c) for a, c in cols.step()]
         cols.lp.row([*written, *per_second], high=0.0, family=ENDURANCE)
 
 
 def _streams(p: Problem) -> Mapping[str, tuple[str, float]]:
-    """Flow name -> its stream, and GB (1e9 parameters, seconds) per second there."""
-    up, down, read, write = p.rates.up, p.rates.down, p.rates.read, p.rates.write
-    return {
-        "uA": (H2D, up["acts"]),
-        "uW": (H2D, up["params"]),
-        "uP": (H2D, up["params"]),
-        "uQ": (H2D, up["params"]),
-        "uS": (H2D, up["states"]),
-        "uG": (H2D, up["grads"]),
-        "dA": (D2H, down["acts"]),
-        "dG": (D2H, down["grads"]),
-        "dP": (D2H, down["params"]),
-        "dQ": (D2H, down["params"]),
-        "dS": (D2H, down["states"]),
-        "rA": (NVME_READ, read["acts"]),
-        "rW": (NVME_READ, read["params"]),
-        "rP": (NVME_READ, read["params"]),
-        "rO": (NVME_READ, read["states"]),
-        "rS": (NVME_READ, read["states"]),
-        "gR": (NVME_READ, read["grads"]),
-        "wA": (NVME_WRITE, write["acts"]),
-        "wP": (NVME_WRITE, write["params"]),
-        "wO": (NVME_WRITE, write["states"]),
-        "wS": (NVME_WRITE, write["states"]),
-        "gW": (NVME_WRITE, write["grads"]),
-        "aH": (HOST_ADAM, p.rates.adam),
-        "aN": (HOST_ADAM, p.rates.adam),
-        "acc": (HOST_ADAM, 1.0),
-    }
+    """Flow name -> its stream, and GB (1e9 parameters, seconds) per second there.
+
+    The first letter of what is moved says which way it goes, the second one what it is.
+    """
+    r = p.rates
+    ways = {"u": (H2D, r.up), "d": (D2H, r.down), "r": (NVME_READ, r.read), "w": (NVME_WRITE, r.write)}
+    kinds = {"A": "acts", "G": "grads", **dict.fromkeys("WPQ", "params"), **dict.fromkeys("OS", "states")}
+    moved = {way + what: (stream, of[kind]) for way, (stream, of) in ways.items() for what, kind in kinds.items()}
+    return {**moved, "aH": (HOST_ADAM, r.adam), "aN": (HOST_ADAM, r.adam), "acc": (HOST_ADAM, 1.0)}
 
 
 def _limit_rows(cols: Columns, s: int, streams: Mapping[str, tuple[str, float]]) -> None:

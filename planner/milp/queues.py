@@ -198,7 +198,7 @@ def update_queues(cols: Columns) -> Updates:
     owners = [u for u in p.workload.units if u.num_trained]
     state_gb = min((p.workload.training.states_bytes(u) / u.num_trained for u in owners), default=0.0)
     parked = _parked(cols)
-    for name in ("gW", "gR") if parked else ():
+    for name in ("wG", "rG") if parked else ():
         for flows in cols.flows:
             flows[name] = lp.column(cost=TRANSFER_COST)
     param_gb = float(p.workload.training.param_bytes)
@@ -220,8 +220,8 @@ def update_queues(cols: Columns) -> Updates:
                 lp.row(found.others_leaving[s], low=0.0, family="gradients leaving")
             due = [(1.0, cols.queue(due, released, updated, "updates due"))]
             if single:
-                came = [*cols.flow(s, "dG"), *cols.flow(s, "gR")]
-                went = [*[(grad_gb * a, c) for a, c in updated], *cols.flow(s, "gW"), *cols.flow(s, "uG")]
+                came = [*cols.flow(s, "dG"), *cols.flow(s, "rG")]
+                went = [*[(grad_gb * a, c) for a, c in updated], *cols.flow(s, "wG"), *cols.flow(s, "uG")]
                 waiting = [(1.0, cols.queue(waiting, came, went, "gradients on the host"))]
                 found.waiting[s] = waiting
             if p.has_nvme:
@@ -333,7 +333,7 @@ def _once_per_step(cols: Columns, parked: Terms) -> None:
     totals.append(("acc", times(float(batches - 1), accumulated), "gradients added on the host"))
     totals += [(name, moved, "states brought") for name, moved in brought.items() if name in cols.flows[0]]
     if parked:
-        totals += [(name, parked, "gradients on NVMe") for name in ("gW", "gR")]
+        totals += [(name, parked, "gradients on NVMe") for name in ("wG", "rG")]
     for name, amount, family in totals:
         lp.row([*cols.over_step(name), *minus(amount)], low=0.0, high=0.0, family=family)
 
