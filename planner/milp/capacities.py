@@ -10,7 +10,7 @@ from tierplan.planner.milp.amounts import GB, STATE_SHARDS, Problem
 from tierplan.planner.milp.columns import Columns, minus, times
 from tierplan.planner.milp.modes import MODES
 from tierplan.planner.milp.program import Terms
-from tierplan.planner.milp.queues import Activations, Parameters, Updates, parameters_needed
+from tierplan.planner.milp.queues import Held, parameters_needed
 from tierplan.planner.plan_rules import PLACES
 
 ENDURANCE = "drive endurance"
@@ -91,7 +91,7 @@ def _update_rows(cols: Columns, on_host: Terms, over: Terms, on_device: Terms, o
             cols.lp.row([*on_host, *held, *over], high=p.host_gb, family="host memory")
 
 
-def memory_rows(cols: Columns, acts: Activations, params: Parameters, updates: Updates) -> None:
+def memory_rows(cols: Columns, held: Held) -> None:
     """What every tier holds when a window's op starts, at most its capacity less the margin."""
     p, lp, units = cols.p, cols.lp, cols.units
     several = len(p.blocks) > 1
@@ -119,15 +119,12 @@ def memory_rows(cols: Columns, acts: Activations, params: Parameters, updates: U
     for s, window in enumerate(cols.windows):
         block = p.blocks[window.block]
         drained: Terms = [(-1.0, c) for k, c in cols.early[s].items() if k == "d"]
-        leaving, leaving_after = (times(p.coded_frac, gb[s]) for gb in (acts.leaving, acts.leaving_after))
-        held = [*resident, *acts.kept[s], *leaving, *updates.leaving[s], *drained]
-        held += [*acts.back[s], *params.fetched[s], *updates.brought[s], *([] if block.first else accumulated)]
+        start = [*resident, *held.at_start[s], *drained, *([] if block.first else accumulated)]
         fixed, more = needed.of_first(s)
-        lp.row([*held, *more, *over_device], high=p.device_gb - fixed, family="device memory")
+        lp.row([*start, *more, *over_device], high=p.device_gb - fixed, family="device memory")
         if window.phase == "bwd" or window.last != len(units) - 1 or p.turn == 1:
             fixed, more = needed.of_last(s)
-            end = [*resident, *acts.kept_after[s], *leaving_after, *minus(acts.by_last[s]), *acts.back_after[s]]
-            end += [*params.fetched_after[s], *updates.others_leaving[s], *updates.brought_after[s]]
+            end = [*resident, *held.at_end[s]]
             if several and block.last and window.phase == "bwd":
                 end += _completed(cols, window.last)
                 accumulated = cols.carry(accumulated, minus([t for u in window.units for t in _completed(cols, u)]))
@@ -135,15 +132,15 @@ def memory_rows(cols: Columns, acts: Activations, params: Parameters, updates: U
             lp.row([*end, *more, *over_device], high=p.device_gb - fixed, family="device memory")
         if not p.host_gb:
             continue
-        in_host = [*on_host, *acts.on_host[s], *updates.staged[s], *updates.waiting[s], *all_grads]
+        in_host = [*on_host, *held.on_host[s], *all_grads]
         if several and not (block.first and window.phase == "fwd") and not (block.last and window.phase == "bwd"):
             in_host += host_grads if not block.first or window.last == 0 else []
         if several and block.last and window.phase == "bwd" and window.last == 0 and p.semantics == "exact-clip":
             in_host += host_grads
-        for read in ([], params.on_host[s]) if params.on_host[s] else ([],):
+        for read in ([], held.read[s]) if held.read[s] else ([],):
             lp.row([*in_host, *read, *over_host], high=p.host_gb, family="host memory")
-        if p.has_nvme and acts.on_nvme[s]:
-            lp.row([*on_drive, *acts.on_nvme[s], *over_drive], high=p.nvme_gb, family="NVMe capacity")
+        if p.has_nvme and held.on_nvme[s]:
+            lp.row([*on_drive, *held.on_nvme[s], *over_drive], high=p.nvme_gb, family="NVMe capacity")
 
 
 def _completed(cols: Columns, u: int) -> Terms:
@@ -227,7 +224,7 @@ class _DeviceNeeds:
         return fixed, more
 
 
-def stream_rows(cols: Columns, acts: Activations, updates: Updates) -> None:
+def stream_rows(cols: Columns, held: Held) -> None:
     """Every stream and every shared limit has the window's duration, and early parts its idle time."""
     p, lp, rates = cols.p, cols.lp, cols.p.rates
     streams, pairs = _streams(p), _pairs(p)
@@ -246,7 +243,7 @@ def stream_rows(cols: Columns, acts: Activations, updates: Updates) -> None:
         if p.host_gb:
             early = cols.early[s]
             lp.row([*cols.flow(s, "dA"), *cols.flow(s, "dG"), (-1.0, early["d"])], low=0.0, family="early part")
-            lp.row([*acts.leaving[s], *updates.leaving[s], (-1.0, early["d"])], low=0.0, family="early part")
+            lp.row([*held.leaving[s], (-1.0, early["d"])], low=0.0, family="early part")
             up: Terms = [(1 / rates.up["acts"], early["uA"]), (1 / rates.up["params"], early["uW"])]
             fastest = max(streams[name][1] for name in ("dA", "dG") if name in cols.flows[s])
             down: Terms = [(1 / fastest, early["d"])]

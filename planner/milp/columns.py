@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from tierplan.planner.milp.amounts import Problem, Window
-from tierplan.planner.milp.modes import MODES
+from tierplan.planner.milp.modes import MODES, Mode
 from tierplan.planner.milp.program import Draft, Terms
 
 TRANSFER_COST = 3e-6
@@ -183,23 +183,25 @@ class Columns:
 
     # ---- expressions ----
 
+    def share(self, u: int, scale: float, is_so: Callable[[Mode], bool]) -> Terms:
+        """scale x the share of unit u in placements of which this holds."""
+        return [(scale, c) for k, c in self.choices[u].place.items() if is_so(MODES[k])]
+
     def placed(self, u: int, part: str, where: str, scale: float = 1.0) -> Terms:
         """scale x the share of unit u whose `params`, `states` or `grads` are `where`, or that is `updated` so."""
-        return [(scale, c) for k, c in self.choices[u].place.items() if getattr(MODES[k], part) == where]
+        return self.share(u, scale, lambda mode: getattr(mode, part) == where)
 
     def away(self, u: int, part: str, scale: float = 1.0) -> Terms:
         """scale x the share that is not on the device."""
-        return [(scale, c) for k, c in self.choices[u].place.items() if getattr(MODES[k], part) != "device"]
+        return self.share(u, scale, lambda mode: getattr(mode, part) != "device")
 
     def leaving(self, u: int, scale: float = 1.0) -> Terms:
         """scale x the share whose gradients leave the device when they are complete."""
-        modes = ((MODES[k], c) for k, c in self.choices[u].place.items())
-        return [(scale, c) for mode, c in modes if mode.updated == "host" or mode.returns_grads]
+        return self.share(u, scale, lambda mode: mode.updated == "host" or mode.returns_grads)
 
     def params_of(self, u: int, updated: str, *wheres: str) -> Terms:
         """GB of unit u's trained parameters that are there and are `updated` so."""
-        modes = ((MODES[k], c) for k, c in self.choices[u].place.items())
-        return [(self.units[u].params_gb, c) for mode, c in modes if mode.updated == updated and mode.params in wheres]
+        return self.share(u, self.units[u].params_gb, lambda m: m.updated == updated and m.params in wheres)
 
     def params_on(self, u: int, where: str) -> Terms:
         """GB of unit u's parameters, trained and frozen, that are `where`."""
@@ -264,21 +266,19 @@ class Columns:
 
     # ---- rows that name a sum ----
 
-    def queue(self, before: Terms, inflow: Terms, outflow: Terms, family: str) -> int:
-        """The column of a queue's content: before + inflow - outflow, never negative."""
+    def queue(self, before: Terms, inflow: Terms, outflow: Terms, family: str) -> Terms:
+        """A queue's content, as one column: before + inflow - outflow, never negative."""
         return self._equal_to([*before, *inflow, *minus(outflow)], family)
 
     def carry(self, before: Terms, more: Terms) -> Terms:
         """A column equal to the sum, so that prefix sums stay sparse."""
-        if not before and not more:
-            return []
-        return [(1.0, self._equal_to([*before, *more], "prefix sums"))]
+        return self._equal_to([*before, *more], "prefix sums") if before or more else []
 
-    def _equal_to(self, terms: Terms, family: str) -> int:
+    def _equal_to(self, terms: Terms, family: str) -> Terms:
         """A column that is an expression's value; optional where all that stands in it is."""
         column = self.lp.column(optional=all(self.lp.optional[c] for _, c in terms))
         self.lp.row([(1.0, column), *minus(terms)], low=0.0, high=0.0, family=family)
-        return column
+        return [(1.0, column)]
 
     def column_for(self, terms: Terms) -> Terms:
         """One column equal to a long sum that many rows use."""

@@ -20,7 +20,7 @@ from tierplan.planner.milp.amounts import Problem, UnitAmounts
 from tierplan.planner.milp.capacities import ENDURANCE, deadline_rows, endurance_row, memory_rows, stream_rows
 from tierplan.planner.milp.columns import TRANSFER_COST, Columns, UnitColumns
 from tierplan.planner.milp.program import Program, Solution
-from tierplan.planner.milp.queues import activation_queues, parameter_queues, update_queues
+from tierplan.planner.milp.queues import queues
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,12 +93,10 @@ def build(
         This tier's capacity may be exceeded, and the excess is minimised instead of the time: what does it lack?
     """
     cols = Columns(problem, elastic=elastic, integral=integral)
-    acts = activation_queues(cols)
-    params = parameter_queues(cols)
-    updates = update_queues(cols)
+    held = queues(cols)
     deadline_rows(cols)
-    memory_rows(cols, acts, params, updates)
-    stream_rows(cols, acts, updates)
+    memory_rows(cols, held)
+    stream_rows(cols, held)
     endurance_row(cols)
     bare = cols.lp.program()
     model = Model(
