@@ -128,7 +128,7 @@ def shares_of_step(model: Model, solution: Solution) -> dict[str, float]:
     The duration's cost is the sum of its rows' duals, so these products add up to the whole step.
     """
     program = model.program
-    durations = np.isin(program.columns, [column for column, _ in model.tau])
+    durations = np.isin(program.columns, [column for column, _ in model.cols.tau])
     rows, columns = program.row_of_entry[durations], program.columns[durations]
     products = solution.duals[rows] * program.values[durations] * solution.values[columns]
     by_row = np.bincount(rows, weights=products, minlength=program.shape[1])
@@ -156,7 +156,7 @@ def shortages(problem: Problem) -> list[Shortage]:
         model = build(problem, elastic=tier, margins=Margins(relaxed=True))
         solution = Solver().solve(model.program)
         if solution.usable:
-            excess = float(solution.values[model.excess[tier]])
+            excess = float(solution.values[model.cols.excess[tier]])
             if excess > 1e-9:
                 needed = round((capacity + excess) * GB)
                 found.append(Shortage(tier=tier, needed_bytes=needed, capacity_bytes=round(capacity * GB)))

@@ -44,16 +44,11 @@ class Model:
     program: Program
     bare: Program
     """Without margins."""
-    problem: Problem
-    choices: tuple[UnitColumns, ...]
-    """Per unit."""
-    tau: tuple[tuple[int, int], ...]
-    """Per window: column of its duration, copies of its block."""
-    excess: Mapping[str, int]
-    """Tier -> column of the GB by which it is exceeded (elastic programs)."""
-    only_bounds: tuple[int, ...]
-    unmoved: Mapping[int, float]
-    """See `Columns`."""
+    cols: Columns
+
+    @property
+    def problem(self) -> Problem:
+        return self.cols.p
 
     def step_bound_s(self, objective_bound: float) -> float:
         """A bound on the step time alone, from a bound on the objective, which also charges `TRANSFER_COST` per GB.
@@ -99,16 +94,7 @@ def build(
     stream_rows(cols, held)
     endurance_row(cols)
     bare = cols.lp.program()
-    model = Model(
-        program=bare,
-        bare=bare,
-        problem=problem,
-        choices=tuple(cols.choices),
-        tau=tuple(cols.tau),
-        excess=cols.excess,
-        only_bounds=tuple(cols.only_bounds),
-        unmoved=cols.unmoved,
-    )
+    model = Model(program=bare, bare=bare, cols=cols)
     return with_margins(model, margins or Margins())
 
 
@@ -117,13 +103,13 @@ def with_margins(model: Model, margins: Margins) -> Model:
     bare = model.bare
     high, row_high, values = bare.high.copy(), bare.row_high.copy(), bare.values.copy()
     if margins.relaxed:
-        row_high[list(model.unmoved)] = list(model.unmoved.values())
+        row_high[list(model.cols.unmoved)] = list(model.cols.unmoved.values())
     else:
-        high[list(model.only_bounds)] = 0.0
+        high[list(model.cols.only_bounds)] = 0.0
     row_high[bare.rows_of("device memory")] -= margins.device_gb
     row_high[bare.rows_of("host memory")] -= margins.host_gb
     # what a stream or limit is used for stands beside -1 x the window's duration, writing beside -1 x a step's worth
-    durations = np.isin(bare.columns, [column for column, _ in model.tau])
+    durations = np.isin(bare.columns, [column for column, _ in model.cols.tau])
     for family, frac in {**margins.rate_frac, ENDURANCE: margins.write_frac}.items():
         if frac != 1.0:
             values[durations & np.isin(bare.row_of_entry, bare.rows_of(family))] *= frac
@@ -133,7 +119,7 @@ def with_margins(model: Model, margins: Margins) -> Model:
 def with_actions(model: Model, actions: Sequence[Sequence[str]]) -> Model:
     """The model with every tensor's action decided: by unit and group, as `rounding.actions_of` has them."""
     low, high = model.program.low.copy(), model.program.high.copy()
-    for chosen, choice, unit in zip(actions, model.choices, model.problem.units, strict=True):
+    for chosen, choice, unit in zip(actions, model.cols.choices, model.problem.units, strict=True):
         for g, column in choice.recompute.items():
             low[column] = high[column] = float(chosen[g] == "recompute")
         for inputs, columns in ((True, choice.inputs), (False, choice.saved)):
@@ -150,12 +136,12 @@ def fractions(model: Model, solution: Solution) -> Fractions:
     """The decisions in a usable solution. What may not be taken at all is left out."""
     v, high = solution.values.tolist(), model.program.high.tolist()
     return Fractions(
-        place=tuple({k: v[c] for k, c in choice.place.items()} for choice in model.choices),
+        place=tuple({k: v[c] for k, c in choice.place.items()} for choice in model.cols.choices),
         action=tuple(
             tuple(_actions(unit, choice, v, high))
-            for unit, choice in zip(model.problem.units, model.choices, strict=True)
+            for unit, choice in zip(model.problem.units, model.cols.choices, strict=True)
         ),
-        step_s=sum(v[c] * copies for c, copies in model.tau),
+        step_s=sum(v[c] * copies for c, copies in model.cols.tau),
     )
 
 

@@ -119,7 +119,9 @@ def test_a_limit_that_reads_and_writes_do_not_use_up_alone_is_not_used_up():
     assert step_s > 1.05 * (states_mb / 40 + states_mb / 80) / 1.3
     model = build(problem(workload, machine, semantics="in-backward"))
     low = model.program.low.copy()
-    low[[choice.place[MODES.index(Mode(params="host", states="nvme", grads="host"))] for choice in model.choices]] = 1.0
+    low[
+        [choice.place[MODES.index(Mode(params="host", states="nvme", grads="host"))] for choice in model.cols.choices]
+    ] = 1.0
     found = Solver().solve(replace(model.program, low=low))
     assert closed_s * 0.999 <= model.step_bound_s(found.objective) <= step_s
 

@@ -81,7 +81,7 @@ def decided(p: Problem, plan: UnitwisePlan) -> Model:
     """The bound's program with the plan's placements and actions."""
     model = with_actions(build(p, margins=Margins(relaxed=True)), actions_of(p, plan))
     low, high = model.program.low.copy(), model.program.high.copy()
-    for unit, choice, columns in zip(p.units, plan.units, model.choices, strict=True):
+    for unit, choice, columns in zip(p.units, plan.units, model.cols.choices, strict=True):
         for k, column in columns.place.items():
             mode = Mode(params=choice.params, states=choice.states, grads=choice.grads, update=choice.update)
             in_host = {replace(mode, states="host"): choice.host_frac, mode: 1 - choice.host_frac}

@@ -87,7 +87,7 @@ def test_the_program_writes_no_more_than_it_may():
         step_s = fractions(model, found).step_s
         (row,) = model.program.rows_of(ENDURANCE)
         columns = model.program.columns[model.program.starts[row] : model.program.starts[row + 1]]
-        durations = {c for c, _ in model.tau}
+        durations = {c for c, _ in model.cols.tau}
         written_mb = 1000 * sum(found.values[c] for c in columns if c not in durations)
         assert len(columns) > len(durations)
         assert written_mb <= limit_mb_per_s * step_s * (1 + 1e-6)
