@@ -35,24 +35,6 @@ from tierplan.sim.schedule import Schedule, ScheduleError
 from tierplan.sim.workloads.workload import Workload
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryShortage:
-    """What does not fit, and by how much."""
-
-    tier: str
-    op: str | None
-    """The op that waits for memory in vain; None where already what is there before the step does not fit."""
-    capacity_bytes: int
-    needed_bytes: int | None
-    """Smallest capacity of this tier with which the plan would do; None where another tier is short as well."""
-    also_short: str
-    """That tier; empty where there is none."""
-
-    @property
-    def short_bytes(self) -> int | None:
-        return None if self.needed_bytes is None else self.needed_bytes - self.capacity_bytes
-
-
 @dataclass(frozen=True, kw_only=True)
 class Prediction(Shown):
     """The figures of one plan; `step_s` is None where it does not fit."""
@@ -65,7 +47,8 @@ class Prediction(Shown):
     columns: ScheduleColumns | None = field(default=None, repr=False)
     """One step of the schedule, as numbers."""
     steady: SteadyState | None = None
-    shortage: MemoryShortage | None = None
+    shortage: OutOfMemory | None = None
+    """What does not fit, and by how much."""
     why_not: str = ""
     """What does not fit, or why there is no plan; empty when it fits."""
     tokens: int = 0
@@ -232,7 +215,8 @@ class Prediction(Shown):
         if not self.fits:
             record["why_not"] = self.why_not
             if self.shortage is not None:
-                record["shortage"] = {**asdict(self.shortage), "short_bytes": self.shortage.short_bytes}
+                names = ("tier", "op", "capacity_bytes", "needed_bytes", "also_short", "short_bytes")
+                record["shortage"] = {name: getattr(self.shortage, name) for name in names}
         return record
 
     def rows(self) -> list[dict[str, object]]:
@@ -272,7 +256,7 @@ def predict_plan(plan: Plan, workload: Workload, machine: Machine) -> Prediction
         columns = Lowering(workload, machine).columns(plan)
         steady = steady_state(columns, machine)
     except OutOfMemory as error:
-        shortage = MemoryShortage(error.tier, error.op, error.capacity_bytes, error.needed_bytes, error.also_short)
+        shortage = error.with_traceback(None)  # which would keep all that was simulated
         return Prediction(**base, columns=columns, shortage=shortage, why_not=str(error))  # type: ignore[arg-type]
     except (ScheduleError, PlanError) as error:
         return Prediction(**base, why_not=str(error))  # type: ignore[arg-type]

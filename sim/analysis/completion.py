@@ -69,6 +69,11 @@ class OutOfMemory(SimulationError):
         """
         return _smallest_capacity_bytes(graph_columns(self.columns), self.stuck.tier)
 
+    @property
+    def short_bytes(self) -> int | None:
+        """By how much the tier is too small."""
+        return None if self.needed_bytes is None else self.needed_bytes - self.capacity_bytes
+
     @cached_property
     def also_short(self) -> str:
         """The tier that is too small where this one has whatever the schedule asks of it; empty where none is."""
