@@ -220,18 +220,10 @@ each parameter instead of 30; rounded by chance what the runtime takes on a core
 a kernel that makes an update in one pass)."""
 
 
-def _adamw(states: str = "fp32") -> dict[str, object]:
-    return _stored(ADAM, states)
-
-
 def _sgd(momentum: float = 0.0) -> dict[str, object]:
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum is {momentum:g}; it must be at least 0 and below 1")
     return {"moments": _values("momentum") if momentum else _values()}
-
-
-def _lion(states: str = "fp32") -> dict[str, object]:
-    return _stored(("first",), states)
 
 
 def _muon(momentum: float = 0.95) -> dict[str, object]:
@@ -284,23 +276,14 @@ def _low_rank(rank: int, keeps_projector: bool) -> dict[str, object]:
     return {"moments": moments, "grain": None, "flops": flops}
 
 
-def _galore(rank: int = 128) -> dict[str, object]:
-    return _low_rank(rank, keeps_projector=True)
-
-
-def _apollo(rank: int = 256) -> dict[str, object]:
-    """Its projection is random and made again from a seed."""
-    return _low_rank(rank, keeps_projector=False)
-
-
 OPTIMIZERS: dict[str, Callable[..., dict[str, object]]] = {
-    "adamw": _adamw,
+    "adamw": lambda states="fp32": _stored(ADAM, states),
     "sgd": _sgd,
-    "lion": _lion,
+    "lion": lambda states="fp32": _stored(("first",), states),
     "muon": _muon,
     "adafactor": _adafactor,
-    "galore": _galore,
-    "apollo": _apollo,
+    "galore": lambda rank=128: _low_rank(rank, keeps_projector=True),
+    "apollo": lambda rank=256: _low_rank(rank, keeps_projector=False),  # it makes its projection again from a seed
 }
 """By name, from options to the fields of an `Optimizer`."""
 
