@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.records import shown
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Workload
 
@@ -28,12 +29,7 @@ def digest(thing: Workload | Machine | Schedule) -> str:
     for unit in record.get("units", ()):
         del unit["num_kernels"], unit["num_elementwise"], unit["num_modules"]  # which follow from the model
     for stream in record.get("streams", ()):
-        for name in (
-            "beside_s",
-            "wake_s",
-            "launch_s",
-            "kernel_s",
-        ):  # of few; others stay as they were
+        for name in ("beside_s", "wake_s", "launch_s", "kernel_s"):  # of few; others stay as they were
             if not stream[name]:
                 del stream[name]
     if isinstance(thing, Schedule):
@@ -48,7 +44,7 @@ def digest(thing: Workload | Machine | Schedule) -> str:
 def sealed(schedule: Schedule) -> Schedule:
     """The schedule with a seal: the digest of all that it says, `meta` included."""
     meta = {name: value for name, value in schedule.meta.items() if name != SEAL_KEY}
-    text = json.dumps([digest(schedule), json.loads(json.dumps(meta, default=_plain))], sort_keys=True)
+    text = json.dumps([digest(schedule), json.loads(json.dumps(meta, default=plain))], sort_keys=True)
     return replace(schedule, meta={**meta, SEAL_KEY: hashlib.sha256(text.encode()).hexdigest()})
 
 
@@ -67,7 +63,8 @@ def changed_text(path: object) -> str:
     )
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
+    """For `json`: a mapping as it writes one. Raises `TypeError` for what JSON has not."""
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"{value!r} is of type {type(value).__name__}")
+    raise TypeError(f"{shown(value)} is of type {type(value).__name__}")

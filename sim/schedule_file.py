@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-from tierplan.hwmodels.records import load_record, schema_of, shown
+from tierplan.hwmodels.records import load_record, schema_of
+from tierplan.sim.digest import plain
 from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier, validate
 from tierplan.sim.trace import write_atomically
 
@@ -76,10 +76,4 @@ def _lines(items: tuple[Tier, ...] | tuple[Buffer, ...] | tuple[Op, ...]) -> str
 
 
 def _dump(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=_plain)
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"{shown(value)} is of type {type(value).__name__}")
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=plain)

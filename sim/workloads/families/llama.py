@@ -80,12 +80,9 @@ def rotary_tables(tape: Tape, positions: Value, head_dim: int) -> tuple[Value, .
     angles = tape.made("mul", [wide, frequencies], (length, head_dim // 2), "fp32")
     del wide
     both = tape.made("cat", [angles, angles], (length, head_dim), "fp32")
-    cos, sin = (scaled_function(tape, both, name) for name in ("cos", "sin"))
+    functions = (tape.made(name, [both], both.shape, both.dtype) for name in ("cos", "sin"))
+    cos, sin = (tape.made("mul", [x], x.shape, x.dtype) for x in functions)
     return to_dtype(tape, cos, tape.training.dtype), to_dtype(tape, sin, tape.training.dtype), positions
-
-
-def scaled_function(tape: Tape, x: Value, name: str) -> Value:
-    return tape.made("mul", [tape.made(name, [x], x.shape, x.dtype)], x.shape, x.dtype)
 
 
 def head(tape: Tape, config: Config, x: Value, labels: Value) -> Value:

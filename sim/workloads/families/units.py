@@ -105,13 +105,6 @@ def embedding(tape: Tape, ids: Value, rows: int, width: int, name: str = "", *, 
     return tape.connect(out, [table], backward)
 
 
-def causal_loss(tape: Tape, logits: Value, labels: Value) -> Value:
-    """Cross entropy of the next token in fp32, over shifted labels."""
-    wide = to_dtype(tape, logits, "fp32")
-    padded = padded_labels(tape, labels)  # lives until the loss is known
-    return cross_entropy(tape, wide, next_labels(tape, padded))
-
-
 def padded_labels(tape: Tape, labels: Value) -> Value:
     tape.scope = "loss"
     batch, length = labels.shape
@@ -131,7 +124,8 @@ def next_labels(tape: Tape, padded: Value) -> Value:
 def chunked_loss(
     tape: Tape, hidden: Value, vocabulary: int, labels: Value, *, shared: bool, adapts: bool = False
 ) -> Value:
-    """The same with the logits of a part of the tokens at a time, as `runtime.autograd.chunked_loss` computes it."""
+    """Cross entropy of the next token in fp32, with the logits of a part of the tokens at a time, as
+    `runtime.autograd.chunked_loss` computes it."""
     width, dtype = hidden.shape[-1], hidden.dtype
     tape.num_modules += 1
     weight = tape.parameter(vocabulary, width, shared=shared, adapts=adapts)
@@ -215,7 +209,8 @@ def cross_entropy(tape: Tape, logits: Value, labels: Value) -> Value:
 
 
 def causal_head(tape: Tape, config: Config, hidden: Value, labels: Value, *, tied: bool = True) -> Value:
-    """Logits by the table of embeddings or (unless a config says otherwise, by `tied`) by a matrix, and their loss."""
+    """Logits by the table of embeddings or (unless a config says otherwise, by `tied`) by a matrix, and the cross
+    entropy of the next token in fp32, over shifted labels."""
     tied, saved = config.flag("tie_word_embeddings", default=tied), tape.training.saved_modules
     own, vocabulary = "lm_head" in saved, config.vocabulary
     if saved:  # copies are no longer tied; where their originals have no use, they count here
@@ -223,7 +218,9 @@ def causal_head(tape: Tape, config: Config, hidden: Value, labels: Value, *, tie
     shared = tied and not saved
     if tape.training.loss_chunks > 1:
         return chunked_loss(tape, hidden, vocabulary, labels, shared=shared, adapts=own)
-    return causal_loss(tape, product(tape, hidden, vocabulary, bias=False, shared=shared, adapts=own), labels)
+    logits = product(tape, hidden, vocabulary, bias=False, shared=shared, adapts=own)
+    wide, padded = to_dtype(tape, logits, "fp32"), padded_labels(tape, labels)  # they live until the loss is known
+    return cross_entropy(tape, wide, next_labels(tape, padded))
 
 
 def check_attention(config: Config, training: Training, dropout: str, default: float, *unusual: str) -> None:
