@@ -16,7 +16,7 @@ import torch
 from benchmarks.records import arguments, in_turns, spread
 from tierplan.runtime.optim.adam import OptimizerSettings, update_states
 from tierplan.runtime.optim.states import layout_of
-from tierplan.sim.workloads.optimizers import STATE_FORMATS
+from tierplan.sim.workloads.optimizers import STATES
 
 SHAPE = (1024, 4096)
 
@@ -46,7 +46,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     plain = updates("adamw", has_master=True)
-    for states in STATE_FORMATS[1:]:
+    for states in [*STATES][1:]:
         other = updates(f"adamw:states={states}", has_master=False)
         found = spread([coded_s / plain_s for coded_s, plain_s in in_turns(other, plain, turns)])
         print("{:16} {:6.1f}   ({:.1f} to {:.1f})".format(states, found["ratio"], *found["quartiles"]))

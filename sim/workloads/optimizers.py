@@ -176,48 +176,43 @@ def update_flops(optimizer: Optimizer, owned: Owned, part: range) -> float:
 
 
 def _values(*names: str, of: str = "fp32") -> Moments:
-    """As many values of one format as the parameter has."""
-    return lambda shape, is_hidden, updated: tuple(
-        Moment(name=name, num_values=prod(shape), format=of) for name in names
-    )
-
-
-def _coded(*names: str, of: str) -> Moments:
-    """In blocks with a scale each; of small or odd parameters, in the dtype of what is updated."""
+    """As many values of one format as the parameter has. One in blocks with a scale each is not for small or odd
+    parameters: those have them in the dtype of what is updated."""
     block = FORMATS[of].block
 
     def moments(shape: Shape, is_hidden: bool, updated: str) -> tuple[Moment, ...]:
         size = prod(shape)
-        form = of if size >= FEWEST_CODED and size % block == 0 else updated
+        form = updated if block and (size < FEWEST_CODED or size % block) else of
         return tuple(Moment(name=name, num_values=size, format=form) for name in names)
 
     return moments
 
 
-CODED: Mapping[str, str] = {"8bit": "dynamic8", "4bit": "dynamic4"}
 ADAM = ("first", "second")
-STATE_FORMATS = ("fp32", "bf16", *CODED, "bf16-stochastic")
+STATES: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    "fp32": ("fp32", {}),
+    "bf16": ("bf16", {"keeps_master": False, "host_work": 14 / 30}),
+    "8bit": ("dynamic8", {"grain": FORMATS["dynamic8"].block, "host_work": 6.0}),
+    "4bit": ("dynamic4", {"grain": FORMATS["dynamic4"].block, "host_work": 6.0}),
+    "bf16-stochastic": (
+        "bf16",
+        {"keeps_master": False, "host_work": 8.0, "is_stochastic": True, "grain": VECTOR_ELEMENTS},
+    ),
+}
+"""The formats that moments may have, and what else of an optimizer that decides. Those in bf16 are in the dtype of the
+weights, of which there is no other copy.
+
+Work on the host is in updates of fp32 states: for bf16 what memory moves, 14 bytes of each parameter instead of 30;
+rounded by chance what the runtime takes on a core of one server (`benchmarks/runtime/host_work.py`, which shows that
+coded states take it longer than what stands here: an estimate of a kernel that makes an update in one pass)."""
 
 
 def _stored(names: tuple[str, ...], states: str) -> dict[str, object]:
-    """How moments lie in each of the formats that they may have."""
-    if states in CODED:
-        form = CODED[states]
-        return {"moments": _coded(*names, of=form), "grain": FORMATS[form].block, "host_work": HOST_WORK[states]}
-    if states in ("bf16", "bf16-stochastic"):  # moments in the dtype of the weights, of which there is no other copy
-        chance = {"is_stochastic": True, "grain": VECTOR_ELEMENTS} if states == "bf16-stochastic" else {}
-        moments = _values(*names, of="bf16")
-        return {"moments": moments, "keeps_master": False, "host_work": HOST_WORK[states], **chance}
-    if states == "fp32":
-        return {"moments": _values(*names)}
-    raise ValueError(f"states is {states!r}; choose among {', '.join(STATE_FORMATS)}")
-
-
-HOST_WORK: Mapping[str, float] = {"8bit": 6.0, "4bit": 6.0, "bf16": 14 / 30, "bf16-stochastic": 8.0}
-"""Work on the host of an update with other states, in updates of fp32 states: for bf16 what memory moves, 14 bytes of
-each parameter instead of 30; rounded by chance what the runtime takes on a core of one server
-(`benchmarks/runtime/host_work.py`, which shows that coded states take it longer than what stands here: an estimate of
-a kernel that makes an update in one pass)."""
+    """How moments lie in one of these."""
+    if states not in STATES:
+        raise ValueError(f"states is {states!r}; choose among {', '.join(STATES)}")
+    form, others = STATES[states]
+    return {"moments": _values(*names, of=form), **others}
 
 
 def _sgd(momentum: float = 0.0) -> dict[str, object]:

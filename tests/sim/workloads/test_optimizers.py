@@ -109,7 +109,7 @@ def test_an_optimizer_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     """One moment in NF4, whatever that is good for."""
     from tierplan.sim.workloads import optimizers
 
-    monkeypatch.setitem(OPTIMIZERS, "tiny", lambda: {"moments": optimizers._coded("first", of="nf4"), "grain": 64})
+    monkeypatch.setitem(OPTIMIZERS, "tiny", lambda: {"moments": optimizers._values("first", of="nf4"), "grain": 64})
     training = Training(optimizer="tiny")
     assert training.states_bytes(load_workload("gpt2", training).blocks[0]) < Training().states_bytes(
         load_workload("gpt2", Training()).blocks[0]
