@@ -160,8 +160,6 @@ class Problem:
     loads: Mapping[str, Mapping[str, float]]
     """Shared limit -> stream -> seconds of the limit per GB (or 1e9 parameters) on that stream."""
     shared_gb: float
-    has_master: bool
-    clips: bool
     write_limit_gb_per_s: float = float("inf")
     """What may be written to NVMe on average over the step, for the drives to last."""
     brings_states: bool
@@ -274,8 +272,6 @@ def problem(
         coded_frac=coded_frac,
         loads=_loads(workload, machine),
         shared_gb=workload.shared_bytes / GB,
-        has_master=workload.training.has_master,
-        clips=workload.training.max_grad_norm is not None,
         write_limit_gb_per_s=write_limit_bytes_per_s / GB,
         brings_states=bool("host" in tiers and rates.adam and semantics != "delayed-1"),
     )

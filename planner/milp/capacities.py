@@ -52,7 +52,9 @@ def deadline_rows(cols: Columns) -> None:
                 here = [*on_device, *(t for w in (s, *also) for t in cols.flow(w, "aD"))]
                 lp.row([*here, *minus(demand_there)], low=0.0, family="updates before the next forward")
             if is_first:
-                lag: Terms = [(_chain_s(p, u, k), c) for k, c in cols.choices[u].place.items()]
+                through_nvme_s, through_host_s = (p.rates.chain_s[home][u] for home in ("nvme", "host"))
+                lag = cols.share(u, through_nvme_s, lambda m: m.updated == "host" and m.params == "nvme")
+                lag += cols.share(u, through_host_s, lambda m: m.updated == "host" and m.params != "nvme")
                 fixed, extra = cols.compute(s)
                 idle: Terms = [(1.0, cols.tau[s][0]), *minus(extra)]
                 lp.row([*passed, *idle, *minus(lag)], low=fixed, family="from gradient to next forward")
@@ -60,14 +62,6 @@ def deadline_rows(cols: Columns) -> None:
         on_device = cols.carry(on_device, [*cols.flow(s, "aD"), *cols.flow(then, "aD")])
         sent = cols.carry(sent, [*cols.flow(s, "uP"), *cols.flow(then, "uP")])
         passed = cols.carry(passed, [(1.0, cols.tau[s][0]), (1.0, cols.tau[then][0])])
-
-
-def _chain_s(problem: Problem, u: int, mode: int) -> float:
-    """Least seconds from the end of a unit's last backward to the start of its next forward, in this placement."""
-    m, chain = MODES[mode], problem.rates.chain_s
-    if m.updated != "host":
-        return 0.0  # the update is part of the backward window, or a flow of its own
-    return chain["nvme" if m.params == "nvme" else "host"][u]
 
 
 def _update_rows(cols: Columns, on_host: Terms, over: Terms, on_device: Terms, over_device: Terms) -> None:
@@ -255,7 +249,7 @@ def stream_rows(cols: Columns, held: Held) -> None:
                 (seconds.get(streams[n][0], 0.0) * p.moved_frac(n), c) for n, c in cols.flows[s].items() if n in streams
             ]
             lp.row([*terms, (-1.0, tau)], high=0.0, family=limit)
-    if p.host_gb and rates.adam and p.clips:
+    if p.host_gb and rates.adam and p.workload.training.max_grad_norm is not None:
         # norms are taken on the cores that update: over the step, there is time for both
         busy = [(c / streams[name][1], t) for name in ("aH", "aN", "acc") for c, t in cols.over_step(name)]
         norms = [t for u, unit in enumerate(cols.units) for t in cols.placed(u, "updated", "host", unit.norm_s)]

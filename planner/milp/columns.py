@@ -172,7 +172,7 @@ class Columns:
             names += ["acc"]
         if not p.has_nvme:
             names = [n for n in names if n not in ("aN", "rP")]
-        if p.has_master:
+        if p.workload.training.has_master:
             names = [n for n in names if n not in ("dP", "rP", "uQ")]
         cost = charged * TRANSFER_COST * block.copies
         self.flows.append({n: lp.column(cost=cost if n != "aD" else 0.0, optional=n in BROUGHT) for n in names})

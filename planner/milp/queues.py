@@ -262,7 +262,7 @@ def _gradients_made(cols: Columns, window: Window, u: int) -> tuple[Terms, Terms
 
 def _once_per_step(cols: Columns, parked: Terms) -> None:
     """What moves once per step, whenever: updates by kind, new parameters going home, old ones coming."""
-    p, units = cols.p, cols.units
+    p, units, training = cols.p, cols.units, cols.p.workload.training
 
     def total(of: Callable[[int], Terms]) -> Terms:
         return [t for u in range(len(units)) for t in of(u)]
@@ -277,18 +277,18 @@ def _once_per_step(cols: Columns, parked: Terms) -> None:
     moved = params("brought", "host", "nvme")
     states = total(lambda u: cols.share(u, units[u].states_gb, lambda m: m.updated == "brought" and m.states == "nvme"))
     stored = [*states, *params("brought", "nvme")]
-    arrivals = p.workload.training.gradient_accumulation_steps - 1 if len(p.blocks) > 1 else 0
+    arrivals = training.gradient_accumulation_steps - 1 if len(p.blocks) > 1 else 0
     totals = [
         ("aN", updated(lambda m: m.states == "nvme"), "updates of states on NVMe"),
         ("uP", uploaded, "parameters going home"),
         ("wP", to_drive, "parameters going home"),
         ("aL", updated(lambda m: m.params != "host"), "new parameters"),
     ]
-    if not p.has_master:
+    if not training.has_master:
         totals += [("dP", uploaded, "old parameters to the host"), ("rP", to_drive, "old parameters to the host")]
     added = total(lambda u: cols.away(u, "grads", arrivals * units[u].accumulate_s))
     totals.append(("acc", added, "gradients added on the host"))
-    brought = (("uQ", moved), ("dQ", moved), ("rS", states if p.has_master else stored), ("wS", stored))
+    brought = (("uQ", moved), ("dQ", moved), ("rS", states if training.has_master else stored), ("wS", stored))
     totals += [(name, amount, "states brought") for name, amount in brought if name in cols.flows[0]]
     totals += [(name, parked, "gradients on NVMe") for name in ("wG", "rG") if parked]
     for name, amount, family in totals:
