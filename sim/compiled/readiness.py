@@ -37,15 +37,10 @@ def _slack(graph: GraphColumns) -> Int64:
     return slack
 
 
-@compiled
 def least_free(graph: GraphColumns) -> Int64:
     """Per tier: the least that is ever free when ops run one by one in list order; negative where they do not fit."""
-    slack = _slack(graph)
-    least = graph.capacity_bytes - graph.initial_bytes
-    for tier in range(len(least)):
-        for free_bytes in slack[tier]:
-            least[tier] = min(least[tier], free_bytes)
-    return least
+    before = graph.capacity_bytes - graph.initial_bytes
+    return np.column_stack([before, _slack(graph)]).min(axis=1)
 
 
 @compiled
