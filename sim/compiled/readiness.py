@@ -40,7 +40,8 @@ def _slack(graph: GraphColumns) -> Int64:
 def least_free(graph: GraphColumns) -> Int64:
     """Per tier: the least that is ever free when ops run one by one in list order; negative where they do not fit."""
     before = graph.capacity_bytes - graph.initial_bytes
-    return np.column_stack([before, _slack(graph)]).min(axis=1)
+    least: Int64 = np.column_stack([before, _slack(graph)]).min(axis=1)
+    return least
 
 
 @compiled
