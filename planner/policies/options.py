@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import inf
-from typing import Any, cast, get_args
+from typing import Any, TypeVar, get_args
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Plan, Sharing, UnitPlan, UnitwisePlan
@@ -18,6 +18,7 @@ from tierplan.sim.step import Action, Semantics
 from tierplan.sim.workloads.workload import Unit, Workload
 
 Policy = Callable[[Workload, Machine, Mapping[str, object]], Plan]
+Word = TypeVar("Word", bound=str)
 
 
 WHOLE = Sharing(divided="nothing")
@@ -60,14 +61,14 @@ class Options(dict[str, object]):
             raise OptionError(f"option {name!r} of policy {self.policy!r} is {self[name]!r}; give a whole number")
         return int(value)
 
-    def choice(self, name: str, *allowed: str) -> str:
+    def choice(self, name: str, *allowed: Word) -> Word:
         """An option that is one of several words."""
-        value = str(self[name])
-        if value not in allowed:
-            raise OptionError(
-                f"option {name!r} of policy {self.policy!r} is {value!r}; choose among {', '.join(allowed)}"
-            )
-        return value
+        for word in allowed:
+            if word == str(self[name]):
+                return word
+        raise OptionError(
+            f"option {name!r} of policy {self.policy!r} is {str(self[name])!r}; choose among {', '.join(allowed)}"
+        )
 
     def num_devices(self, machine: Machine) -> int:
         """On how many devices the plan trains: all that the machine has, unless option `devices` says fewer."""
@@ -103,7 +104,8 @@ def bounded_semantics(options: Options, workload: Workload, own: Semantics) -> S
     """The semantics that the option asks for; else exact clipping where training clips, else the policy's own."""
     if options.get("semantics") is None:
         return "exact-clip" if workload.training.max_grad_norm is not None else own
-    return cast(Semantics, options.choice("semantics", *get_args(Semantics)))
+    chosen: Semantics = options.choice("semantics", *get_args(Semantics))
+    return chosen
 
 
 def unitwise_plan(

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import cast
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Sharing, UnitPlan, UnitwisePlan
@@ -59,7 +58,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     options["params"] = options["params"] or lowest
     options["optimizer"] = options["optimizer"] or lowest
     devices = options.num_devices(machine)
-    params, optimizer = (cast(Place, options.choice(name, *PLACES)) for name in ("params", "optimizer"))
+    params, optimizer = (options.choice(name, *PLACES) for name in ("params", "optimizer"))
     checkpoints = options.choice("checkpoints", *PLACES, "none")
     if "nvme" in (params, optimizer, checkpoints):
         need_nvme(NAME, machine)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Literal, cast
+from typing import Literal
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Sharing, UnitPlan, UnitwisePlan
@@ -42,7 +42,7 @@ them, which are 22 to 30 launches more."""
 
 def _policy(name: str, place: Place, workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     options = Options(name, {**OPTIONS, **OWN[name]}, given)
-    reduces = cast(Literal["each", "last"], options.choice("reduces", "each", "last"))
+    reduces: Literal["each", "last"] = options.choice("reduces", "each", "last")
     waits = options.choice("overlap", "on", "off") == "off"
     sharing = Sharing(divided="nothing" if name == "ddp" else "all", reduces=reduces, waits=waits)
     if name != "ddp":

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Literal, cast
+from typing import Literal
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Sharing, UnitPlan, UnitwisePlan
@@ -40,7 +40,8 @@ def _policy(stage: int, workload: Workload, machine: Machine, given: Mapping[str
     name = f"zero-{stage}"
     options = Options(name, OPTIONS, given)
     options["overlap"] = options["overlap"] or ("on" if stage == 3 else "off")
-    params, optimizer = (cast(Place, options.choice(key, "device", "host")) for key in ("params", "optimizer"))
+    params: Place = options.choice("params", "device", "host")
+    optimizer: Place = options.choice("optimizer", "device", "host")
     if params == "host" and (stage < 3 or optimizer == "device"):
         raise OptionError(
             f"option 'params' of policy {name!r} is 'host'; parameters leave the device with zero-3 alone, and after "
