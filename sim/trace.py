@@ -156,18 +156,17 @@ def write_atomically(path: str | os.PathLike[str], *parts: str | bytes | memoryv
 
     What is no file (a pipe, `/dev/stdout`) is written to as it is. Raises `OSError` with the path.
     """
-    target = Path(path)
+    target, content = Path(path), (part.encode() if isinstance(part, str) else part for part in parts)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         if target.exists() and not target.is_file():
             with target.open("wb") as file:
-                file.writelines(part.encode() if isinstance(part, str) else part for part in parts)
+                file.writelines(content)
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary.unlink(missing_ok=True)
         with temporary.open("xb") as file:  # follows no link
-            for part in parts:
-                file.write(part.encode() if isinstance(part, str) else part)
+            file.writelines(content)
         temporary.replace(target)
     except OSError as error:
         raise OSError(error.errno, f"cannot be written: {error.strerror or error}", str(target)) from error
