@@ -280,23 +280,9 @@ class Solver:
         if integral:
             kinds[program.integer] = 1
         by_row, minimise, offset = 2, 1, 0.0
-        self.highs.passModel(
-            num_columns,
-            num_rows,
-            program.size,
-            by_row,
-            minimise,
-            offset,
-            program.cost,
-            program.low,
-            program.high,
-            program.row_low,
-            program.row_high,
-            program.starts,
-            program.columns,
-            program.values,
-            kinds,
-        )
+        p = program
+        arrays = (p.cost, p.low, p.high, p.row_low, p.row_high, p.starts, p.columns, p.values, kinds)
+        self.highs.passModel(num_columns, num_rows, p.size, by_row, minimise, offset, *arrays)
         self.loaded = program
 
     def _change(self, program: Program) -> bool:
