@@ -19,21 +19,13 @@ def max_min_speeds(
     left = {name: limits[name] for demand in demands for name, need in demand.items() if need > 0}
     growing = [i for i in range(len(demands)) if all(need <= 0 or left[name] > 0 for name, need in demands[i].items())]
     while growing:
-        pull: dict[str, float] = {}
-        for i in growing:
-            for name, need in demands[i].items():
-                if need > 0:
-                    pull[name] = pull.get(name, 0.0) + need * shares[i]
-        level = min((1.0 - speeds[i]) / shares[i] for i in growing)
-        for name, total in pull.items():
-            level = min(level, left[name] / total)
+        pull = {name: sum(demands[i].get(name, 0.0) * shares[i] for i in growing) for name in left}
+        levels = [(1.0 - speeds[i]) / shares[i] for i in growing]
+        level = min([*levels, *(left[name] / total for name, total in pull.items() if total > 0)])
         for i in growing:
             speeds[i] += level * shares[i]
-        full = set()
-        for name, total in pull.items():
-            left[name] -= level * total
-            if left[name] <= 1e-12 * limits[name]:
-                full.add(name)
+        left = {name: left[name] - level * total for name, total in pull.items()}
+        full = {name for name, unused in left.items() if unused <= 1e-12 * limits[name]}
         growing = [
             i
             for i in growing
