@@ -39,11 +39,6 @@ def simulate(schedule: Schedule, costs: Mapping[str, Cost], *, limits: Mapping[s
         return _Run(schedule, costs, limits or {}).trace()
 
 
-def alone_ns(cost: Cost) -> int:
-    """Nanoseconds that an op takes when nothing else runs."""
-    return max(round(cost.latency_s * 1e9) + round(cost.work_s * 1e9), round(cost.launch_s * 1e9))
-
-
 class _Run:
     """One execution. Ops, tiers and buffers are numbered as in the schedule; `_x[i]` is a fact about op i."""
 
@@ -51,7 +46,7 @@ class _Run:
         self.env = simpy.Environment()
         self._schedule, self._columns = schedule, (columns := columns_of(schedule))
         self._graph = graph = graph_columns(columns)
-        self._costs, self._alone_ns = _checked(schedule, costs, limits)
+        self._costs = _checked(schedule, costs, limits)
         self._flows = _Flows(self.env, limits, self._end)
         num_ops, num_tiers = len(schedule.ops), len(schedule.tiers)
         # Lists, since numbers are looked at one by one.
@@ -75,6 +70,7 @@ class _Run:
         self._ready_ns = [0] * num_ops
         self._start_ns = [-1] * num_ops
         self._end_ns = [-1] * num_ops
+        self._alone_ns = [-1] * num_ops
         self._changes: list[tuple[int, int, int]] = []  # time_ns, buffer, bytes
 
     # ---- the four rules ----
@@ -190,22 +186,19 @@ class _Run:
         )
 
 
-def _checked(
-    schedule: Schedule, costs: Mapping[str, Cost], limits: Mapping[str, float]
-) -> tuple[list[Cost], list[int]]:
-    """The cost of each op and its time alone, in list order. Ops that share a `Cost` are checked once."""
-    known_ns: dict[int, int] = {}
+def _checked(schedule: Schedule, costs: Mapping[str, Cost], limits: Mapping[str, float]) -> list[Cost]:
+    """The cost of each op, in list order. Ops that share a `Cost` are checked once."""
+    sound: set[int] = set()
     checked = []
     for op in schedule.ops:
         cost = costs.get(op.key)
         if cost is None:
             raise SimulationError(f"op {op.key!r} has no cost; price all ops of the schedule")
+        if id(cost) not in sound and (fault := cost.fault(limits)):
+            raise SimulationError(f"op {op.key!r} {fault}")
+        sound.add(id(cost))
         checked.append(cost)
-        if id(cost) not in known_ns:
-            if fault := cost.fault(limits):
-                raise SimulationError(f"op {op.key!r} {fault}")
-            known_ns[id(cost)] = alone_ns(cost)
-    return checked, [known_ns[id(cost)] for cost in checked]
+    return checked
 
 
 class _Flows:

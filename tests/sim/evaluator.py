@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from tests.sim.graph_witness import Graph, graph_by_records
 from tierplan.hwmodels.machine import Cost
-from tierplan.sim.engine import alone_ns
 from tierplan.sim.schedule import Schedule
 
 __all__ = ["Evaluation", "Evaluator"]
@@ -51,8 +50,7 @@ class Evaluator:
     def evaluate(self, costs: Mapping[str, Cost], limits: Mapping[str, float] | None = None) -> Evaluation:
         """The makespan with these costs, by key; `limits` (units per second) tighten the bound where they bind."""
         by_op = [costs[op.key] for op in self.graph.schedule.ops]
-        known_ns = {id(cost): alone_ns(cost) for cost in {id(cost): cost for cost in by_op}.values()}
-        granted_ns, end_ns = self._pass([known_ns[id(cost)] for cost in by_op])
+        granted_ns, end_ns = self._pass([_alone_ns(cost) for cost in by_op])
         bound_ns, is_shared = _busiest_limit_ns(by_op, limits or {})
         makespan_ns = max(end_ns, default=0)
         return Evaluation(
@@ -178,3 +176,8 @@ def _busiest_limit_ns(costs: Sequence[Cost], limits: Mapping[str, float]) -> tup
     busiest_s = max((amount / limits[name] for name, amount in load.items() if limits.get(name, 0.0) > 0), default=0.0)
     # The engine rounds each op's work and end to whole nanoseconds.
     return max(0, int(busiest_s * 1e9) - num_shared), num_shared > 0
+
+
+def _alone_ns(cost: Cost) -> int:
+    """Nanoseconds that an op takes when nothing else runs."""
+    return max(round(cost.latency_s * 1e9) + round(cost.work_s * 1e9), round(cost.launch_s * 1e9))
