@@ -19,7 +19,7 @@ import numpy as np
 import simpy
 
 from tierplan.hwmodels.machine import Cost
-from tierplan.sim.analysis.completion import SimulationError, out_of_memory
+from tierplan.sim.analysis.completion import SimulationError, check_memory
 from tierplan.sim.columns import Lists, collector_paused, columns_of, rows_of
 from tierplan.sim.compiled.graph_columns import graph_columns, held_before
 from tierplan.sim.schedule import Schedule
@@ -164,13 +164,14 @@ class _Run:
         for b in np.flatnonzero(held_before(self._columns, self._graph)).tolist():
             self._changes.append((0, b, self._held_bytes[b]))
         if any(used > capacity for used, capacity in zip(self._used_bytes, self._capacity_bytes, strict=True)):
-            raise out_of_memory(self._columns)
+            check_memory(self._columns, self._graph)
         for i in self._graph.first_on_stream.tolist():
             self._reach(i, 0)
         self.env.run()
         del self._flows  # it refers back here: without the cycle, everything is released at once
         if -1 in self._end_ns:
-            raise out_of_memory(self._columns)
+            check_memory(self._columns, self._graph)
+            raise AssertionError("this engine found too little memory, the other one did not")
         schedule = self._schedule
         tiers, listed = [t.name for t in schedule.tiers], schedule.ops
         times = (self._free_ns, self._ready_ns, self._start_ns, self._end_ns, self._alone_ns)

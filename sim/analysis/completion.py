@@ -125,13 +125,6 @@ def check_memory(columns: ScheduleColumns, graph: GraphColumns | None = None) ->
         raise OutOfMemory(columns, where)
 
 
-def out_of_memory(columns: ScheduleColumns) -> OutOfMemory:
-    """The error for a schedule that does not complete."""
-    where = _stuck(graph_columns(columns))
-    assert where is not None, "one engine found too little memory, the other did not"
-    return OutOfMemory(columns, where)
-
-
 def smallest_capacity_bytes(schedule: Schedule, tier: str) -> int | None:
     """Smallest capacity of `tier` at which the schedule completes, the other tiers as they are; None if none is.
 
