@@ -20,8 +20,7 @@ from tierplan.runtime.autograd.coded import decoded_weight
 from tierplan.runtime.autograd.replay import is_random
 from tierplan.runtime.execution.device import TORCH_DTYPES
 from tierplan.sim.workloads.adapters import is_thin
-from tierplan.sim.workloads.families.slices import Operation, Save
-from tierplan.sim.workloads.families.tape import Meter
+from tierplan.sim.workloads.families.slices import Operation, Recording
 from tierplan.sim.workloads.formats import format_of
 
 aten = torch.ops.aten
@@ -77,7 +76,7 @@ def work_of(
 
 
 @dataclass(eq=False)
-class UnitRecorder(TorchDispatchMode):
+class UnitRecorder(Recording, TorchDispatchMode):
     """Records one unit. Storages that it sees but that existed before belong to parameters, the input, or outside."""
 
     parameters: Mapping[int, str]
@@ -87,25 +86,14 @@ class UnitRecorder(TorchDispatchMode):
     scope: Callable[[], str] = str
     lora: str = ""
     """The model's adapters, as text."""
-    operations: list[Operation] = field(default_factory=list)
-    saves: dict[int, Save] = field(default_factory=dict)
-    backward_work: list[Mapping[str, float]] = field(default_factory=list)
     parameters_used: dict[str, None] = field(default_factory=dict)
     outside: dict[int, int] = field(default_factory=dict)
     """Bytes of the storages from outside that forward reads."""
     input_numbers: set[int] = field(default_factory=set)
-    saves_input: bool = False
-    saves_parameters: bool = False
     in_backward: bool = False
-    num_kernels: int = 0
-    """That forward launches."""
-    num_elementwise: int = 0
-    num_modules: int = 0
-    """With parameters of their own, that forward calls."""
 
     def __post_init__(self) -> None:
-        super().__init__()
-        self.memory = Meter()
+        TorchDispatchMode.__init__(self)
         self._numbers: dict[int, int] = {}
         self.own: set[int] = set()
         """Numbers of the storages that the unit has made."""
@@ -152,8 +140,7 @@ class UnitRecorder(TorchDispatchMode):
             return t
         number = self.number(t)
         if number in self.own:
-            if number not in self.saves:
-                self.saves[number] = Save(storage=number, size_bytes=storage.nbytes(), dtype=dtype_name(t.dtype))
+            self.note_saved(number, storage.nbytes(), dtype_name(t.dtype))
         elif number in self.input_numbers:
             self.saves_input = True
         else:
@@ -185,9 +172,6 @@ class UnitRecorder(TorchDispatchMode):
         if self.in_backward:
             self.backward_work.append(work)
             return out
-        num_kernels = format_of(args[1]).num_kernels if func is DECODED else 1
-        self.num_kernels += num_kernels
-        self.num_elementwise += num_kernels if "elementwise_bytes" in work else 0
         for t in ins:
             address = t.untyped_storage()._cdata
             if address in self.parameters:
@@ -198,14 +182,15 @@ class UnitRecorder(TorchDispatchMode):
                     self.outside[address] = t.untyped_storage().nbytes()
         name = func.overloadpacket.__name__
         where = self.scope()
-        self.operations.append(
+        self.note(
             Operation(
                 name=f"{where}/{name}" if where else name,
                 reads=tuple(dict.fromkeys(self.number(t) for t in ins)),
                 writes=tuple(dict.fromkeys(self.number(t) for t in outs)),
                 work=work,
                 random=is_random(func, args, kwargs),
-            )
+            ),
+            num_kernels=format_of(args[1]).num_kernels if func is DECODED else 1,
         )
         return out
 

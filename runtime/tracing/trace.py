@@ -32,10 +32,10 @@ from tierplan.runtime.execution.device import TORCH_DTYPES
 from tierplan.runtime.reference import loss_of, without_cache
 from tierplan.runtime.tracing.backend import backend_rules, result_on
 from tierplan.runtime.tracing.record import UnitRecorder
-from tierplan.sim.workloads.families.slices import saved_tensors, with_sizes_of_one
+from tierplan.sim.workloads.families.slices import with_sizes_of_one
 from tierplan.sim.workloads.models import check_length, read_config
 from tierplan.sim.workloads.optimizers import in_flat_order
-from tierplan.sim.workloads.workload import Training, Unit, Workload, WorkloadError, total_work
+from tierplan.sim.workloads.workload import Training, Unit, Workload, WorkloadError
 
 
 def trace_workload(model: str | Path, training: Training) -> Workload:
@@ -313,7 +313,7 @@ class _Tracer:
         given = (*results, *handed)[:1]
         out_bytes = 0 if kind == "head" else sum(t.untyped_storage().nbytes() for t in given)
         shared_bytes = self._share(recorder, given, results[1:], passed_on)
-        forward_peak, saved_bytes = recorder.memory.peak_bytes, sum(s.size_bytes for s in recorder.saves.values())
+        forward_peak, saved_bytes = recorder.memory.peak_bytes, recorder.saved_bytes
         recorder.in_backward = True
         edges = [get_gradient_edge(t) for t in results]
         grads = [torch.empty_like(t) for t in results]
@@ -327,7 +327,6 @@ class _Tracer:
         del grads, edges
         gradients = [p.grad for p in (*self.given, *self.parameters_of_model) if p.grad is not None]
         grad_bytes = sum(g.untyped_storage().nbytes() for g in gradients)
-        memory = recorder.memory
         del gradients
         self._stop()
         for t in (*self.given, *self.parameters_of_model):
@@ -346,19 +345,10 @@ class _Tracer:
             **own,
             shares=self.owner[borrowed[0]] if borrowed else None,
             adds_to_shared=any(self.of_name[p].requires_grad for p in borrowed) or not borrowed,
-            forward=total_work(o.work for o in recorder.operations),
-            backward=total_work(recorder.backward_work),
-            num_kernels=recorder.num_kernels,
-            num_elementwise=recorder.num_elementwise,
-            num_modules=recorder.num_modules,
-            saved=saved_tensors(recorder.operations, list(recorder.saves.values())),
             input_bytes=sum(t.untyped_storage().nbytes() for t in self.given),
             output_bytes=out_bytes,
-            saves_input=recorder.saves_input,
-            saves_parameters=recorder.saves_parameters,
             forward_work_bytes=max(0, forward_peak - saved_bytes - out_bytes - shared_bytes),
-            backward_work_bytes=max(0, memory.peak_bytes - granted),
-            accumulating_work_bytes=max(0, memory.accumulating_peak_bytes + memory.complete_bytes - granted),
+            **recorder.amounts(granted),
         )
         self.units.append(unit)
         return unit

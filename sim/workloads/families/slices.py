@@ -1,4 +1,4 @@
-"""What recomputing a dropped tensor takes: the slice of a unit's operations that lead to it.
+"""What a unit does, as it is recorded; and what recomputing a dropped tensor takes: the operations that lead to it.
 
 Traced workloads record real operations, closed forms record the same operations without tensors. Both use this module.
 """
@@ -6,7 +6,8 @@ Traced workloads record real operations, closed forms record the same operations
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from tierplan.sim.workloads.workload import SavedTensor, Training, Workload, total_work
 
@@ -30,6 +31,75 @@ class Save:
     storage: int
     size_bytes: int
     dtype: str
+
+
+class Meter:
+    """Bytes live now, and the most there have been: with complete gradients of own parameters, and without."""
+
+    def __init__(self) -> None:
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.complete_bytes = 0
+        """Of what is live, gradients of own parameters that are complete."""
+        self.accumulating_peak_bytes = 0
+        """The peak without those: they would be part of earlier gradients by then."""
+
+    def add(self, size_bytes: int) -> None:
+        self.live_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.accumulating_peak_bytes = max(self.accumulating_peak_bytes, self.live_bytes - self.complete_bytes)
+
+    def restart(self) -> None:
+        """Peaks from here on."""
+        self.peak_bytes = self.accumulating_peak_bytes = self.live_bytes
+
+
+@dataclass(kw_only=True, eq=False)
+class Recording:
+    """What one unit's forward and backward do."""
+
+    memory: Meter = field(default_factory=Meter)
+    operations: list[Operation] = field(default_factory=list)
+    saves: dict[int, Save] = field(default_factory=dict)
+    backward_work: list[Mapping[str, float]] = field(default_factory=list)
+    saves_input: bool = False
+    saves_parameters: bool = False
+    num_kernels: int = 0
+    """That forward launches."""
+    num_elementwise: int = 0
+    num_modules: int = 0
+    """With parameters of their own, that forward calls."""
+
+    def note(self, operation: Operation, num_kernels: int = 1) -> None:
+        """Adds an operation of forward."""
+        self.num_kernels += num_kernels
+        self.num_elementwise += num_kernels if "elementwise_bytes" in operation.work else 0
+        self.operations.append(operation)
+
+    def note_saved(self, number: int, size_bytes: int, dtype: str) -> None:
+        """Autograd keeps this storage of the unit's own."""
+        if number not in self.saves:
+            self.saves[number] = Save(storage=number, size_bytes=size_bytes, dtype=dtype)
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(save.size_bytes for save in self.saves.values())
+
+    def amounts(self, granted_bytes: int) -> dict[str, Any]:
+        """What a `Unit` says of it, when backward has run beside so many bytes that do not count as its work."""
+        peak_bytes, adding_bytes = self.memory.peak_bytes, self.memory.accumulating_peak_bytes
+        return dict(
+            forward=total_work(operation.work for operation in self.operations),
+            backward=total_work(self.backward_work),
+            num_kernels=self.num_kernels,
+            num_elementwise=self.num_elementwise,
+            num_modules=self.num_modules,
+            saved=saved_tensors(self.operations, list(self.saves.values())),
+            saves_input=self.saves_input,
+            saves_parameters=self.saves_parameters,
+            backward_work_bytes=max(0, peak_bytes - granted_bytes),
+            accumulating_work_bytes=max(0, adding_bytes + self.memory.complete_bytes - granted_bytes),
+        )
 
 
 def saved_tensors(operations: Sequence[Operation], saves: Sequence[Save]) -> tuple[SavedTensor, ...]:

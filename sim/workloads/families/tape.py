@@ -9,37 +9,16 @@ operations in reverse, as the autograd engine does.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from tierplan.sim.workloads.families.slices import Operation, Save, saved_tensors
+from tierplan.sim.workloads.families.slices import Meter, Operation, Recording
 from tierplan.sim.workloads.formats import format_of
 from tierplan.sim.workloads.optimizers import Shape, in_flat_order
-from tierplan.sim.workloads.workload import DTYPE_BYTES, Amounts, SavedTensor, Training, total_work
+from tierplan.sim.workloads.workload import DTYPE_BYTES, Amounts, Training
 
 ITEM_BYTES = {**DTYPE_BYTES, "bool": 1, "uint8": 1, "int64": 8, "uint64": 8, "fp64": 8}
-
-
-class Meter:
-    """Bytes live now, and the most there have been: with complete gradients of own parameters, and without."""
-
-    def __init__(self) -> None:
-        self.live_bytes = 0
-        self.peak_bytes = 0
-        self.complete_bytes = 0
-        """Of what is live, gradients of own parameters that are complete."""
-        self.accumulating_peak_bytes = 0
-        """The peak without those: they would be part of earlier gradients by then."""
-
-    def add(self, size_bytes: int) -> None:
-        self.live_bytes += size_bytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        self.accumulating_peak_bytes = max(self.accumulating_peak_bytes, self.live_bytes - self.complete_bytes)
-
-    def restart(self) -> None:
-        """Peaks from here on."""
-        self.peak_bytes = self.accumulating_peak_bytes = self.live_bytes
 
 
 class Storage:
@@ -104,32 +83,22 @@ class Value:
         return min(self.numel * ITEM_BYTES[self.dtype], self.storage.size_bytes)
 
 
-@dataclass(slots=True)
-class Tape:
-    """Records one unit's forward; afterwards `saved`, `forward`, and `backward` have the answers."""
+@dataclass(eq=False)
+class Tape(Recording):
+    """Records one unit's forward; `run_backward` then does the same for backward."""
 
     training: Training
-    meter: Meter = field(default_factory=Meter)
-    operations: list[Operation] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
-    saves: dict[int, Save] = field(default_factory=dict)
     held: list[Storage] = field(default_factory=list)
     num_parameters: int = 0
     num_frozen: int = 0
     coded_bytes: int = 0
     """Of frozen parameters in codes, over what they would take in the model's type: below zero."""
-    num_kernels: int = 0
-    num_elementwise: int = 0
-    num_modules: int = 0
-    """With parameters of their own."""
     rank: int = 0
     """Of the parameters that are made now: modules list those of lower rank first."""
     ranked: list[tuple[int, Shape]] = field(default_factory=list)
     """The unit's own parameters, in the order of their use."""
     shared_parameters: int = 0
-    input_saved: bool = False
-    parameters_saved: bool = False
-    backward_work: list[Mapping[str, float]] = field(default_factory=list)
     scope: str = ""
     _numbers: int = 0
 
@@ -137,7 +106,7 @@ class Tape:
 
     def _storage(self, size_bytes: int, dtype: str, owner: str = "") -> Storage:
         self._numbers += 1
-        return Storage(size_bytes, dtype, owner, None if owner else self.meter, self._numbers)
+        return Storage(size_bytes, dtype, owner, None if owner else self.memory, self._numbers)
 
     def parameter(self, *shape: int, shared: bool = False, rank: int | None = None, adapts: bool = False) -> Value:
         """A parameter of this unit, or (`shared`) one that another unit owns; beside adapters all others are frozen."""
@@ -165,9 +134,9 @@ class Tape:
         self.num_parameters += num_parameters
         self.num_frozen += num_parameters
 
-    def input(self, *shape: int, dtype: str | None = None, needs_grad: bool = True) -> Value:
+    def input(self, *shape: int, needs_grad: bool = True) -> Value:
         """The unit's input: it belongs to the unit before."""
-        dtype = dtype or self.training.dtype
+        dtype = self.training.dtype
         leaf = Node((), None, prod(shape), dtype) if needs_grad else None
         return Value(shape, dtype, self._storage(prod(shape) * ITEM_BYTES[dtype], dtype, "input"), leaf)
 
@@ -187,15 +156,10 @@ class Tape:
         """What autograd keeps for backward; the result holds it."""
         for value in values:
             storage = value.storage
-            if storage.owner == "input":
-                self.input_saved = True
-            if storage.owner == "parameter":
-                self.parameters_saved = True
-            if storage.owner or storage.number in self.saves:
-                continue
-            self.saves[storage.number] = Save(
-                storage=storage.number, size_bytes=storage.size_bytes, dtype=storage.dtype
-            )
+            self.saves_input |= storage.owner == "input"
+            self.saves_parameters |= storage.owner == "parameter"
+            if not storage.owner:
+                self.note_saved(storage.number, storage.size_bytes, storage.dtype)
         return tuple(v.storage for v in values)
 
     # ---- recording ----
@@ -209,11 +173,9 @@ class Tape:
         random: bool = False,
         num_kernels: int = 1,
     ) -> None:
-        self.num_kernels += num_kernels
-        self.num_elementwise += num_kernels if "elementwise_bytes" in work else 0
         name = f"{self.scope}/{name}" if self.scope else name
         read, written = (tuple(v.storage.number for v in values) for values in (reads, writes))
-        self.operations.append(Operation(name=name, reads=read, writes=written, work=work, random=random))
+        self.note(Operation(name=name, reads=read, writes=written, work=work, random=random), num_kernels)
 
     def made(self, name: str, reads: Sequence[Value], shape: Sequence[int], dtype: str) -> Value:
         """The result of a memory-bound kernel, which moves the bytes of what it reads and its own."""
@@ -238,7 +200,7 @@ class Tape:
     # ---- backward ----
 
     def run_backward(self, output: Node) -> None:
-        """Walks the operations in reverse; `meter` then has backward's peak, `backward_work` its work."""
+        """Walks the operations in reverse; `memory` then has backward's peak, `backward_work` its work."""
         root = self.grad(output.numel, output.dtype)  # the unit behind handed it over: it is held throughout
         pending = {id(output): root}
         uses = Counter(id(leaf) for node in self.nodes for leaf in node.edges if leaf is not None and leaf.is_own)
@@ -267,7 +229,7 @@ class Tape:
                 if target is not None and target.is_own:
                     uses[id(target)] -= 1
                     if not uses[id(target)]:
-                        self.meter.complete_bytes += pending[id(target)].size_bytes
+                        self.memory.complete_bytes += pending[id(target)].size_bytes
 
     def _reduce(self, node: Node, grads: list[Storage | None]) -> None:
         """Gradients of what was broadcast are summed, once all of the operation's gradients are there."""
@@ -286,13 +248,3 @@ class Tape:
         """Of the unit's own parameters, in flat order."""
         ranked = sorted(self.ranked, key=lambda item: item[0])
         return tuple(in_flat_order((shape for _, shape in ranked), lambda shape: shape))
-
-    def saved(self) -> tuple[SavedTensor, ...]:
-        return saved_tensors(self.operations, list(self.saves.values()))
-
-    def forward_work(self) -> dict[str, float]:
-        return total_work(operation.work for operation in self.operations)
-
-    @property
-    def saved_bytes(self) -> int:
-        return sum(save.size_bytes for save in self.saves.values())

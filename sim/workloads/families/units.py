@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tierplan.sim.workloads.families.ops import derived, kernel, product, to_dtype
 from tierplan.sim.workloads.families.tape import Storage, Tape, Value
-from tierplan.sim.workloads.workload import DTYPE_BYTES, NotCovered, Training, Unit, WorkloadError, total_work
+from tierplan.sim.workloads.workload import DTYPE_BYTES, NotCovered, Training, Unit, WorkloadError
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,18 +247,17 @@ def measure_unit(
     """Runs one part on a fresh tape, forward and backward; below all that is trained, nothing is passed back."""
     tape = Tape(training)
     is_embed = kind == "embed"
-    given = tape.input(*shape, dtype="int64" if is_embed else None, needs_grad=passes_back and not is_embed)
+    given = tape.outside(*shape, dtype="int64") if is_embed else tape.input(*shape, needs_grad=passes_back)
     out = run(tape, given)
     node, out_bytes = out.node, out.size_bytes
     loss_bytes = out_bytes if kind == "head" else 0
     input_bytes = 0 if is_embed else given.size_bytes
-    forward_peak = tape.meter.peak_bytes
-    saved, saved_bytes = tape.saved(), tape.saved_bytes
+    forward_peak = tape.memory.peak_bytes
     passed_on = sum({s.number: s.size_bytes for s in tape.held if s.number not in tape.saves}.values())
-    forward_work = max(0, forward_peak - saved_bytes - (0 if loss_bytes else out_bytes) - passed_on)
+    forward_work = max(0, forward_peak - tape.saved_bytes - (0 if loss_bytes else out_bytes) - passed_on)
     del out, given
-    tape.meter.restart()
-    before = tape.meter.live_bytes
+    tape.memory.restart()
+    before = tape.memory.live_bytes
     gradients = tape.num_parameters - tape.num_frozen
     if node is not None:
         tape.run_backward(node)
@@ -274,17 +273,8 @@ def measure_unit(
         shapes=tape.shapes(),
         shares="embed" if tape.shared_parameters else None,
         adds_to_shared=not (training.lora and tape.shared_parameters),
-        forward=tape.forward_work(),
-        backward=total_work(tape.backward_work),
-        num_kernels=tape.num_kernels,
-        num_elementwise=tape.num_elementwise,
-        num_modules=tape.num_modules,
-        saved=saved,
         input_bytes=input_bytes,
         output_bytes=0 if loss_bytes else out_bytes,
-        saves_input=tape.input_saved and not is_embed,
-        saves_parameters=tape.parameters_saved,
         forward_work_bytes=forward_work,
-        backward_work_bytes=max(0, tape.meter.peak_bytes - granted),
-        accumulating_work_bytes=max(0, tape.meter.accumulating_peak_bytes + tape.meter.complete_bytes - granted),
+        **tape.amounts(granted),
     )
