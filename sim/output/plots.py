@@ -37,7 +37,7 @@ from tierplan.sim.output.drawn import (
     streams_of,
     what_of,
 )
-from tierplan.sim.output.text import format_bytes, format_frac
+from tierplan.sim.output.text import BINARY_UNITS, format_bytes, format_frac
 from tierplan.sim.trace import Trace, write_atomically
 
 Colour = tuple[str, float]
@@ -65,7 +65,7 @@ def plot_timelines(excerpts: Mapping[str, Excerpt], *, ax: Axes | None = None) -
     """
     streams = streams_of([excerpt.trace for excerpt in excerpts.values()])
     num_lanes = len(excerpts)
-    fig, ax = _axes(ax, height=1.4 + (0.35 + 0.2 * num_lanes) * len(streams))
+    ax = ax or _new_axes(1, (10, 1.4 + (0.35 + 0.2 * num_lanes) * len(streams)))[0]
     length_s = max(excerpt.length_s for excerpt in excerpts.values())
     unit, per_s = _time_unit(length_s)
     seen: set[str] = set()
@@ -81,7 +81,7 @@ def plot_timelines(excerpts: Mapping[str, Excerpt], *, ax: Axes | None = None) -
     handles = [Patch(facecolor=colour, label=", ".join(names)) for colour, names in labels.items()]
     handles += [Patch(facecolor=colour, label=what) for what, colour in WAITS.items() if what in seen]
     _finish(ax, handles)
-    return fig
+    return _figure_of(ax)
 
 
 def _draw_ops(
@@ -207,7 +207,7 @@ def plot_memory(
     shown = list(tiers or [t for t in trace.capacity_bytes if trace.peak_bytes[t] > 0])
     if not shown:
         raise ValueError(f"no tier of trace {trace.name!r} ever holds anything; there is nothing to draw")
-    axes = axes or _axes_of_tiers(shown)
+    axes = axes or _new_axes(len(shown), (9, 0.6 + 1.9 * len(shown)))
     begin_s, end_s = window_s or (0.0, trace.duration_s)
     unit, per_s = _time_unit(end_s - begin_s)
     for tier, ax in zip(shown, axes, strict=True):
@@ -245,7 +245,7 @@ def plot_step_time(trace: Trace, *, window_s: tuple[float, float] | None = None,
     """
     times = stream_times(trace, window_s)
     streams = streams_of([trace])
-    fig, ax = _axes(ax, height=1.2 + 0.45 * len(streams))
+    ax = ax or _new_axes(1, (10, 1.2 + 0.45 * len(streams)))[0]
     begin_s, end_s = window_s or (0.0, trace.duration_s)
     unit, per_s = _time_unit(end_s - begin_s)
     parts = (
@@ -271,27 +271,17 @@ def plot_step_time(trace: Trace, *, window_s: tuple[float, float] | None = None,
         _beside(ax, lane, f"busy {busy_s * per_s:.3g} {unit}, {format_frac(frac)}")
     _lanes(ax, streams, (end_s - begin_s) * per_s, unit)
     _finish(ax, handles)
-    return fig
+    return _figure_of(ax)
 
 
 # ---- parts ----
 
 
-def _axes_of_tiers(tiers: Sequence[str]) -> list[Axes]:
-    """One Axes per tier, below each other, with one axis of time."""
-    fig, grid = plt.subplots(
-        len(tiers), 1, sharex=True, squeeze=False, figsize=(9, 0.6 + 1.9 * len(tiers)), layout="constrained"
-    )
-    plt.close(fig)
-    return list(grid[:, 0])
-
-
-def _axes(ax: Axes | None, *, height: float) -> tuple[Figure, Axes]:
-    if ax is not None:
-        return _figure_of(ax), ax
-    fig, ax = plt.subplots(figsize=(10, height), layout="constrained")
+def _new_axes(num: int, size: tuple[float, float]) -> list[Axes]:
+    """So many Axes below each other, with one axis of time."""
+    fig, grid = plt.subplots(num, 1, sharex=True, squeeze=False, figsize=size, layout="constrained")
     plt.close(fig)  # a notebook shows the returned figure; left open, it would show it twice
-    return fig, ax
+    return list(grid[:, 0])
 
 
 def _figure_of(ax: Axes) -> Figure:
@@ -349,7 +339,4 @@ def _time_unit(length_s: float) -> tuple[str, float]:
 
 
 def _size_unit(size_bytes: float) -> tuple[str, float]:
-    for name, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size_bytes >= size:
-            return name, float(size)
-    return "B", 1.0
+    return next(((name, float(size)) for name, size in BINARY_UNITS if size_bytes >= size), ("B", 1.0))

@@ -29,9 +29,12 @@ def format_s(seconds: float, *, signed: bool = False) -> str:
     return "0 s" if size < 1e-9 else f"{sign}{digits(seconds * 1e9)} ns"
 
 
+BINARY_UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
 def format_bytes(size_bytes: float) -> str:
     """Bytes in binary units to three digits: `1.21 GiB`."""
-    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    for unit, scale in BINARY_UNITS:
         if abs(size_bytes) >= scale * 0.9995:
             return f"{digits(size_bytes / scale)} {unit}"
     return f"{size_bytes:.0f} B"
