@@ -222,7 +222,7 @@ def stream_rows(cols: Columns, held: Held) -> None:
     """Every stream and every shared limit has the window's duration, and early parts its idle time."""
     p, lp, rates = cols.p, cols.lp, cols.p.rates
     streams, pairs = _streams(p), _pairs(p)
-    for s in range(len(cols.windows)):
+    for s, window in enumerate(cols.windows):
         fixed, extra = cols.compute(s)
         tau = cols.tau[s][0]
         lp.row([(1.0, tau), *minus(extra), *cols.flow(s, "aD", -1.0 / rates.update)], low=fixed, family=COMPUTE)
@@ -243,12 +243,18 @@ def stream_rows(cols: Columns, held: Held) -> None:
             down: Terms = [(1 / fastest, early["d"])]
             for terms in (up, down):
                 lp.row([(1.0, tau), *minus(extra), *minus(terms)], low=fixed, family="idle time")
-        _limit_rows(cols, s, streams)
+        for limit, loads in p.loads.items():
+            terms, taken = _taken(cols, s, streams, loads), 0.0
+            for u in window.units:
+                unit = cols.units[u]
+                taken += (unit.fwd_load if window.phase == "fwd" else unit.bwd_load).get(limit, 0.0) * p.turn
+                if window.phase == "bwd":
+                    loads_again = [p.turn * group.recompute_load.get(limit, 0.0) for group in unit.groups]
+                    terms += cols.recomputed(u, loads_again)
+            if terms or taken:
+                lp.row([*terms, (-1.0, tau)], high=-taken, family=limit)
         for limit, seconds in pairs:
-            terms = [
-                (seconds.get(streams[n][0], 0.0) * p.moved_frac(n), c) for n, c in cols.flows[s].items() if n in streams
-            ]
-            lp.row([*terms, (-1.0, tau)], high=0.0, family=limit)
+            lp.row([*_taken(cols, s, streams, seconds), (-1.0, tau)], high=0.0, family=limit)
     if p.host_gb and rates.adam and p.workload.training.max_grad_norm is not None:
         # norms are taken on the cores that update: over the step, there is time for both
         busy = [(c / streams[name][1], t) for name in ("aH", "aN", "acc") for c, t in cols.over_step(name)]
@@ -278,21 +284,10 @@ def _streams(p: Problem) -> Mapping[str, tuple[str, float]]:
     return {**moved, "aH": (HOST_ADAM, r.adam), "aN": (HOST_ADAM, r.adam), "acc": (HOST_ADAM, 1.0)}
 
 
-def _limit_rows(cols: Columns, s: int, streams: Mapping[str, tuple[str, float]]) -> None:
-    p, window, tau = cols.p, cols.windows[s], cols.tau[s][0]
-    for limit, loads in p.loads.items():
-        terms: Terms = []
-        for name, column in cols.flows[s].items():
-            if name in streams and name != "acc" and (load := loads.get(streams[name][0], 0.0)):
-                terms.append((load * p.moved_frac(name), column))
-        taken = 0.0
-        for u in window.units:
-            unit = cols.units[u]
-            taken += (unit.fwd_load if window.phase == "fwd" else unit.bwd_load).get(limit, 0.0) * p.turn
-            if window.phase == "bwd":
-                terms += cols.recomputed(u, [p.turn * group.recompute_load.get(limit, 0.0) for group in unit.groups])
-        if terms or taken:
-            cols.lp.row([*terms, (-1.0, tau)], high=-taken, family=limit)
+def _taken(cols: Columns, s: int, streams: Mapping[str, tuple[str, float]], loads: Mapping[str, float]) -> Terms:
+    """What the flows of window s take of a limit, with these loads by stream."""
+    flows = ((name, c, loads.get(streams[name][0], 0.0)) for name, c in cols.flows[s].items() if name in streams)
+    return [(load * cols.p.moved_frac(name), c) for name, c, load in flows if load and name != "acc"]
 
 
 def _pairs(p: Problem) -> list[tuple[str, Mapping[str, float]]]:
