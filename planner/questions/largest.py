@@ -6,6 +6,7 @@ largest, its depth grows by a quarter at a time.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
@@ -47,17 +48,14 @@ def largest_model(
 ) -> Largest:
     """The largest of `family` that fits, or one that is deeper. A larger model never needs less memory, so this is a
     binary search."""
-    models = family(training)
-    best: Prediction | None = None
-    worst: Prediction | None = None
-    low, high = 0, len(models)
-    while low < high:
-        middle = (low + high) // 2
-        prediction = predict(policy, models[middle], machine, options)
-        if prediction.fits:
-            best, low = prediction, middle + 1
-        else:
-            worst, high = prediction, middle
+    models, tried = family(training), dict[int, Prediction]()
+
+    def is_too_large(k: int) -> bool:
+        tried[k] = predict(policy, models[k], machine, options)
+        return not tried[k].fits
+
+    first = bisect_left(range(len(models)), True, key=is_too_large)
+    best, worst = tried.get(first - 1), tried.get(first)
     name, config, depth = models[-1].name, models[-1].config, int(str(models[-1].config["n_layer"]))
     num_blocks = depth
     while worst is None and num_blocks < DEEPEST * depth:
