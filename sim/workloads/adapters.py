@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 METHODS = ("lora", "dora", "ia3")
+SWITCHES = {"on": True, "off": False}
 FORM = "r=16,alpha=32,targets=all-linear,dropout=0.05,method=lora,save=embed_tokens+lm_head,autocast=on"
 
 
@@ -39,7 +40,7 @@ def read_adapters(text: str) -> Adapters:
     """The adapters of a text such as `r=16,targets=q_proj+v_proj`. Raises `ValueError` for any other text."""
     given: dict[str, Any] = {}
     kinds: dict[str, Callable[[str], Any]] = {"r": int, "alpha": float, "dropout": float}
-    kinds |= {"targets": _names, "feedforward": _names, "save": _names, "method": str, "autocast": _is_on}
+    kinds |= {"targets": _names, "feedforward": _names, "save": _names, "method": str, "autocast": SWITCHES.__getitem__}
     for part in text.split(","):
         key, _, value = (word.strip() for word in part.partition("="))
         try:
@@ -66,12 +67,6 @@ def is_thin(lora: str, *sides: int) -> bool:
     alone would be a tenth to a half of that.
     """
     return bool(lora) and min(sides) <= read_adapters(lora).r
-
-
-def _is_on(value: str) -> bool:
-    if value not in ("on", "off"):
-        raise ValueError(f"neither on nor off: {value}")
-    return value == "on"
 
 
 def _names(value: str) -> tuple[str, ...]:
