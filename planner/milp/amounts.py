@@ -242,12 +242,8 @@ def problem(
         workload = cut_batches(workload, sub_batches)
     batches = workload.training.gradient_accumulation_steps
     vertical = order == "vertical" and batches > 1
-    if vertical or batches == 1:
-        blocks: tuple[BatchGroup, ...] = (BatchGroup(1, True, True),)
-    elif batches == 2:
-        blocks = (BatchGroup(1, True, False), BatchGroup(1, False, True))
-    else:
-        blocks = (BatchGroup(1, True, False), BatchGroup(batches - 2, False, False), BatchGroup(1, False, True))
+    between = [BatchGroup(batches - 2, False, False)] if batches > 2 else []
+    several = BatchGroup(1, True, False), *between, BatchGroup(1, False, True)
     tiers = {t.kind: t.capacity_bytes / GB for t in reversed(machine.tiers)}
     streams = {s.name for s in machine.streams}
     has_nvme = "nvme" in tiers and {NVME_READ, NVME_WRITE} <= streams and {"host"} <= tiers.keys()
@@ -262,7 +258,7 @@ def problem(
         sub_batches=sub_batches,
         units=_units(workload, machine, alike),
         runs=runs_of(len(workload.units)) if runs is None else tuple(runs),
-        blocks=blocks,
+        blocks=(BatchGroup(1, True, True),) if vertical or batches == 1 else several,
         turn=batches if vertical else 1,
         device_gb=tiers["device"],
         host_gb=tiers.get("host", 0.0),
