@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from tierplan.planner.milp.amounts import Problem, Window
 from tierplan.planner.milp.modes import MODES, Mode
@@ -189,11 +190,13 @@ class Columns:
 
     def placed(self, u: int, part: str, where: str, scale: float = 1.0) -> Terms:
         """scale x the share of unit u whose `params`, `states` or `grads` are `where`, or that is `updated` so."""
-        return self.share(u, scale, lambda mode: getattr(mode, part) == where)
+        chosen = _with(part, where)
+        return [(scale, c) for k, c in self.choices[u].place.items() if k in chosen]
 
     def away(self, u: int, part: str, scale: float = 1.0) -> Terms:
         """scale x the share that is not on the device."""
-        return self.share(u, scale, lambda mode: getattr(mode, part) != "device")
+        there = _with(part, "device")
+        return [(scale, c) for k, c in self.choices[u].place.items() if k not in there]
 
     def leaving(self, u: int, scale: float = 1.0) -> Terms:
         """scale x the share whose gradients leave the device when they are complete."""
@@ -201,7 +204,8 @@ class Columns:
 
     def params_of(self, u: int, updated: str, *wheres: str) -> Terms:
         """GB of unit u's trained parameters that are there and are `updated` so."""
-        return self.share(u, self.units[u].params_gb, lambda m: m.updated == updated and m.params in wheres)
+        chosen, gb = _with("updated", updated), self.units[u].params_gb
+        return [(gb, c) for k, c in self.choices[u].place.items() if k in chosen and MODES[k].params in wheres]
 
     def params_on(self, u: int, where: str) -> Terms:
         """GB of unit u's parameters, trained and frozen, that are `where`."""
@@ -283,6 +287,12 @@ class Columns:
     def column_for(self, terms: Terms) -> Terms:
         """One column equal to a long sum that many rows use."""
         return self.carry([], terms) if len(terms) > 1 else terms
+
+
+@cache
+def _with(part: str, where: str) -> frozenset[int]:
+    """Numbers of the placements in which a part is there, or that are `updated` so."""
+    return frozenset(k for k, mode in enumerate(MODES) if getattr(mode, part) == where)
 
 
 def times(scale: float, terms: Terms) -> Terms:
