@@ -52,11 +52,11 @@ def load_description(name_or_path: str, overrides: Sequence[str] = ()) -> Descri
             "or give a .toml file, or 'here' once measured"
         )
     where = path.name if name in catalog_names() else str(path)
-    description = override(parse_description(read_utf8(path), where=where), overrides)
-    return replace(description, part_values=_part_values(description))
+    return with_part_values(override(parse_description(read_utf8(path), where=where), overrides))
 
 
-def _part_values(description: Description) -> dict[str, Quantity]:
+def with_part_values(description: Description) -> Description:
+    """The description with what the catalog says of its parts, and what follows from its own numbers."""
     values: dict[str, Quantity] = {}
     for section in PARTS:
         part = description.values.get(f"{section}.part")
@@ -66,7 +66,7 @@ def _part_values(description: Description) -> dict[str, Quantity]:
     if adam := host_adam(description.values, traffic, sockets):
         values["host.adam"] = adam
     void = {derived for name in description.values for derived in KEYS[name].replaces}
-    return {name: value for name, value in values.items() if name not in void}
+    return replace(description, part_values={name: value for name, value in values.items() if name not in void})
 
 
 def part_values(section: str, name: str, given: Mapping[str, Quantity] = MappingProxyType({})) -> dict[str, Quantity]:
@@ -107,10 +107,7 @@ def shared_values(gpu: str) -> dict[str, Quantity]:
 
 def load_curves(name: str) -> Description:
     """The measured curves of a GPU; empty where nobody measured it."""
-    if name not in catalog_names("curves"):
-        return Description(name=name)
-    path = _catalog("curves") / f"{name}.toml"
-    return parse_description(path.read_text(encoding="utf-8"), where=f"{name}.toml")
+    return _read("curves", name) if name in catalog_names("curves") else Description(name=name)
 
 
 def load_part(section: str, name: str) -> Description:
@@ -122,8 +119,11 @@ def load_part(section: str, name: str) -> Description:
         close = close or difflib.get_close_matches(spelled, names, n=1)
         hint = f"did you mean {' or '.join(close)}? " if close else ""
         raise MachineError(f"no part {name!r} among the catalog's {folder}; {hint}it has {', '.join(names)}")
-    text = _catalog(folder).joinpath(f"{name}.toml").read_text(encoding="utf-8")
-    return parse_description(text, where=f"{name}.toml")
+    return _read(folder, name)
+
+
+def _read(folder: str, name: str) -> Description:
+    return parse_description((_catalog(folder) / f"{name}.toml").read_text(encoding="utf-8"), where=f"{name}.toml")
 
 
 def catalog_names(folder: str = "machines") -> list[str]:

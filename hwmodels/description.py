@@ -25,7 +25,7 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -360,11 +360,7 @@ def override(description: Description, settings: Sequence[str]) -> Description:
     if isinstance(settings, (str, Mapping)):
         raise MachineError(f'settings are {settings!r}; give a list of texts such as ["nvme.drives=3"]')
     values = dict(description.values)
-    for setting in settings:
-        name, sign, text = setting.partition("=")
-        name, text = name.strip(), text.strip().strip("\"'")
-        if not sign or not text:
-            raise MachineError(f"setting {setting!r} is not key=value; write for example nvme.drives=3")
+    for name, text in pairs_of(settings):
         key = find_key(name)
         quantity = parse_quantity(key, _points_or_text(name, text), where="--set")
         chosen = values.get(key.name)
@@ -374,6 +370,15 @@ def override(description: Description, settings: Sequence[str]) -> Description:
             values.pop(void, None)
         values[key.name] = quantity
     return replace(description, values=values)
+
+
+def pairs_of(settings: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Keys and values of `key=value` settings. Raises `MachineError`."""
+    for setting in settings:
+        name, text = (part.strip() for part in setting.partition("=")[::2])
+        if not name or not text.strip("\"'"):
+            raise MachineError(f"setting {setting!r} is not key=value; write for example nvme.drives=3")
+        yield name, text.strip("\"'")
 
 
 def _points_or_text(name: str, text: str) -> object:

@@ -41,10 +41,20 @@ from tierplan.hwmodels.catalog import (
     load_description,
     load_part,
     part_values,
+    with_part_values,
 )
 from tierplan.hwmodels.community import share, step_of
 from tierplan.hwmodels.curves import curve_errors
-from tierplan.hwmodels.description import KEYS, PARTS, Description, Quantity, override, read_utf8, write_description
+from tierplan.hwmodels.description import (
+    KEYS,
+    PARTS,
+    Description,
+    Quantity,
+    override,
+    parse_description,
+    read_utf8,
+    write_description,
+)
 from tierplan.hwmodels.detect import ask_system, propose
 from tierplan.hwmodels.importers import ds_io, fio, nccl_tests, nvbandwidth, nvidia_smi
 from tierplan.hwmodels.importers.gpu_tables import curves_text, read_curves, table_list
@@ -340,8 +350,12 @@ def _import(args: argparse.Namespace) -> int:
     if args.base:
         base = _with_parts(load_description(args.base), values, f"imported from {', '.join(names)} on {args.base}")
     description = replace(base, name=args.name or Path(args.output).stem, values={**base.values, **values})
-    description = override(description, args.overrides)
-    machine = _written_machine(Path(args.output), description, NOT_OF_THE_CATALOG if _is_new_gpu(values) else "")
+    text = write_description(override(description, args.overrides))
+    try:
+        machine = build_machine(with_part_values(parse_description(text, where=args.output)))
+    except MachineError as error:
+        raise MachineError(f"{error}{NOT_OF_THE_CATALOG if _is_new_gpu(values) else ''}") from None
+    write_atomically(args.output, text)
     shown = [f"{name} = {quantity.text(KEYS[name])}" for name, quantity in values.items()]
     record = {**_record(machine), "imported": list(values), "file": args.output}
     tell(args, record, [*shown, *structure(machine), f"written to {args.output}"])
@@ -357,20 +371,3 @@ NOT_OF_THE_CATALOG = (
 def _is_new_gpu(values: Mapping[str, Quantity]) -> bool:
     """Whether there is a GPU that the catalog does not have."""
     return "gpu.count" in values and "gpu.part" not in values
-
-
-def _written_machine(target: Path, description: Description, hint: str) -> Machine:
-    """The machine of the file that is written. Raises `MachineError`, with the hint, where it would be none.
-
-    The file is as it was then.
-    """
-    before = target.read_bytes() if target.exists() else None
-    write_atomically(target, write_description(description))
-    try:
-        return build_machine(load_description(str(target)))
-    except MachineError as error:
-        if before is None:
-            target.unlink()
-        else:
-            write_atomically(target, before)
-        raise MachineError(f"{error}{hint}") from None

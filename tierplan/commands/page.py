@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from tierplan.commands.options.arguments import add_set, amount, finite, new_file, new_folder, option, whole
-from tierplan.commands.options.scenario import settings
+from tierplan.hwmodels.description import pairs_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
             policies=args.method,
             sequences=args.sequences,
             seq=args.seq,
-            overrides=dict(settings(args.overrides)),
+            overrides=dict(pairs_of(args.overrides)),
             planner_s=args.time_limit or (QUICK_S if args.quick else None),
             most=2 if args.quick else None,
         )

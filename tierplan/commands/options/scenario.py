@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import argparse
 from argparse import _ActionsContainer
-from collections.abc import Sequence
 from dataclasses import replace
 
 from tierplan.commands.options.arguments import add_set, finite, optimizer, option, whole
-from tierplan.hwmodels.machine import Machine, MachineError
+from tierplan.hwmodels.description import pairs_of
+from tierplan.hwmodels.machine import Machine
 from tierplan.planner.training_files import read_training_file
 from tierplan.planner.training_files.configured import Configured
 from tierplan.sim.workloads.formats import act_formats, bases
@@ -122,7 +122,7 @@ def read_point(args: argparse.Namespace) -> Point:
         master_weights=not args.no_master_weights,
         planner_s=given.get("time_limit"),
         calibration=given.get("calibration", "none") or "auto",
-        overrides=dict(settings(given.get("overrides", ()))),
+        overrides=dict(pairs_of(given.get("overrides", ()))),
         devices=given.get("devices"),
         **{name: given[name] for name in (*NAMED, *NAMED_TOO) if given.get(name) is not None},
     )
@@ -171,17 +171,6 @@ def _sequences(args: argparse.Namespace) -> int:
             "--accumulation, or give them without --sequences"
         )
     return args.sequences or SEQUENCES
-
-
-def settings(overrides: Sequence[str]) -> list[tuple[str, str]]:
-    """The settings of `--set`, as keys and values."""
-    pairs = []
-    for setting in overrides:
-        key, sign, value = setting.partition("=")
-        if not sign or not key.strip() or not value.strip():
-            raise MachineError(f"setting {setting!r} is not key=value; write for example nvme.drives=3")
-        pairs.append((key.strip(), value.strip()))
-    return pairs
 
 
 def read_training(args: argparse.Namespace) -> Training:
