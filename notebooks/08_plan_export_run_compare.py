@@ -30,7 +30,7 @@ from tierplan.planner.prediction import predict
 from tierplan.runtime.reference import train_plainly
 from tierplan.runtime.tracing.trace import trace_workload
 from tierplan.sim.output.plots import plot_timelines
-from tierplan.validation.report.pictures import typical_steps
+from tierplan.validation.report.report import typical_steps
 
 transformers.logging.set_verbosity_error()
 config = GPT2Config(n_layer=4, n_embd=128, n_head=4, n_positions=64, vocab_size=256, use_cache=False,

@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.plot:
         from tierplan.sim.output.plots import plot_timelines, save_figure
-        from tierplan.validation.report.pictures import typical_steps
+        from tierplan.validation.report.report import typical_steps
 
         steps = typical_steps(steady.trace, measured, comparison.warmup_steps)
         save_figure(plot_timelines(steps), args.plot, dpi=120)

@@ -10,6 +10,5 @@ advise       can I train this, how fast, what limits it, what should I buy
 advice_text  the advice as text and as a page
 page         the what-if page: a grid of answers in one file
 explore      a workload on a machine with sliders, in a notebook
-policy_plot  policies side by side as a picture
 slow_step    is my slow step normal, and what to change first
 """

@@ -3,10 +3,9 @@
 budgets       memory budgets for a plan, from roomy to tight
 plans         the six plans of a calibration run
 session       a calibration run: the calibration model, trained under six plans in turns
-measurements  one plan's turns as figures: seconds by op, without outliers
+measurements  one plan's turns as figures: seconds by op, without outliers, and over those in the profile
 dispatch      dispatch latency: how long after its inputs and its stream are free an op begins
 rates         rates, latencies and contention of streams, fitted to measured ops
-factors       times of computations inside a step over times in the profile
 calibration   all of these as factors over the machine's description, and how far predictions from them are off
 transfer      each model predicted from the calibrations of others
 known         calibrations in files, and which of them suits a question

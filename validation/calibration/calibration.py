@@ -28,13 +28,14 @@ from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import write_atomically
 from tierplan.sim.workloads.workload import Training, Unit, Workload
 from tierplan.validation.calibration.dispatch import DispatchLatency, mean_dispatch_latency, slowdown_in, steady_at
-from tierplan.validation.calibration.factors import (
+from tierplan.validation.calibration.measurements import (
     Factors,
+    PlanMeasurement,
     compute_factors,
     schedule_with_factors,
+    with_typical_stretch,
     workload_with_factors,
 )
-from tierplan.validation.calibration.measurements import PlanMeasurement, with_typical_stretch
 from tierplan.validation.calibration.plans import IN_MEMORY
 from tierplan.validation.calibration.rates import (
     fit_drive_contention,

@@ -3,7 +3,6 @@
 run_folder   what `tierplan plan` and `tierplan run` leave behind
 steps        a trace of several steps, cut into steps
 compare      signed errors by step, stream and tier
-causes       why ops of one kind took longer: rate, overhead, contention
-attribution  which ops the difference comes from, by simulating again with measured durations
+causes       which ops the difference comes from, by simulating again with measured durations, and why they took longer
 words        how slow the machine was in the run, the largest causes, and what to do next
 """

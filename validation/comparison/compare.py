@@ -10,7 +10,7 @@ zero, the prediction was too slow or too large. A stream's step is made of five 
 
 The difference between predicted and measured is attributed in two ways. `StreamComparison.causes` splits it on one
 stream by kind of cause; `Comparison.attribution` asks the simulator what the step would have taken, had it known the
-measured durations of one group of ops after the other (`tierplan.validation.comparison.attribution`).
+measured durations of one group of ops after the other (`tierplan.validation.comparison.causes`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,13 @@ from tierplan.hwmodels.shown import Shown
 from tierplan.sim.analysis.explain import StreamTime
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace, write_atomically
-from tierplan.validation.comparison.attribution import Contribution, attribute
-from tierplan.validation.comparison.causes import mean_stream_times, overlap_ns, split_difference
+from tierplan.validation.comparison.causes import (
+    Contribution,
+    attribute,
+    mean_stream_times,
+    overlap_ns,
+    split_difference,
+)
 from tierplan.validation.comparison.steps import Steps, cut_predicted, cut_steps
 
 

@@ -12,7 +12,7 @@ from tierplan.sim.output.text import columns, format_error, format_s
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
 from tierplan.validation.calibration.dispatch import core_slowdown, slowdown_in, slowdown_of, steady_at
-from tierplan.validation.comparison.attribution import Contribution
+from tierplan.validation.comparison.causes import Contribution
 from tierplan.validation.comparison.compare import Comparison, Pair
 from tierplan.validation.comparison.steps import cut_steps
 

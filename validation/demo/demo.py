@@ -50,8 +50,7 @@ from tierplan.validation.calibration.known import calibration_config
 from tierplan.validation.calibration.session import CalibrationSession
 from tierplan.validation.comparison.compare import Comparison, compare
 from tierplan.validation.comparison.words import at_slowdown
-from tierplan.validation.report.pictures import typical_steps
-from tierplan.validation.report.report import write_report
+from tierplan.validation.report.report import typical_steps, write_report
 
 BATCH, SEQUENCE = 2, 128
 LEARNING_RATE = 5e-5

@@ -1,6 +1,5 @@
 """The comparison as a page:
 
 page      self-contained HTML
-pictures  timelines and memory as inline SVG
-report    the page's sections and tables
+report    the page's sections, tables and pictures
 """
