@@ -24,7 +24,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +45,11 @@ WIDTHS = {"tiny": ((64, 2),), "full": ((768, 12), (1536, 12), (4096, 4))}
 """Of the models that are compared with plain PyTorch: width, and number of blocks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """One thing to do, in a process of its own."""
-
-    name: str
-    command: Sequence[str]
+Slices = Mapping[str, Sequence[str]]
+"""Commands by name: each is one thing to do, in a process of its own."""
 
 
-def run_slices(slices: Sequence[Slice], out: Path, *, limit_s: float = SLICE_S) -> dict[str, Any]:
+def run_slices(slices: Slices, out: Path, *, limit_s: float = SLICE_S) -> dict[str, Any]:
     """Runs those that the state file does not name, and notes each as it ends. One at a time: none outlives this
     process, and a second one in the same folder is refused."""
     out.mkdir(parents=True, exist_ok=True)
@@ -66,19 +61,19 @@ def run_slices(slices: Sequence[Slice], out: Path, *, limit_s: float = SLICE_S) 
         return _run_slices(slices, out, limit_s)
 
 
-def _run_slices(slices: Sequence[Slice], out: Path, limit_s: float) -> dict[str, Any]:
+def _run_slices(slices: Slices, out: Path, limit_s: float) -> dict[str, Any]:
     ending_with_this = (sys.executable, "-I", "-c", ENDS_WITH_PARENT, str(os.getpid()))
     state_path = out / "state.json"
     state: dict[str, Any] = json.loads(state_path.read_text()) if state_path.exists() else {}
     (out / "logs").mkdir(parents=True, exist_ok=True)
-    for one in slices:
-        if one.name in state:
+    for name, command in slices.items():
+        if name in state:
             continue
-        print(f"{one.name} ...", end=" ", flush=True)
+        print(f"{name} ...", end=" ", flush=True)
         began_s = time.monotonic()
-        with (out / "logs" / f"{one.name.replace('/', '-')}.log").open("w") as log:
-            command = (*ending_with_this, *one.command)
-            process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, start_new_session=True)
+        with (out / "logs" / f"{name.replace('/', '-')}.log").open("w") as log:
+            ending = (*ending_with_this, *command)
+            process = subprocess.Popen(ending, stdout=log, stderr=log, cwd=ROOT, start_new_session=True)
             try:
                 code = process.wait(limit_s)
                 result = "done" if code == 0 else f"exit status {code}"
@@ -89,7 +84,7 @@ def _run_slices(slices: Sequence[Slice], out: Path, limit_s: float) -> dict[str,
                 if not isinstance(error, subprocess.TimeoutExpired):
                     raise
                 result = f"over {limit_s:.0f} s"
-        state[one.name] = {"result": result, "seconds": round(time.monotonic() - began_s, 1)}
+        state[name] = {"result": result, "seconds": round(time.monotonic() - began_s, 1)}
         waiting = state_path.with_suffix(".tmp")
         waiting.write_text(json.dumps(state, indent=1))
         waiting.replace(state_path)
@@ -97,31 +92,30 @@ def _run_slices(slices: Sequence[Slice], out: Path, limit_s: float) -> dict[str,
     return state
 
 
-def all_slices(args: argparse.Namespace) -> list[Slice]:
+def all_slices(args: argparse.Namespace) -> Slices:
     """In the order in which they are worth most."""
     python = sys.executable
     inner = (python, "-m", "benchmarks.gpu", "--out", str(args.out), "--device", args.device, *args.size)
     tests = [str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("tests/**/test_*.py")) if "mark.gpu" in p.read_text()]
     pytest = (python, "-m", "pytest", "-q", "-p", "no:cacheprovider")
-    slices = [Slice("environment", (*inner, "--inner", "environment"))]
+    slices: dict[str, Sequence[str]] = {"environment": (*inner, "--inner", "environment")}
     if args.device == "fake":
-        slices += [Slice(f"tests/{Path(t).stem}", (*pytest, t)) for t in FAKE_TESTS]
+        slices |= {f"tests/{Path(t).stem}": (*pytest, t) for t in FAKE_TESTS}
     else:
-        slices += [Slice(f"tests/{Path(t).stem}", (*pytest, "-m", "gpu", t)) for t in tests]
+        slices |= {f"tests/{Path(t).stem}": (*pytest, "-m", "gpu", t) for t in tests}
     sizes = WIDTHS["tiny" if args.size else "full"]
-    slices += [Slice(f"beside-plain/{w}", (*inner, "--inner", "beside-plain", f"{w}", f"{n}")) for w, n in sizes]
+    slices |= {f"beside-plain/{w}": (*inner, "--inner", "beside-plain", f"{w}", f"{n}") for w, n in sizes}
     if args.device == "fake":
         return slices  # its times mean nothing
     tierplan, nvme = (python, "-m", "tierplan"), ("--nvme-dir", str(args.nvme_dir))
     short = ("--budget-s", "5") if args.size else ()
     device = ("--device", args.device)
     toml = str(args.out / "machine.toml")
-    slices.append(Slice("machine", (*tierplan, "machine", "measure", *nvme, *device, *short, "-o", toml)))
-    slices.append(Slice("calibrate", (*inner, "--inner", "calibrate", "1", "32" if args.size else "256")))
+    slices["machine"] = (*tierplan, "machine", "measure", *nvme, *device, *short, "-o", toml)
+    slices["calibrate"] = (*inner, "--inner", "calibrate", "1", "32" if args.size else "256")
     short = ("--measure-s", "5") if args.size else ()
     validate = (*tierplan, "validate", args.campaign, "--out", str(args.out / "campaign"), *nvme, *device, *short)
-    slices += [Slice(f"campaign/{row}", (*validate, "--only", row)) for row in rows(args.campaign)]
-    return slices
+    return slices | {f"campaign/{row}": (*validate, "--only", row) for row in rows(args.campaign)}
 
 
 def rows(campaign: str) -> list[str]:

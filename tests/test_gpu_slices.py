@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import Slice, all_slices, main, report, rows, run_slices
+from benchmarks.gpu import all_slices, main, report, rows, run_slices
 
 DRIVER = """
 import sys, pathlib
-from benchmarks.gpu import Slice, run_slices
+from benchmarks.gpu import run_slices
 out = pathlib.Path(sys.argv[1])
 work = 'echo x >> {0}.ran; if [ ! -e {0}.killed ]; then touch {0}.killed; kill -9 $PPID; sleep 60; fi'
-run_slices([Slice(f"s/{k}", ("bash", "-c", work.format(out / str(k)))) for k in range(4)], out)
+run_slices({f"s/{k}": ("bash", "-c", work.format(out / str(k))) for k in range(4)}, out)
 """
 
 
@@ -38,10 +38,10 @@ def test_it_goes_on_after_a_kill_in_any_slice(tmp_path: Path) -> None:
 
 HOLDER = """
 import sys, pathlib
-from benchmarks.gpu import Slice, run_slices
+from benchmarks.gpu import run_slices
 out = pathlib.Path(sys.argv[1])
 work = 'exec 3> {0}/pipe; echo begun >&3; while kill -0 $PPID; do sleep 0.02; done; touch {0}/outlived'
-run_slices([Slice("long", ("bash", "-c", work.format(out)))], out)
+run_slices({"long": ("bash", "-c", work.format(out))}, out)
 """
 
 
@@ -52,17 +52,17 @@ def test_a_slice_ends_with_the_run_and_a_second_run_beside_it_is_refused(tmp_pat
         assert pipe.readline() == "begun\n"
         try:
             with pytest.raises(SystemExit, match="in use by another run"):
-                run_slices([Slice("other", ("true",))], tmp_path)
+                run_slices({"other": ("true",)}, tmp_path)
         finally:
             holder.send_signal(number)
             holder.wait()
         assert pipe.read() == ""  # until the slice has ended
     assert not (tmp_path / "outlived").exists()
-    assert run_slices([Slice("other", ("true",))], tmp_path)["other"]["result"] == "done"
+    assert run_slices({"other": ("true",)}, tmp_path)["other"]["result"] == "done"
 
 
 def test_what_fails_or_takes_too_long_is_noted_and_not_repeated(tmp_path: Path) -> None:
-    slices = [Slice("bad", ("false",)), Slice("long", ("sleep", "60")), Slice("good", ("true",))]
+    slices = {"bad": ("false",), "long": ("sleep", "60"), "good": ("true",)}
     state = run_slices(slices, tmp_path, limit_s=3)
     assert [one["result"] for one in state.values()] == ["exit status 1", "over 3 s", "done"]
     assert run_slices(slices, tmp_path) == state
@@ -73,7 +73,7 @@ def test_the_campaign_begins_with_its_smallest_rows(tmp_path: Path) -> None:
     args = argparse.Namespace(
         out=tmp_path, device="cuda", size=(), campaign="gpu-billions", nvme_dir=tmp_path / "nvme", wheels=None
     )
-    names = [one.name for one in all_slices(args)]
+    names = list(all_slices(args))
     assert len(names) == len(set(names))
     assert "tests/test_gpu" in names
     assert names.index("machine") < names.index("campaign/" + rows("gpu-billions")[0])
