@@ -17,7 +17,7 @@ from tierplan.cli import main
 from tierplan.hwmodels import load_description
 from tierplan.hwmodels.machine import MachineError
 from tierplan.studies.evaluate import evaluate_point
-from tierplan.studies.page import Choices, grid_of, write_what_if
+from tierplan.studies.page import grid_of, write_what_if
 from tierplan.studies.purchases import PriceList
 from tierplan.studies.study import Study
 
@@ -29,11 +29,10 @@ HOST_USD = load_description("desktop-4090").number("host.price")
 
 def small_grid(folder: Path) -> Study:
     (folder / "config.json").write_text(json.dumps({**SMALL, "n_layer": 2}))
-    choices = Choices(
+    return grid_of(
         models=[str(folder)], policies=["planner", "in-memory"], gpus=["rtx-3090", "rtx-4090"],
         dram_gib=[64, 128], drives=[1, 2], sequences=[4], seq=64, planner_s=10.0, overrides=SMALLER,
     )  # fmt: skip
-    return grid_of(choices)
 
 
 @pytest.fixture(scope="module")
@@ -119,28 +118,28 @@ def test_a_machine_without_drives_can_be_chosen(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        (Choices(machine="laptop", gpus=["rtx-4090"]), "the GPU of 'laptop' is no card"),
-        (Choices(gpus=["rtx-4091"]), "rtx-4091"),
-        (Choices(policies=["fuyuo"]), "fuyuo"),
-        (Choices(models=["no-such-model"]), "no-such-model"),
+        (dict(machine="laptop", gpus=["rtx-4090"]), "the GPU of 'laptop' is no card"),
+        (dict(gpus=["rtx-4091"]), "rtx-4091"),
+        (dict(policies=["fuyuo"]), "fuyuo"),
+        (dict(models=["no-such-model"]), "no-such-model"),
     ],
 )
-def test_what_no_machine_can_be_is_refused_before_anything_is_planned(choices: Choices, message: str) -> None:
+def test_what_no_machine_can_be_is_refused_before_anything_is_planned(choices: dict[str, Any], message: str) -> None:
     with pytest.raises((MachineError, ValueError), match=message):
-        grid_of(choices)
+        grid_of(**choices)
 
 
 def test_what_is_not_named_is_what_shops_sell() -> None:
-    study = grid_of(Choices())
+    study = grid_of()
     assert study.overrides["host.capacity"] == [64 * 10**9, "96 GiB", "128 GiB"]
     assert study.overrides["gpu.part"][0] == "rtx-4090"
     assert "rtx-5090" in study.overrides["gpu.part"]
     assert study.overrides["gpu.count"] == [1]
     assert 400 <= len(list(study.points())) <= 3000
-    assert len(list(grid_of(Choices(most=2)).points())) <= 32
-    through_the_host = grid_of(Choices(machine="laptop", num_gpus=[1, 2]))
+    assert len(list(grid_of(most=2).points())) <= 32
+    through_the_host = grid_of(machine="laptop", num_gpus=[1, 2])
     assert through_the_host.overrides["gpu.count"] == [1, 2]
-    assert "gpu.part" not in grid_of(Choices(machine="laptop")).overrides
+    assert "gpu.part" not in grid_of(machine="laptop").overrides
 
 
 def test_in_a_browser(page: tuple[Study, Path], tmp_path: Path) -> None:

@@ -41,24 +41,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from tierplan.studies.advise import QUICK_S
-    from tierplan.studies.page import Choices, grid_of, write_what_if
+    from tierplan.studies.page import grid_of, write_what_if
     from tierplan.studies.purchases import TOKENS
 
     study = grid_of(
-        Choices(
-            machine=args.machine,
-            models=args.model,
-            gpus=args.gpu,
-            num_gpus=args.gpus,
-            dram_gib=args.dram,
-            drives=args.drives,
-            policies=args.method,
-            sequences=args.sequences,
-            seq=args.seq,
-            overrides=dict(pairs_of(args.overrides)),
-            planner_s=args.time_limit or (QUICK_S if args.quick else None),
-            most=2 if args.quick else None,
-        )
+        args.machine,
+        models=args.model,
+        gpus=args.gpu,
+        num_gpus=args.gpus,
+        dram_gib=args.dram,
+        drives=args.drives,
+        policies=args.method,
+        sequences=args.sequences,
+        seq=args.seq,
+        overrides=dict(pairs_of(args.overrides)),
+        planner_s=args.time_limit or (QUICK_S if args.quick else None),
+        most=2 if args.quick else None,
     )
     rows = write_what_if(
         args.out,

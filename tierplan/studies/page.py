@@ -10,7 +10,6 @@ import json
 import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from itertools import accumulate
@@ -49,63 +48,61 @@ SEQUENCES = (16, 4)
 NUM_LIMITS = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
-    """What the page offers; what is left empty is what the machine has and what shops sell for it."""
+def grid_of(
+    machine: str = "desktop-4090",
+    *,
+    models: Sequence[str] = (),
+    gpus: Sequence[str] = (),
+    num_gpus: Sequence[int] = (),
+    dram_gib: Sequence[int] = (),
+    drives: Sequence[int] = (),
+    policies: Sequence[str] = (),
+    sequences: Sequence[int] = (),
+    seq: int = 1024,
+    overrides: Mapping[str, object] | None = None,
+    planner_s: float | None = None,
+    most: int | None = None,
+) -> Study:
+    """The points that a page needs; refuses what no machine can be.
 
-    machine: str = "desktop-4090"
-    models: Sequence[str] = ()
-    gpus: Sequence[str] = ()
-    num_gpus: Sequence[int] = ()
-    dram_gib: Sequence[int] = ()
-    drives: Sequence[int] = ()
-    policies: Sequence[str] = ()
-    sequences: Sequence[int] = ()
-    seq: int = 1024
-    overrides: Mapping[str, object] | None = None
-    """Changes to the machine at every point."""
-    planner_s: float | None = None
-    most: int | None = None
-    """Of values that are offered where none were named."""
-
-
-def grid_of(choices: Choices) -> Study:
-    """The points that a page needs; refuses what no machine can be."""
-    given = {key: [value] for key, value in (choices.overrides or {}).items()}
-    own = load_description(choices.machine, _settings({key: value for key, (value,) in given.items()}))
+    What is left empty is what the machine has, with `overrides` at every point, and at `most` so many values of what
+    shops sell for it.
+    """
+    given = {key: [value] for key, value in (overrides or {}).items()}
+    own = load_description(machine, [f"{key}={value}" for key, value in (overrides or {}).items()])
     case = str(own.quantity("host.form").value)  # type: ignore[union-attr]  # it has a default
     form = FORMS[case]
-    if choices.gpus and not GPU_FORMS[case]:
+    if gpus and not GPU_FORMS[case]:
         raise MachineError(f"the GPU of {own.name!r} is no card to be changed; leave out --gpu, or name a desktop")
     part, count = own.quantity("gpu.part"), int(own.number("gpu.count") or 1)
-    capacity, drives = own.number("host.capacity") or 0.0, int(own.number("nvme.drives") or 0)
+    capacity, own_drives = own.number("host.capacity") or 0.0, int(own.number("nvme.drives") or 0)
     cards = [name for name, gpu in gpus_for(case).items() if gpu.number("gpu.peak_bf16")]
     sold = [f"{gib} GiB" for gib in form.dram_gib if gib * GIB > 1.1 * capacity][:2]
     offered: dict[str, list[object]] = {
         "gpu.part": _first(part.value, cards) if part and cards else [],
         "gpu.count": _first(count, [1]),
         "host.capacity": _first(int(capacity), sold),
-        "nvme.drives": _first(drives, [n for n in (2, 4) if n <= form.drives]) if drives else [],
+        "nvme.drives": _first(own_drives, [n for n in (2, 4) if n <= form.drives]) if own_drives else [],
     }
-    named = (choices.gpus, choices.num_gpus, [f"{gib} GiB" for gib in choices.dram_gib], choices.drives)
+    named = (gpus, num_gpus, [f"{gib} GiB" for gib in dram_gib], drives)
     axes = {
-        key: list(wanted) or given.get(key) or default[: choices.most]
+        key: list(wanted) or given.get(key) or default[:most]
         for (key, default), wanted in zip(offered.items(), named, strict=True)
     }
     scenario: dict[str, Sequence[object]] = {
-        "model": choices.models or MODELS[: choices.most and 1],
-        "machine": [choices.machine],
-        "policy": choices.policies or POLICIES[: choices.most],
-        "sequences": choices.sequences or SEQUENCES[: choices.most],
-        "seq": [choices.seq],
+        "model": models or MODELS[: most and 1],
+        "machine": [machine],
+        "policy": policies or POLICIES[:most],
+        "sequences": sequences or SEQUENCES[:most],
+        "seq": [seq],
     }
-    if choices.planner_s is not None:
-        scenario["planner_s"] = [choices.planner_s]
-    overrides = {**given, **{key: values for key, values in axes.items() if values}}
-    study = Study(name="what-if", scenario=scenario, overrides=overrides)
+    if planner_s is not None:
+        scenario["planner_s"] = [planner_s]
+    changes = {**given, **{key: values for key, values in axes.items() if values}}
+    study = Study(name="what-if", scenario=scenario, overrides=changes)
     study.check_names()
-    for settings in {tuple(_settings(p.overrides)) for p in study.points()}:
-        load_machine(choices.machine, settings)
+    for settings in {tuple(p.settings) for p in study.points()}:
+        load_machine(machine, settings)
     return study
 
 
@@ -208,16 +205,12 @@ def _first(own: object, others: Iterable[object]) -> list[object]:
     return list(dict.fromkeys((own, *others)))
 
 
-def _settings(overrides: Mapping[str, object]) -> list[str]:
-    return [f"{key}={value}" for key, value in overrides.items()]
-
-
 def _described(point: Point, prices: PriceList) -> Description:
     """The point's machine, at the price that it has with its DRAM."""
-    here = load_description(point.machine, _settings(point.overrides))
-    others = {key: value for key, value in point.overrides.items() if key != "host.capacity"}
+    here = load_description(point.machine, point.settings)
+    others = [setting for setting in point.settings if not setting.startswith("host.capacity=")]
     price, capacity = here.number("host.price"), here.number("host.capacity")
-    own = load_description(point.machine, _settings(others)).number("host.capacity")
+    own = load_description(point.machine, others).number("host.capacity")
     if price is None or capacity is None or own is None:
         return here
     return override(here, [f"host.price={price + (capacity - own) / GIB * prices.dram_usd_per_gib}"])
@@ -249,4 +242,4 @@ def _command(point: Point, row: Row) -> str:
     elif row.get("micro_batch"):
         words += ["--batch", str(row["micro_batch"]), "--accumulation", str(row["accumulation"])]
     words += ["--seq", str(point.seq)]
-    return shlex.join([*words, *(word for setting in _settings(point.overrides) for word in ("--set", setting))])
+    return shlex.join([*words, *(word for setting in point.settings for word in ("--set", setting))])
