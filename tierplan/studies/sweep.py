@@ -90,7 +90,7 @@ def sweep(
         )
     with ExitStack() as stack:
         if results_file:
-            stack.enter_context(results_file)
+            stack.enter_context(results_file.file)
         bar = stack.enter_context(
             tqdm(total=len(points), initial=len(points) - len(missing), unit="point", disable=not progress)
         )
@@ -236,43 +236,27 @@ class _ResultsFile:
         self.old: set[str] = set()
         """Points that another version has evaluated."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._whole_bytes = 0
-        if self.path.exists():
-            self._read()
-
-    def _read(self) -> None:
-        """Takes whole lines only: the last one may have been cut off by an interruption."""
-        for line in self.path.read_bytes().splitlines(keepends=True):
+        said = self.path.read_bytes() if self.path.exists() else b""
+        whole = said[: said.rfind(b"\n") + 1]  # the last line may have been cut off by an interruption
+        for line in whole.splitlines():
             try:
                 record = json.loads(line)
                 key, row = record["key"], record["row"]
             except (ValueError, KeyError, TypeError):
-                if line.endswith(b"\n"):
-                    raise ValueError(
-                        f"{self.path} has a line that is no result: {line[:60]!r}; remove it, or use another folder"
-                    ) from None
-                break
-            if not line.endswith(b"\n"):
-                break
+                raise ValueError(
+                    f"{self.path} has a line that is no result: {line[:60]!r}; remove it, or use another folder"
+                ) from None
             if record.get("version") == code_version():
                 self.rows[key] = row
             else:
                 self.old.add(key)
-            self._whole_bytes += len(line)
-
-    def __enter__(self) -> _ResultsFile:
-        if self.path.exists():
-            os.truncate(self.path, self._whole_bytes)
-        self._file = self.path.open("a", encoding="utf-8")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
+        self.file = self.path.open("a", encoding="utf-8")
+        self.file.truncate(len(whole))
 
     def add(self, key: str, row: Row) -> None:
         record = {"key": key, "version": code_version(), "row": row}
-        self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
-        self._file.flush()
+        self.file.write(json.dumps(record, separators=(",", ":")) + "\n")
+        self.file.flush()
 
 
 def write_table(rows: Sequence[Mapping[str, object]], path: str | os.PathLike[str]) -> None:
