@@ -49,22 +49,23 @@ def ask_or_write(
     questions: Callable[[argparse.Namespace], Iterable[Question]],
     shown: Callable[[Record], str],
     table: Callable[[list[Record]], str],
-) -> None:
+) -> list[Record]:
     """Asks what the file of results lacks, and adds a line for each answer as it comes; or writes the table of all
-    answers into a part of a page."""
+    answers into a part of a page. All answers."""
     parser.add_argument("results", type=Path)
     parser.add_argument("--seconds", type=float, default=float("inf"), metavar="S", help="none is begun after these")
     parser.add_argument("--table", type=Path, metavar="PAGE", help="write the table into this page instead of running")
     args = parser.parse_args()
     if args.table:
         replace_part(args.table, part, table(read(args.results)))
-        return
+        return read(args.results)
     known, began_s = read(args.results), time.perf_counter()
     for question, ask in questions(args):
         if time.perf_counter() < began_s + args.seconds and not any(question.items() <= row.items() for row in known):
             record = question | ask() | {"version": version()}
             append(args.results, record)
             print(shown(record), file=sys.stderr, flush=True)
+    return read(args.results)
 
 
 def versions_of(records: Iterable[Record]) -> str:

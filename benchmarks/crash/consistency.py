@@ -1,7 +1,7 @@
 """Whether anything that was committed can be lost, and whether anything wrong can come back.
 
-    python -m benchmarks.crash.consistency [--only kills faults prefixes planted] [--kills 1000] [--faults 200]
-        [--folder DIR] [--json FILE] [--limit-s S] [--page docs/durability.md]
+    python -m benchmarks.crash.consistency benchmarks/results/crash-consistency.jsonl      # runs what the file lacks
+    python -m benchmarks.crash.consistency benchmarks/results/crash-consistency.jsonl --table docs/durability.md
 
     kills     runs of every policy are killed (SIGKILL) at random moments and resumed, again and again
     faults    one operation on a file fails, EIO or ENOSPC, before or after it has happened: the run must end with an
@@ -11,7 +11,7 @@
               acknowledged, with the contents of an uninterrupted run; and from there a run must end with its weights
     planted   the same with mistakes put in on purpose, each of which has to be found
 
-What the JSON file has already is not done again, so a long run may be cut into many (`--limit-s`).
+A long run may be cut into many (`--seconds`).
 
 Models are tiny, since what is tested is the order of operations. Bits are compared, never times.
 """
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import json
 import os
 import platform
 import random
@@ -33,7 +32,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -44,7 +43,7 @@ from xxhash import xxh3_64_hexdigest
 from benchmarks.crash.mistakes import PLANTED
 from benchmarks.crash.states import Crash, Disk, Recorder, crashes
 from benchmarks.models import gpt2
-from benchmarks.records import Record, about, arguments, replace_part, save
+from benchmarks.records import Question, Record, about, arguments, ask_or_write
 from benchmarks.trainings import machine, schedule_of
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
@@ -395,83 +394,65 @@ def prefixes(
     return found
 
 
-def tried(part: str, name: str, folder: Path, k: int, args: argparse.Namespace) -> Record:
+def tried(part: str, name: str, k: int, args: argparse.Namespace) -> Record:
     """What is found by one part of the benchmark, of the plan or mistake of this name, which is the k-th."""
-    if part == "prefixes":
-        return prefixes(name, folder, every=args.every, seed=k)
-    if part == "planted":
-        shown_by, mistake = PLANTED[name]
-        return prefixes(shown_by, folder, planted=mistake, generations=1, resume_every=20, stop_at_first=True)
-    count, num = getattr(args, part), len(POLICIES) + len(UNITWISE)
-    return {"kills": kills, "faults": faults}[part](name, count * (k + 1) // num - count * k // num, folder, k)
+    with tempfile.TemporaryDirectory(dir=args.folder) as made:
+        folder = Path(made)
+        if part == "prefixes":
+            found = prefixes(name, folder, every=args.every, seed=k)
+        elif part == "planted":
+            shown_by, mistake = PLANTED[name]
+            found = prefixes(shown_by, folder, planted=mistake, generations=1, resume_every=20, stop_at_first=True)
+        else:
+            count, num = getattr(args, part), len(POLICIES) + len(UNITWISE)
+            count = count * (k + 1) // num - count * k // num
+            found = {"kills": kills, "faults": faults}[part](name, count, folder, k)
+    return {**found, **about(), "python": platform.python_version(), "torch": torch.__version__}
+
+
+def questions(args: argparse.Namespace) -> Iterator[Question]:
+    torch.set_num_threads(1)
+    names = {"prefixes": RECORDED, "planted": PLANTED}
+    for part in args.only:
+        for k, name in enumerate(names.get(part, (*POLICIES, *UNITWISE))):
+            yield {"part": part, "name": name}, partial(tried, part, name, k, args)
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--only", nargs="+", choices=("kills", "faults", "prefixes", "planted"))
+    parts = ("planted", "faults", "kills", "prefixes")
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--every", type=int, default=1, help="look at every so many prefixes only")
     parser.add_argument("--folder", type=Path, help="where runs write (default: the system's folder for such files)")
-    parser.add_argument("--json", type=Path, help="write all figures there; what is there already is kept")
-    parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin nothing more after so many seconds")
-    parser.add_argument("--page", type=Path, help="write the figures of the JSON file into this page")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    found: Record = json.loads(args.json.read_text(encoding="utf-8")) if args.json and args.json.exists() else {}
-    wanted = args.only or (() if args.page else ("planted", "faults", "kills", "prefixes"))
-    began_s = time.monotonic()
-    names = {"prefixes": RECORDED, "planted": PLANTED}
-    for part in wanted:
-        rows = found.setdefault(part, {})
-        for k, name in enumerate(names.get(part, (*POLICIES, *UNITWISE))):
-            if name in rows or time.monotonic() - began_s > args.limit_s:
-                continue
-            with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-                rows[name] = tried(part, name, Path(folder), k, args)
-            print(part, name, rows[name], flush=True)
-            found |= {**about(), "python": platform.python_version(), "torch": torch.__version__}
-            save(args.json, found)
-    if args.page:
-        replace_part(args.page, PART, "\n".join(lines(found, args.json)))
-    bad = [name for name, row in found.get("prefixes", {}).items() if row["broken"]]
-    bad += [name for name, row in found.get("planted", {}).items() if not row["broken"]]
-    if bad:
+    found = ask_or_write(parser, "crashes that were tried", questions, str, table)
+    if bad := [r["name"] for r in found if bool(r.get("broken")) != (r["part"] == "planted")]:
         sys.exit(f"not as promised: {', '.join(bad)}")
 
 
-PART = "crashes that were tried"
-
-
-def lines(found: Mapping[str, Any], source: Path) -> Iterator[str]:
+def table(records: list[Record]) -> str:
     """The part of the page."""
-    yield f"From `{source.as_posix()}`, {found['date'][:10]}:"
-    yield ""
-    if "kills" in found:
-        rows = found["kills"].values()
-        killed, early = sum(r["kills"] for r in rows), sum(r["kills_before_a_commit"] for r in rows)
-        yield (
-            f"- **{killed:,} kills** over {len(rows)} plans, {early:,} of them before the first commit: nothing that "
-            "was committed was lost, nothing was wrong."
-        )
-    if "faults" in found:
-        rows = found["faults"].values()
-        yield (
-            f"- **{sum(r['faults'] for r in rows):,} failed operations** over {len(rows)} plans, "
-            f"{sum(r['after_a_commit'] for r in rows):,} of them after the first commit: each was an error that named "
-            "the operation and the file, and each run was resumed to the bits of an uninterrupted one."
-        )
-    if "prefixes" in found:
-        rows = found["prefixes"].values()
-        yield (
-            f"- **{sum(r['operations'] for r in rows):,} operations** of runs of {len(rows)} plans recorded, "
-            f"{sum(r['states'] for r in rows):,} states after all prefixes of them looked at, training resumed from "
-            f"{sum(r['resumed'] for r in rows):,}: {sum(len(r['broken']) for r in rows)} not as promised."
-        )
-    if "planted" in found:
-        rows = found["planted"]
-        yield f"- **{sum(bool(r['broken']) for r in rows.values())} of {len(rows)} planted mistakes found**: "
-        yield f"  {'; '.join(rows)}."
+    parts = {part: [r for r in records if r["part"] == part] for part in ("kills", "faults", "prefixes", "planted")}
+
+    def total(part: str, name: str) -> str:
+        return f"{sum(r[name] for r in parts[part]):,}"
+
+    states = parts["prefixes"]
+    return (
+        f"On {max(r['date'] for r in records)[:10]}:\n\n"
+        f"- **{total('kills', 'kills')} kills** over {len(parts['kills'])} plans, "
+        f"{total('kills', 'kills_before_a_commit')} of them before the first commit: nothing that was committed was "
+        "lost, nothing was wrong.\n"
+        f"- **{total('faults', 'faults')} failed operations** over {len(parts['faults'])} plans, "
+        f"{total('faults', 'after_a_commit')} of them after the first commit: each was an error that named the "
+        "operation and the file, and each run was resumed to the bits of an uninterrupted one.\n"
+        f"- **{total('prefixes', 'operations')} operations** of runs of {len(states)} plans recorded, "
+        f"{total('prefixes', 'states')} states after all prefixes of them looked at, training resumed from "
+        f"{total('prefixes', 'resumed')}: {sum(len(r['broken']) for r in states)} not as promised.\n"
+        f"- **{sum(bool(r['broken']) for r in parts['planted'])} of {len(parts['planted'])} planted mistakes found**: "
+        f"{'; '.join(r['name'] for r in parts['planted'])}."
+    )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.crash.consistency import ADAPTERS, EIGHT_BITS, case, faults, kills, lines, prefixes
+from benchmarks.crash.consistency import ADAPTERS, EIGHT_BITS, case, faults, kills, prefixes, table
 from benchmarks.crash.mistakes import PLANTED
 from benchmarks.crash.states import Disk, Event, Recorder, crashes
 from tierplan.runtime.memory import files
@@ -124,13 +124,15 @@ def test_kills_and_faults(name: str, tmp_path: Path) -> None:
 
 
 def test_the_page_has_the_figures() -> None:
-    found = {
-        "date": "2026-11-22T01:02:03",
+    figures = {
         "kills": {"a": {"kills": 600, "kills_before_a_commit": 5}, "b": {"kills": 400, "kills_before_a_commit": 6}},
         "prefixes": {"a": {"operations": 10, "states": 2000, "resumed": 3, "broken": []}},
         "planted": {"x": {"broken": ["y"]}, "z": {"broken": []}},
     }
-    text = "\n".join(lines(found, Path("benchmarks/results/x.json")))
+    head = {"date": "2026-11-22T01:02:03"}
+    text = table(
+        [{**head, "part": part, "name": name, **row} for part, rows in figures.items() for name, row in rows.items()]
+    )
     assert "**1,000 kills** over 2 plans, 11 of them before" in text
     assert "2,000 states" in text
     assert "1 of 2 planted mistakes found" in text
