@@ -1,8 +1,9 @@
 """How long the planner takes for GPT-3 175B, and how that grows with its blocks.
 
-    python -m benchmarks.planner.planning_time --json FILE [--repeats 5] [--blocks 24 48 96] [--page docs/planner.md]
+    python -m benchmarks.planner.planning_time FILE [--repeats 5] [--blocks 24 48 96]      # runs what the file lacks
+    python -m benchmarks.planner.planning_time FILE --table docs/planner.md                # writes the page's table
 
-Nothing is measured where FILE is there. One batch of sequences of 1,024 tokens on the 4090 with 768 GB and 12
+One batch of sequences of 1,024 tokens on the 4090 with 768 GB and 12
 drives; host and drive memory grow with the blocks, so that every size is the same problem. Measured are, each in a
 process of its own:
 
@@ -17,6 +18,7 @@ without integers; `step` and `bound` are the loop's.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -24,14 +26,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TypeVar
 
-from benchmarks.records import Record, about, arguments, replace_part, save
+from benchmarks.records import Question, Record, about, arguments, ask_or_write
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.milp.amounts import problem
@@ -50,7 +53,6 @@ T = TypeVar("T")
 MACHINE, FULL_BLOCKS = "fuyou-4090", 96
 SEQUENCE = 1024
 HOST_GB = 768
-COMMAND = "from tierplan.cli import main; raise SystemExit(main())"
 PART = "planning time"
 
 
@@ -108,7 +110,7 @@ def loop(blocks: int, batch: int) -> Record:
         path.write_text(json.dumps(config(blocks, Training(sequence_length=SEQUENCE))))
         settings = [x for override in overrides(blocks) for x in ("--set", override)]
         what = ["--model", str(path), "--machine", MACHINE, "--batch", str(batch), "--seq", str(SEQUENCE), *settings]
-        command = [sys.executable, "-c", COMMAND, "plan", *what, "--json"]
+        command = [sys.executable, "-m", "tierplan", "plan", *what, "--json"]
         done, record = timed(lambda: subprocess.run(command, capture_output=True, text=True, check=False))
     if done.returncode:
         raise SystemExit(f"tierplan plan failed for {blocks} blocks: {done.stderr[-500:]}")
@@ -124,17 +126,21 @@ def measured(part: str, blocks: int, batch: int, repeats: int) -> Record:
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
         found = list(pool.map(partial(PARTS[part], blocks), [batch] * repeats))
     seconds = {name: statistics.median(r[name] for r in found) for name in ("wall_s", "cpu_s")}
-    row = found[0] | {"part": part, "blocks": blocks} | seconds
-    print(f"{part:6s}{blocks:5d} blocks: {row['wall_s']:.2f} s, CPU {row['cpu_s']:.2f} s", file=sys.stderr)
-    return row
+    return found[0] | seconds | about()
 
 
-def table(record: Record) -> str:
-    by = {(r["part"], r["blocks"]): r for r in record["rows"]}
+def questions(args: argparse.Namespace) -> Iterator[Question]:
+    for part, blocks in product(PARTS, args.blocks):
+        asked = {"part": part, "blocks": blocks, "batch": args.batch, "repeats": args.repeats}
+        yield asked, partial(measured, **asked)
+
+
+def table(records: list[Record]) -> str:
+    by = {(r["part"], r["blocks"]): r for r in records}
     head = ("blocks", "MILP, s", "its gap to the bound without integers", "candidate, s", "loop, s", "step, s",
             "gap to the lower bound")  # fmt: skip
     rows = []
-    for blocks in sorted({r["blocks"] for r in record["rows"]}):
+    for blocks in sorted({r["blocks"] for r in records}):
         m, f, p = (by[part, blocks] for part in ("milp", "fixed", "loop"))
         times = (f"{m['cpu_s']:.2f}", f"{100 * m['gap']:.2f} %", f"{f['cpu_s']:.2f}", f"{p['cpu_s']:.1f}")
         rows.append((str(blocks), *times, f"{p['step_s']:.1f}", f"{100 * p['gap']:.1f} %"))
@@ -146,16 +152,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--blocks", type=int, nargs="+", default=[24, 48, 96, 192])
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--json", type=Path, required=True, help="the result; read, if it is there")
-    parser.add_argument("--page", type=Path, help="write the table into this page")
-    args = parser.parse_args()
-    if not args.json.exists():
-        rows = [measured(part, blocks, args.batch, args.repeats) for blocks in args.blocks for part in PARTS]
-        save(args.json, {**about(), "batch": args.batch, "repeats": args.repeats, "rows": rows})
-    text = table(json.loads(args.json.read_text()))
-    print(text)
-    if args.page:
-        replace_part(args.page, PART, text)
+    shown = "{part}, {blocks} blocks: {wall_s:.2f} s, CPU {cpu_s:.2f} s".format_map
+    ask_or_write(parser, PART, questions, shown, table)
 
 
 if __name__ == "__main__":
