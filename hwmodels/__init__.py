@@ -17,18 +17,13 @@ importers    turn other tools' output into values of a description
 
 from tierplan.hwmodels.catalog import catalog_names, load_description, load_machine
 from tierplan.hwmodels.description import Description, Quantity
-from tierplan.hwmodels.machine import Cost, Machine, MachineError, Rate, SharedLimit, Stream, TierSpec
+from tierplan.hwmodels.machine import Machine, MachineError
 
 __all__ = [
-    "Cost",
     "Description",
     "Machine",
     "MachineError",
     "Quantity",
-    "Rate",
-    "SharedLimit",
-    "Stream",
-    "TierSpec",
     "catalog_names",
     "load_description",
     "load_machine",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from tierplan.hwmodels.description import KEYS, Description, Limit, Quantity, Switch
+from tierplan.hwmodels.description import KEYS, STRENGTH, Description, Limit, Quantity, Switch
 from tierplan.hwmodels.machine import (
     CATALOG,
     MEASURED,
@@ -85,26 +85,25 @@ class _Draft:
     def has(self, name: str) -> bool:
         return self.description.quantity(name) is not None
 
+    def given(self, name: str) -> Quantity:
+        """Raises `MachineError` where there is none."""
+        if (quantity := self.description.quantity(name)) is None:
+            raise MachineError(f"machine {self.name!r} does not say {name} ({KEYS[name].meaning}); add it")
+        return quantity
+
     def number(self, name: str) -> float:
-        number = self.description.number(name)
-        if number is None:
-            raise self.lacks(name)
-        return number
+        self.given(name)
+        return self.description.number(name) or 0.0
 
     def rate(self, name: str, scale: float = 1.0) -> Rate:
         """The rate of a key. With `scale` drives side by side, each does its fraction of an op."""
-        quantity = self.description.quantity(name)
-        if quantity is None:
-            raise self.lacks(name)
+        quantity = self.given(name)
         if any(rate <= 0 for _, rate in quantity.points):
             raise MachineError(f"{name} of machine {self.name!r} is 0; a rate must be above 0")
         return Rate(tuple((amount * scale, rate * scale) for amount, rate in quantity.points))
 
     def fastest(self, stream: str, kind: str = "bytes") -> float:
         return max(rate for _, rate in self.streams[stream].rates[kind].points)
-
-    def lacks(self, name: str) -> MachineError:
-        return MachineError(f"machine {self.name!r} does not say {name} ({KEYS[name].meaning}); add it")
 
 
 def build_machine(description: Description) -> Machine:
@@ -114,8 +113,8 @@ def build_machine(description: Description) -> Machine:
     """
     draft = _Draft(description)
     for key in KEYS.values():
-        if key.required and not draft.has(key.name):
-            raise draft.lacks(key.name)
+        if key.required:
+            draft.given(key.name)
     num_gpus, num_drives = int(draft.number("gpu.count")), int(draft.number("nvme.drives"))
     if num_gpus < 1:
         raise MachineError(f"gpu.count of machine {description.name!r} is {num_gpus}; it must be 1 or more")
@@ -180,9 +179,10 @@ def _rests_on(description: Description, matters: Collection[str]) -> PredictionB
     """What predictions rest on: the weakest basis of each part's rates, and which rate its drives write at."""
     found, notes = {}, {"gpu": _unfit(description), "nvme": _drives_note(description)}
     for section, starts in RATES.items():
-        names = [n for n in matters if n.partition(".")[2].startswith(starts) and not n.endswith(("_frac", "_traffic"))]
-        if weakest := description.weakest(section, [n for n in names if not n.endswith("fp32")]):
-            found[section] = weakest
+        begins = tuple(f"{section}.{start}" for start in starts)
+        rates = [n for n in matters if n.startswith(begins) and not n.endswith(("_frac", "_traffic", "fp32"))]
+        if bases := [q.basis for name in rates if (q := description.quantity(name))]:
+            found[section] = max(bases, key=STRENGTH.index)
     return replace(CATALOG, weakest=found, notes={part: note for part, note in notes.items() if note})
 
 
@@ -244,7 +244,7 @@ def _tiers(draft: _Draft, num_gpus: int, num_drives: int) -> tuple[TierSpec, ...
         return int(total - reserve)
 
     tiers = [TierSpec(name=device(i), kind="device", capacity_bytes=usable("gpu")) for i in range(num_gpus)]
-    rounding = str(draft.description.quantity("host.rounding").value)  # type: ignore[union-attr]  # it has a default
+    rounding = str(draft.given("host.rounding").value)
     tiers.append(TierSpec(name=HOST, kind="host", capacity_bytes=usable("host"), rounding=rounding))  # type: ignore[arg-type]
     if num_drives:
         capacity_bytes = int(draft.number("nvme.capacity")) * num_drives

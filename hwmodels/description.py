@@ -25,7 +25,7 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -188,11 +188,6 @@ class Description:
         if not isinstance(quantity.value, (int, float)):
             raise MachineError(f"{name} of machine {self.name!r} is {quantity.value!r}; it must be one number")
         return float(quantity.value)
-
-    def weakest(self, section: str, names: Collection[str]) -> Basis | None:
-        """The weakest basis among these numbers of a section; None where it has none."""
-        found = [q.basis for name in names if name.startswith(section + ".") and (q := self.quantity(name))]
-        return max(found, key=STRENGTH.index, default=None)
 
     def used(self) -> dict[str, Quantity]:
         """Every key that has a value, in the order of the table."""

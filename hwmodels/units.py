@@ -12,36 +12,28 @@ Unit = Literal["bytes", "bytes/s", "flops/s", "parameters/s", "s", "USD", "W", "
 
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50}
-_SCALES = {**_DECIMAL, **_BINARY}
-_SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+_SCALES = {**_DECIMAL, **_BINARY, "n": 1e-9, "u": 1e-6, "µ": 1e-6, "m": 1e-3}
 _LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 """One PCIe lane, one direction, by generation, after line coding."""
 LINK_FRAC = 0.8
 """Share of a link's rate that large copies of pinned memory reach."""
 _NUMBER = re.compile(r"\s*(?P<number>[-+]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s*(?P<unit>.*?)\s*$")
 
-_SUFFIX: Mapping[str, re.Pattern[str]] = {
-    "bytes": re.compile(r"(?P<scale>[kKMGTP]i?)?B?$|bytes$"),
-    "bytes/s": re.compile(r"(?P<scale>[kKMGTP]i?)?(?:B/s)?$|bytes/s$"),
-    "flops/s": re.compile(r"(?P<scale>[kKMGTP])?(?:FLOPS|FLOP/s|flops/s|flop/s)?$"),
-    "parameters/s": re.compile(r"(?P<scale>[kKMGTP])? ?(?:/s|parameters/s)?$"),
-    "USD": re.compile(r"(?:USD)?$"),
-    "W": re.compile(r"(?P<scale>k)?W?$"),
-    "number": re.compile(r"$"),
-    "count": re.compile(r"$"),
+_WRITTEN: Mapping[str, tuple[re.Pattern[str], str]] = {
+    "bytes": (re.compile(r"(?P<scale>[kKMGTP]i?)?B?$|bytes$"), '"256 GiB" (2**30 bytes) or "256 GB" (1e9 bytes)'),
+    "bytes/s": (
+        re.compile(r"(?P<scale>[kKMGTP]i?)?(?:B/s)?$|bytes/s$"),
+        '"6.5 GB/s", or "PCIe 4.0 x16" for what its lanes carry in practice',
+    ),
+    "flops/s": (re.compile(r"(?P<scale>[kKMGTP])?(?:FLOPS|FLOP/s|flops/s|flop/s)?$"), '"165 TFLOP/s"'),
+    "parameters/s": (re.compile(r"(?P<scale>[kKMGTP])? ?(?:/s|parameters/s)?$"), '"700 M/s"'),
+    "s": (re.compile(r"(?:(?P<scale>[nuµm])?s)?$"), '"20 us"'),
+    "USD": (re.compile(r"(?:USD)?$"), "1599"),
+    "W": (re.compile(r"(?P<scale>k)?W?$"), "450"),
+    "number": (re.compile(r"$"), "0.8"),
+    "count": (re.compile(r"$"), "12"),
 }
-_EXAMPLES: Mapping[str, str] = {
-    "bytes": '"256 GiB" (2**30 bytes) or "256 GB" (1e9 bytes)',
-    "bytes/s": '"6.5 GB/s", or "PCIe 4.0 x16" for what its lanes carry in practice',
-    "flops/s": '"165 TFLOP/s"',
-    "parameters/s": '"700 M/s"',
-    "s": '"20 us"',
-    "USD": "1599",
-    "W": "450",
-    "number": "0.8",
-    "count": "12",
-}
-
+"""What may stand behind the number, and an example."""
 _SHOWN: Mapping[str, tuple[Mapping[str, float], str]] = {
     "bytes": (_BINARY, "B"),
     "bytes/s": ({name: _DECIMAL[name] for name in ("", "k", "M", "G")}, "B/s"),
@@ -56,7 +48,7 @@ def parse_amount(value: object, unit: Unit, *, what: str) -> float:
     Raises `MachineError` that names `what` and shows how such an amount is written.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise MachineError(f"{what} is {value!r}; write a number or {_EXAMPLES.get(unit, 'text')}")
+        raise MachineError(f"{what} is {value!r}; write a number or {_WRITTEN[unit][1]}")
     number = float(value) if isinstance(value, (int, float)) else _parse_text(value, unit, what)
     if not 0 <= number < float("inf"):
         raise MachineError(f"{what} is {value!r}; it must be a finite number, 0 or more")
@@ -69,17 +61,10 @@ def _parse_text(value: str, unit: Unit, what: str) -> float:
     text = value.lstrip().removeprefix("$") if unit == "USD" else value
     if unit == "bytes/s" and (link := re.fullmatch(r"PCIe ([1-6])(?:\.0)? x(1|2|4|8|16)", text.strip(), re.IGNORECASE)):
         return LINK_FRAC * _LANE_BYTES_PER_S[int(link[1])] * int(link[2])
-    match = _NUMBER.match(text)
-    scale: float | None = None
-    if match:
-        suffix = match["unit"]
-        if unit == "s":
-            scale = _SECONDS.get(suffix or "s")
-        elif found := _SUFFIX[unit].match(suffix):
-            scale = _SCALES[found.groupdict().get("scale") or ""]
-    if match is None or scale is None:
-        raise MachineError(f"{what} is {value!r}; write it like {_EXAMPLES[unit]}")
-    return float(match["number"]) * scale
+    suffix, example = _WRITTEN[unit]
+    if not (match := _NUMBER.match(text)) or not (found := suffix.match(match["unit"])):
+        raise MachineError(f"{what} is {value!r}; write it like {example}")
+    return float(match["number"]) * _SCALES[found.groupdict().get("scale") or ""]
 
 
 def format_amount(value: float, unit: Unit) -> str:
