@@ -30,16 +30,13 @@ def summary_text(report: Report) -> str:
     """One line: coverage, errors of step times, order."""
     answered, asked = report.coverage
     parts = [f"{report.system}: {answered} of {asked} check rows answered"]
-    if report.mean_abs_error is not None and report.max_abs_error is not None:
-        parts.append(
-            f"step times: mean error {_per_cent(report.mean_abs_error)}, largest {_per_cent(report.max_abs_error)}"
-        )
+    told = {name: _per_cent(figure) for name, figure in report.figures.items()}
+    if told:
+        parts.append(f"step times: mean error {told['mean_abs_error']}, largest {told['max_abs_error']}")
     if report.kendall_tau is not None:
         parts.append(f"Kendall tau of their order {report.kendall_tau:.2f}")
-    if report.rankings and report.median_abs_error is not None and report.ninth_decile is not None:
-        parts.append(
-            f"median {_per_cent(report.median_abs_error)}, nine in ten within {_per_cent(report.ninth_decile)}"
-        )
+    if report.rankings and told:
+        parts.append(f"median {told['median_abs_error']}, nine in ten within {told['ninth_decile']}")
         parts += [f"Kendall tau by speed on {name} {tau:.2f}" for name, tau in report.rankings.items()]
     elif spread := _spread(report):
         parts.append(spread)
@@ -88,9 +85,9 @@ def markdown(reports: Sequence[Report]) -> str:
 
 def _summary_cells(report: Report) -> tuple[str, ...]:
     answered, asked = report.coverage
-    errors = ("-" if x is None else _per_cent(x) for x in (report.mean_abs_error, report.max_abs_error))
+    errors = [_per_cent(report.figures[name]) for name in ("mean_abs_error", "max_abs_error") if report.figures]
     tau = report.kendall_tau
-    return (report.system, f"{answered} of {asked}", *errors, "-" if tau is None else f"{tau:.2f}")
+    return (report.system, f"{answered} of {asked}", *(errors or ("-", "-")), "-" if tau is None else f"{tau:.2f}")
 
 
 def _row_cells(row: Row) -> tuple[str, ...]:

@@ -93,7 +93,11 @@ class Row:
         return self.predicted - nearest if self.quantity in DIFFERENCES else self.predicted / nearest - 1
 
 
-FIGURES = ("mean_abs_error", "median_abs_error", "ninth_decile", "max_abs_error", "kendall_tau", "rankings")
+OF_ERRORS: Mapping[str, Callable[[list[float]], float]] = {
+    "mean_abs_error": lambda errors: sum(errors) / len(errors), "median_abs_error": median,
+    "ninth_decile": ninth_decile, "max_abs_error": max,
+}  # fmt: skip
+"""What a report says of its sorted errors."""
 SAME_SPEED = 0.01
 """Measured speeds that differ by less may be in another order in the next run: such a pair has none."""
 PEAKS: Mapping[str, float] = {"peak_gb": 1e9, "peak_gib": 2.0**30}
@@ -119,7 +123,9 @@ class Report:
             "constants": list(self.constants),
             "answered": self.coverage[0],
             "asked": self.coverage[1],
-            **{name: getattr(self, name) for name in FIGURES},
+            **{name: self.figures.get(name) for name in OF_ERRORS},
+            "kendall_tau": self.kendall_tau,
+            "rankings": self.rankings,
             "rows": [row.record() for row in self.rows],
         }
 
@@ -142,17 +148,9 @@ class Report:
         return sorted(abs(row.error) for row in self.step_rows if row.error is not None)
 
     @property
-    def mean_abs_error(self) -> float | None:
-        return sum(self.abs_errors) / len(self.abs_errors) if self.abs_errors else None
-
-    @property
-    def median_abs_error(self) -> float | None:
-        return median(self.abs_errors) if self.abs_errors else None
-
-    @property
-    def ninth_decile(self) -> float | None:
-        """The error that nine in ten rows do not exceed."""
-        return ninth_decile(self.abs_errors) if self.abs_errors else None
+    def figures(self) -> dict[str, float]:
+        """Of the errors of step times, by `OF_ERRORS`; empty where there are none."""
+        return {name: of(self.abs_errors) for name, of in OF_ERRORS.items()} if self.abs_errors else {}
 
     @property
     def peak_errors(self) -> list[float]:
@@ -173,10 +171,6 @@ class Report:
                 if abs(faster) > SAME_SPEED:
                     signs.setdefault(a.group.split(",")[0], []).append(1 if faster * told > 0 else -1)
         return {machine: sum(pairs) / len(pairs) for machine, pairs in signs.items()}
-
-    @property
-    def max_abs_error(self) -> float | None:
-        return max(self.abs_errors, default=None)
 
     @property
     def kendall_tau(self) -> float | None:
