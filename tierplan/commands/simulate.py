@@ -39,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from tierplan.planner.policies import check_name
     from tierplan.planner.policies.options import OptionError
     from tierplan.planner.prediction import predict
+    from tierplan.studies.evaluate import place_of, workload_in
 
     check_name(args.policy)
     options = policy_options(args)
@@ -50,8 +51,9 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None:
         raise OptionError("no model was given; use --model config.json (or a name such as gpt-13b), or --max-model")
     with working("simulating"):
-        workload, machine = scenario.read_scenario(args)
-        prediction = predict(args.policy, workload, machine, options)
+        place = place_of(point := scenario.read_point(args))
+        machine = place.machine
+        prediction = predict(args.policy, workload_in(place, point), machine, options)
         _ = prediction.limits, prediction.phases
     if args.output and prediction.schedule is not None and prediction.fits:
         from tierplan.planner.plan_file import machine_meta

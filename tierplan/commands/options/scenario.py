@@ -2,7 +2,6 @@
 
     add_arguments(parser)      --model --machine --set --batch --seq --accumulation --dtype ... --semantics
     read_point(args)           the question that they ask, as a point of a study
-    read_scenario(args)        its workload and machine
     add_training(group)        the training settings alone, and read_training(args)
 
 This is no command: it is not listed in `COMMANDS`.
@@ -16,12 +15,11 @@ from dataclasses import replace
 
 from tierplan.commands.options.arguments import add_set, finite, optimizer, option, whole
 from tierplan.hwmodels.description import pairs_of
-from tierplan.hwmodels.machine import Machine
 from tierplan.planner.training_files import read_training_file
 from tierplan.planner.training_files.configured import Configured
 from tierplan.sim.workloads.formats import act_formats, bases
 from tierplan.sim.workloads.optimizers import OPTIMIZERS
-from tierplan.sim.workloads.workload import Training, Workload, WorkloadError
+from tierplan.sim.workloads.workload import Training, WorkloadError
 from tierplan.studies.study import SEQUENCES, Point
 
 MODEL = "config.json, a folder that holds one, or a name such as gpt-13b"
@@ -178,12 +176,3 @@ def read_training(args: argparse.Namespace) -> Training:
     from tierplan.studies.evaluate import training_of
 
     return training_of(read_point(args), None)
-
-
-def read_scenario(args: argparse.Namespace) -> tuple[Workload, Machine]:
-    """What is trained, and where."""
-    from tierplan.studies.evaluate import place_of, workload_in
-
-    point = read_point(args)
-    place = place_of(point)
-    return workload_in(place, point), place.machine

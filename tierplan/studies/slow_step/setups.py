@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import NVME_READ, NVME_WRITE, parse_stream
@@ -153,23 +153,25 @@ ON_GPU = ("in-memory", "full-recompute", "zero-1", "zero-2", "ddp", "fsdp")
 def changes(setup: Setup, says: Mapping[str, object]) -> Iterator[SetupChange]:
     """What might save time, each by itself; whether it fits and what it saves is for the simulation to say."""
     training, options = setup.training, setup.options
+
+    def change(what: str, why: str, *, assumed: bool = False, **changed: Any) -> SetupChange:
+        return SetupChange(what=what, why=why, setup=replace(setup, **changed), assumed=assumed)
+
+    def as_fast_as_said(part: str) -> dict[str, float]:
+        return {other: factor for other, factor in setup.slower.items() if other != part}
+
     for cost in COSTS:
         if says.get(cost.key) == cost.value and setup.slower.get(cost.part) == cost.factor:
-            slower = {part: factor for part, factor in setup.slower.items() if part != cost.part}
-            yield SetupChange(what=cost.better, why=cost.why, setup=replace(setup, slower=slower), assumed=True)
+            yield change(cost.better, cost.why, assumed=True, slower=as_fast_as_said(cost.part))
     if DRIVES in setup.slower:
-        slower = {part: factor for part, factor in setup.slower.items() if part != DRIVES}
-        yield SetupChange(
-            what="aio: queue_depth 32, intra_op_parallelism 4", why="keeps the drives' queues full",
-            setup=replace(setup, slower=slower), assumed=True,
-        )  # fmt: skip
+        what, why = "aio: queue_depth 32, intra_op_parallelism 4", "keeps the drives' queues full"
+        yield change(what, why, assumed=True, slower=as_fast_as_said(DRIVES))
     if setup.extra_s:
-        what = f"save_steps: {10 * int(str(says['save_steps']))}"
-        why = "training waits while a checkpoint is written"
-        yield SetupChange(what=what, why=why, setup=replace(setup, extra_s=setup.extra_s / 10), assumed=True)
+        what, why = f"save_steps: {10 * int(str(says['save_steps']))}", "training waits while a checkpoint is written"
+        yield change(what, why, assumed=True, extra_s=setup.extra_s / 10)
 
     def option(what: str, why: str, **more: str) -> SetupChange:
-        return SetupChange(what=what, why=why, setup=replace(setup, options={**options, **more}))
+        return change(what, why, options={**options, **more})
 
     if setup.policy == "zero-infinity":
         if options.get("prefetch") == "0":
@@ -200,8 +202,8 @@ def changes(setup: Setup, says: Mapping[str, object]) -> Iterator[SetupChange]:
         yield option("FULL_SHARD (FSDP2: reshard_after_forward: true)", "less is on the GPU at once", reshard="on")
 
     def instead(what: str, why: str, policy: str, **more: str) -> SetupChange:
-        options = {"semantics": setup.options["semantics"]} if "semantics" in setup.options else {}
-        return SetupChange(what=what, why=why, setup=replace(setup, policy=policy, options=options | more, slower={}))
+        own = {"semantics": options["semantics"]} if "semantics" in options else {}
+        return change(what, why, policy=policy, options=own | more, slower={})
 
     if setup.policy == "zero-infinity":
         why = "parameters stay on the GPU, and backward need not fetch them"
@@ -218,20 +220,15 @@ def changes(setup: Setup, says: Mapping[str, object]) -> Iterator[SetupChange]:
     if training.dtype == "fp32":
         for name in ("bf16", "fp16"):
             faster = replace(training, dtype=name)  # type: ignore[arg-type]
-            why = "half the bytes, and tensor cores"
-            yield SetupChange(what=f"{name} instead of fp32", why=why, setup=replace(setup, training=faster))
+            yield change(f"{name} instead of fp32", "half the bytes, and tensor cores", training=faster)
     if training.attention == "plain":
         flash = replace(training, attention="flash")
-        yield SetupChange(
-            what="flash attention", why="no matrix of scores is kept", setup=replace(setup, training=flash)
-        )
+        yield change("flash attention", "no matrix of scores is kept", training=flash)
     batch, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
     for size in (2**k for k in range(12)):
         if size != batch and batch * steps % size == 0 and max(size, batch) % min(size, batch) == 0:
-            other = replace(
-                training, per_device_train_batch_size=size, gradient_accumulation_steps=batch * steps // size
-            )
-            what = f"micro-batches of {size}, {batch * steps // size} in a step"
+            num = batch * steps // size
+            other = replace(training, per_device_train_batch_size=size, gradient_accumulation_steps=num)
             larger = "parameters are fetched less often, and products are larger"
             why = larger if size > batch else "less is on the GPU at once"
-            yield SetupChange(what=what, why=why, setup=replace(setup, training=other))
+            yield change(f"micro-batches of {size}, {num} in a step", why, training=other)
