@@ -43,6 +43,12 @@ def with_faster(machine: Machine, names: Collection[str], factor: float) -> Mach
     return replace(machine, streams=streams, shared_limits=limits)
 
 
+def own_limits(machine: Machine, streams: Collection[str]) -> set[str]:
+    """Names of the shared limits that these streams load, and no others."""
+    takers = {x.name: {s.name for s in machine.streams if x.name in s.takes} for x in machine.shared_limits}
+    return {limit for limit, names in takers.items() if names and names <= set(streams)}
+
+
 def with_rate_factors(stream: Stream, factors: Mapping[str, float]) -> Stream:
     """The stream with its rates multiplied, by kind of work; at full speed it takes as much of limits as before."""
     rates = {kind: _times(rate, factors.get(kind, 1.0)) for kind, rate in stream.rates.items()}

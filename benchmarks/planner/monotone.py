@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from benchmarks.records import Record, arguments, ask_or_write, versions_of
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import HOST_ADAM, NVME_READ, NVME_WRITE, compute, d2h, h2d
-from tierplan.hwmodels.scaling import with_capacity, with_faster
+from tierplan.hwmodels.scaling import own_limits, with_capacity, with_faster
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.planning import plan
 from tierplan.planner.search.lesser import lesser_of_catalog
@@ -72,19 +72,10 @@ def more_of(machine: Machine, rng: random.Random) -> tuple[str, Machine]:
     }
     for name, streams in STREAMS.items():
         if all(any(s.name == stream for s in machine.streams) for stream in streams):
-            names = {*streams, *limits_of(machine, streams)}
+            names = {*streams, *own_limits(machine, streams)}
             changes[name] = lambda by, names=names: with_faster(machine, names=names, factor=by)  # type: ignore[misc]
     what, by = rng.choice(list(changes)), rng.choice(FACTORS)
     return f"{what} x {by}", changes[what](by)
-
-
-def limits_of(machine: Machine, streams: Collection[str]) -> set[str]:
-    """Names of the shared limits that only these streams load."""
-    return {
-        limit.name
-        for limit in machine.shared_limits
-        if {s.name for s in machine.streams if limit.name in s.takes} <= set(streams)
-    }
 
 
 def pair(number: int) -> dict[str, Any]:

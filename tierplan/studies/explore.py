@@ -6,7 +6,7 @@ import io
 from typing import Any
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.scaling import with_capacity, with_faster
+from tierplan.hwmodels.scaling import own_limits, with_capacity, with_faster
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.plan_rules import PLANNER
 from tierplan.planner.planning import plan
@@ -49,7 +49,8 @@ def explore(workload: Workload, machine: Machine, *, time_limit_s: float = 0.4) 
         capacity = {tier.name: int(control.value * tier.capacity_bytes) for tier, control in memories.items()}
         changed = with_capacity(machine, capacity)
         for name, control in parts.items():
-            changed = with_faster(changed, _names(machine, name), control.value)
+            streams = {s.name for s in machine.streams if part_of(s.name) == name}
+            changed = with_faster(changed, streams | own_limits(machine, streams), control.value)
         prediction = _predict(method.value, workload, changed, time_limit_s)
         figures.value = prediction._repr_html_()
         picture.value = _drawn(prediction)
@@ -60,13 +61,6 @@ def explore(workload: Workload, machine: Machine, *, time_limit_s: float = 0.4) 
     show()
     wrap = widgets.Layout(flex_flow="row wrap")
     return widgets.VBox([widgets.Box(controls, layout=wrap), figures, picture])
-
-
-def _names(machine: Machine, part: str) -> set[str]:
-    """The streams of a part, and the limits that only they share."""
-    streams = {s.name for s in machine.streams if part_of(s.name) == part}
-    takers = {x.name: {s.name for s in machine.streams if x.name in s.takes} for x in machine.shared_limits}
-    return streams | {limit for limit, names in takers.items() if names and names <= streams}
 
 
 def _predict(policy: str, workload: Workload, machine: Machine, time_limit_s: float) -> Prediction:
