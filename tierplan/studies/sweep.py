@@ -33,6 +33,7 @@ import tierplan
 from tierplan.sim.compiled.compiler import is_kept
 from tierplan.sim.compiled.rules import execute
 from tierplan.sim.trace import write_atomically
+from tierplan.studies.evaluate import best_plan, evaluate_point
 from tierplan.studies.study import Point
 
 Row = dict[str, Any]
@@ -55,7 +56,7 @@ def code_version() -> str:
 
 def sweep(
     points: Iterable[Point],
-    evaluate: Evaluate | None = None,
+    evaluate: Evaluate = evaluate_point,
     *,
     out_dir: str | os.PathLike[str] | None = None,
     executor: Executor | None = None,
@@ -77,10 +78,6 @@ def sweep(
         By default a pool of `num_workers` processes, one per core.
     """
     points = list(points)
-    if evaluate is None:
-        from tierplan.studies.evaluate import evaluate_point
-
-        evaluate = evaluate_point
     results_file = _ResultsFile(Path(out_dir)) if out_dir is not None else None
     rows: dict[str, Row] = dict(results_file.rows) if results_file else {}
     missing = {p.key: p for p in points if p.key not in rows}
@@ -160,8 +157,6 @@ def asking(num_workers: int | None = None, *, progress: bool = False) -> Iterato
 def processes(num: int, stack: ExitStack) -> Executor:
     """So many, which end with the stack."""
     if not is_kept(execute):
-        from tierplan.studies.evaluate import best_plan
-
         best_plan(Point(model="gpt2", machine="laptop", planner_s=0.01))  # compiles it, once for all of them
     end = partial(_end_workers, frozenset(multiprocessing.active_children()))
     atexit.register(end)
