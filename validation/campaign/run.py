@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from tierplan import __version__
 from tierplan.hwmodels.build import build_machine
@@ -107,7 +107,7 @@ def run_campaign(
                 with ExitStack() as life:
                     calibrated = _calibrate(setup, group, life)
                     for batch in [missing] if campaign.interleaved else [[run] for run in missing]:
-                        for artifact in _execute(calibrated, batch):
+                        for artifact in _execute(setup, group, calibrated, batch):
                             artifact.save(setup.out_dir / group.name / f"{artifact.run}.json")
                             report(_line(artifact))
     finally:
@@ -140,16 +140,11 @@ def _line(a: Artifact) -> str:
     )
 
 
-class _Calibrated(NamedTuple):
-    """A group, its calibration, and the session that measures how slow the machine is now."""
-
-    setup: _Setup
-    group: Group
-    calibration: Calibration
-    session: CalibrationSession
+Calibrated = tuple[Calibration, CalibrationSession]
+"""Of a group, with the session that measures how slow the machine is now."""
 
 
-def _calibrate(setup: _Setup, group: Group, life: ExitStack) -> _Calibrated:
+def _calibrate(setup: _Setup, group: Group, life: ExitStack) -> Calibrated:
     """Measures the machine and makes a calibration run. Its checks are added to those of the groups before it."""
     began = time.monotonic()
     setup.scratch.mkdir(parents=True, exist_ok=True)
@@ -170,20 +165,19 @@ def _calibrate(setup: _Setup, group: Group, life: ExitStack) -> _Calibrated:
     setup.checks.extend(calibration.checks.values())
     checks = ", ".join(f"{plan} {format_error(x - 1.0)}" for plan, x in calibration.checks.items())
     setup.report(f"{group.name}: calibrated in {time.monotonic() - began:.0f} s, {checks}")
-    return _Calibrated(setup, group, calibration, session)
+    return calibration, session
 
 
-def _execute(calibrated: _Calibrated, runs: Sequence[Run]) -> Iterator[Artifact]:
+def _execute(setup: _Setup, group: Group, calibrated: Calibrated, runs: Sequence[Run]) -> Iterator[Artifact]:
     """Predicts and trains these runs, turn by turn."""
-    campaign = calibrated.setup.campaign
     with ExitStack() as life:
-        executions = [_RunExecution(calibrated, run, life) for run in runs]
-        turns = campaign.steps_by_turn
+        executions = [_RunExecution(setup, group, calibrated, run, life) for run in runs]
+        turns = setup.campaign.steps_by_turn
         for k, num_steps in enumerate(turns):
             for execution in executions:
-                execution.take_turn(num_steps, 1 if k else campaign.warmup_steps)
+                execution.take_turn(num_steps, 1 if k else setup.campaign.warmup_steps)
             if len(executions) > 1 and (k + 1) % TURNS_PER_REPORT == 0:
-                calibrated.setup.report(f"{calibrated.group.name}: {k + 1} of {len(turns)} turns")
+                setup.report(f"{group.name}: {k + 1} of {len(turns)} turns")
         slowdowns = [slowdown for execution in executions for slowdown in execution.slowdowns]
         for execution in executions:
             yield execution.artifact(median(slowdowns) if slowdowns else 1.0)
@@ -192,8 +186,8 @@ def _execute(calibrated: _Calibrated, runs: Sequence[Run]) -> Iterator[Artifact]
 class _RunExecution:
     """One run: its prediction, its training, and how slow the machine was before each turn."""
 
-    def __init__(self, calibrated: _Calibrated, run: Run, life: ExitStack) -> None:
-        setup, group, self._calibration, self._session = calibrated
+    def __init__(self, setup: _Setup, group: Group, calibrated: Calibrated, run: Run, life: ExitStack) -> None:
+        self._calibration, self._session = calibrated
         self._campaign, self._checks = setup.campaign, setup.checks
         config, training = group.model_config(run.blocks), _training(group, run, setup.device)
         workload = trace_config(f"{group.name}, {run.blocks} blocks", config, training)

@@ -133,8 +133,7 @@ def test_a_run_that_fails_takes_no_other_with_it(tmp_path: Path, monkeypatch: py
 def test_only_what_is_asked_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calibration = SimpleNamespace(timed=lambda workload, machine: workload, on=lambda machine: machine)
     session = SimpleNamespace(machine=guessed_machine())
-    calibrated = campaign_run._Calibrated
-    monkeypatch.setattr(campaign_run, "_calibrate", lambda *of: calibrated(*of[:2], calibration, session))
+    monkeypatch.setattr(campaign_run, "_calibrate", lambda *of: (calibration, session))
     found = campaign_run.run_campaign(CAMPAIGN, tmp_path / "out", tmp_path, only="no-such")
     assert [a.run for a in found] == ["3-blocks-no-such-policy-roomy-roomy"]
 
