@@ -5,6 +5,7 @@ Shapes: `b` sequences, `t` tokens.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -12,13 +13,15 @@ import torch
 import transformers
 from torch import nn
 
+from tierplan import __version__
 from tierplan.runtime.tracing.models import build_model
 from tierplan.sim.workloads.workload import Training
 
 
 def versions() -> dict[str, str]:
-    """Of the libraries that decide how long kernels take and what a model is made of."""
-    return {"torch": torch.__version__, "transformers": transformers.__version__}
+    """Of tierplan, of the libraries that decide how long kernels take and what a model is made of, and of Python."""
+    libraries = {"torch": torch.__version__, "transformers": transformers.__version__}
+    return {"tierplan": __version__, **libraries, "Python": platform.python_version()}
 
 
 def device_model(device: str) -> str:

@@ -70,9 +70,7 @@ def run(args: argparse.Namespace) -> int:
     where, text = machine.name + gpus, machine.basis.said(parts)
     sheets = [name for name in machine.nameplate if name.partition(".")[0] in parts]
     about = {"plan": str(args.plan), "run": str(args.run_dir), "machine": where, "basis": text}
-    for key in ("model", "policy", "semantics"):
-        if value := schedule.meta.get(key):
-            about[key] = str(value)
+    about |= {key: str(said) for key in ("model", "policy", "semantics") if (said := schedule.meta.get(key))}
     notes = [advice]
     notes += [f"From data sheets rather than measured: {', '.join(sheets)}."] if sheets else []
     write_report(

@@ -56,14 +56,12 @@ def _left_out(advice: Advice) -> list[str]:
     if not advice.left_out:
         return []
     now = float(advice.answer.get("tokens_per_s") or 0.0)
-    gains = {
-        what: f"{most / now * 100 - 100:+.0f} %" if now else f"{most:,.0f} tokens/s"
-        for what, most in advice.left_out.items()
-    }
-    named = (
-        f"{what} ({gains[what]} at most)" if most else f"{what} (does not fit)"
-        for what, most in advice.left_out.items()
-    )
+
+    def said(most: float) -> str:
+        gain = f"{most / now * 100 - 100:+.0f} %" if now else f"{most:,.0f} tokens/s"
+        return f"{gain} at most" if most else "does not fit"
+
+    named = (f"{what} ({said(most)})" for what, most in advice.left_out.items())
     return [f"Not planned, since by bounds others give more for their price, or more in all: {', '.join(named)}."]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from math import isclose
@@ -248,18 +249,14 @@ def placements(result: PlanResult) -> list[tuple[str, str]]:
     """How many units have what where, and what happens to activations."""
     if not isinstance(result.plan, UnitwisePlan):
         return []
-    places: dict[str, int] = {}
+    places, acts = Counter[str](), Counter[str]()
     for unit in result.plan.units:
         in_host = f", {format_frac(unit.host_frac)} of them host" if unit.host_shards else ""
-        name = f"params {unit.params}, states {unit.states}{in_host}" + (" (late)" if unit.late_update else "")
-        places[name] = places.get(name, 0) + 1
-    acts: dict[str, int] = {}
+        places[f"params {unit.params}, states {unit.states}{in_host}{' (late)' * unit.late_update}"] += 1
     assert result.schedule.step is not None, "a unit-wise schedule says what it trains"
-    for spec in result.schedule.step.units:
-        for tensor in spec.saved:
-            acts[tensor.action] = acts.get(tensor.action, 0) + tensor.size_bytes
-    total = sum(acts.values()) or 1
-    by_number = sorted(places.items(), key=lambda item: -item[1])
-    rows = [("units" if k == 0 else "", f"{count} x {name}") for k, (name, count) in enumerate(by_number)]
+    for tensor in (tensor for spec in result.schedule.step.units for tensor in spec.saved):
+        acts[tensor.action] += tensor.size_bytes
+    total = acts.total() or 1
+    rows = [("units" if k == 0 else "", f"{count} x {name}") for k, (name, count) in enumerate(places.most_common())]
     kept = ", ".join(f"{format_frac(size / total)} {name}" for name, size in acts.items() if size / total >= 0.005)
     return [*rows, ("activations", kept)]

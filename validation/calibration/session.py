@@ -7,7 +7,6 @@ turns meet the same speeds on average; one long training after another does not.
 from __future__ import annotations
 
 import itertools
-import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,7 +17,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tierplan import __version__
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.scaling import with_ample_memory
 from tierplan.planner.lowering import lower
@@ -152,7 +150,7 @@ class CalibrationSession:
             machine_sha256=machine_sha256(self.machine),
             num_threads=int(str(in_memory.trainer.result().trace.meta["num_threads"])),
             num_ranks=self.num_ranks,
-            versions={"tierplan": __version__, **versions(), "Python": platform.python_version()},
+            versions=versions(),
             when=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         )
 

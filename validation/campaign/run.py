@@ -12,7 +12,6 @@ continued is calibrated anew. Interleaved runs are saved when all of them have e
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tierplan import __version__
 from tierplan.hwmodels.build import build_machine
 from tierplan.hwmodels.description import write_description
 from tierplan.hwmodels.machine import Machine, PredictionBasis
@@ -199,7 +197,7 @@ class _RunExecution:
             settings={**asdict(run), "batch": group.batch, "seq": group.seq, "dtype": group.dtype, "config": config},
             machine=setup.machine_name,
             when=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-            versions={"tierplan": __version__, **versions(), "Python": platform.python_version()},
+            versions=versions(),
             answered=False,
             campaign_runs=setup.campaign.run_names,
         )
