@@ -29,6 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -63,6 +64,10 @@ class Key:
     """Keys that a new value of this one makes void, because they stood for the same thing more directly."""
     whole: bool = False
     """Says something of the machine, not of the part: stays when another part is chosen."""
+    most: float = inf
+    """What no machine has more of; infinite where its unit says that."""
+    above_zero: bool = False
+    """0 says nothing of it, as of no rate: a limit that does not exist is left out."""
 
     @property
     def section(self) -> str:
@@ -301,46 +306,32 @@ def _value(key: Key, value: object, what: str) -> float | str | Points:
     return tuple(points)
 
 
-LEAST_PLAUSIBLE: Mapping[str, tuple[float, str]] = {
-    "nvme.endurance": (1e12, "TB"),
-    "flops/s": (1e7, "TFLOP/s"), "bytes/s": (1e6, "GB/s"), "parameters/s": (1e5, "G/s"), "bytes": (2**16, "GiB"),
-    "W": (1.0, "kW"),
+PLAUSIBLE: Mapping[str, tuple[float, str, float]] = {
+    "flops/s": (1e7, "TFLOP/s", 1e17), "bytes/s": (1e6, "GB/s", 1e14), "parameters/s": (1e5, "G/s", 1e14),
+    "bytes": (2**16, "GiB", 1e18), "W": (1.0, "kW", inf), "s": (0.0, "", 0.5), "nvme.endurance": (1e12, "TB", 1e18),
 }  # fmt: skip
-"""By key or unit: what no part is below, and the unit that was probably meant. Busy processors measure 5e8 flops/s."""
+"""By key or unit: what no part is below, the unit that was probably meant, and what nothing is above where its key does
+not say. Busy processors measure 5e8 flops/s."""
 DRIVES_SAY_MB = ("nvme.read", "nvme.write")
 """Data sheets of drives give these in MB/s."""
-MOST_PLAUSIBLE: Mapping[str, float] = {
-    "flops/s": 1e17, "bytes/s": 1e14, "parameters/s": 1e14, "bytes": 1e18, "s": 0.5, "gpu.capacity": 2e12,
-    **dict.fromkeys(("link.h2d", "link.d2h", "link.both", "link.p2p"), 1e13),
-    "nvme.recovery": 1e5, **dict.fromkeys(DRIVES_SAY_MB, 1e12),
-    "gpu.count": 1024, "nvme.drives": 128, "host.cores": 1024, "host.sockets": 16,
-    "gpu.matmul_frac": 1.0, "gpu.memory_frac": 1.0, "gpu.collective_share": 1.0, "gpu.sustained_frac": 1.0,
-    "nvme.mixed": 2.0, "gpu.power": 5e3, "host.power": 2e4, "nvme.power": 200,
-}  # fmt: skip
-ABOVE_ZERO = (
-    "flops/s", "bytes/s", "parameters/s", "gpu.matmul_frac", "gpu.attention_frac", "gpu.memory_frac",
-    "gpu.sustained_frac", "gpu.adam_traffic", "host.adam_traffic", "link.collective_latency", "host.cores",
-    "host.sockets", "nvme.mixed", "nvme.endurance", "W",
-)  # fmt: skip
-"""Units and keys of which 0 says nothing: a limit that does not exist is left out."""
 
 
 def _plausible(amount: float, value: object, key: Key, what: str) -> float:
     """The amount, unless its order of magnitude says that a unit was left out or is wrong."""
-    if not amount and (key.unit in ABOVE_ZERO or key.name in ABOVE_ZERO):
+    if not amount and (key.above_zero or key.unit.endswith(("/s", "W"))):
         raise MachineError(f"{what} is {value!r}; it must be above 0")
-    least, meant = LEAST_PLAUSIBLE.get(key.name, LEAST_PLAUSIBLE.get(key.unit, (0.0, "")))
+    least, meant, most = PLAUSIBLE.get(key.name, PLAUSIBLE.get(key.unit, (0.0, "", inf)))
     if 0 < amount < least:
         number = str(value).split()[0].rstrip("BFLOPS/sW")
         if key.name in DRIVES_SAY_MB and float(number) >= 100:
             number = f"{float(number) / 1000:g}"
         raise MachineError(f'{what} is {value!r}, {format_amount(amount, key.unit)}; did you mean "{number} {meant}"?')
-    if amount > MOST_PLAUSIBLE.get(key.name, MOST_PLAUSIBLE.get(key.unit, float("inf"))):
+    if amount > (key.most if key.most < inf else most):
         shown = f"{value!r}, {format_amount(amount, key.unit)}, which nothing reaches; check its unit"
         if key.unit == "number":
-            shown = f"{value}; it is at most {MOST_PLAUSIBLE[key.name]:g} ({key.meaning})"
+            shown = f"{value}; it is at most {key.most:g} ({key.meaning})"
         elif key.unit == "count":
-            shown = f"{value}; no machine has more than {MOST_PLAUSIBLE[key.name]:g}"
+            shown = f"{value}; no machine has more than {key.most:g}"
         raise MachineError(f"{what} is {shown}")
     return amount
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import sqrt
 
-from tierplan.hwmodels.description import MOST_PLAUSIBLE, Quantity
+from tierplan.hwmodels.description import KEYS, Quantity
 from tierplan.hwmodels.importers.reading import ImportedFileError, json_number, json_object
 from tierplan.hwmodels.units import parse_amount
 
@@ -55,7 +55,7 @@ def read_fio(text: str, *, where: str) -> dict[str, Quantity]:
         best = max(mixed, key=lambda g: g.block_bytes)
         alone = {d: parse_amount(values[f"nvme.{d}"].value, "bytes/s", what=d) for d in ("read", "write")}
         both = best.read / alone["read"] + best.write / alone["write"]
-        values["nvme.mixed"] = Quantity(min(both, MOST_PLAUSIBLE["nvme.mixed"]), "measured", source)
+        values["nvme.mixed"] = Quantity(min(both, KEYS["nvme.mixed"].most), "measured", source)
     if not values:
         raise ImportedFileError(
             f"{where} has neither a group of only reads nor one of only writes; add `stonewall` between jobs"

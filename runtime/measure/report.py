@@ -13,7 +13,7 @@ from statistics import median
 
 import torch
 
-from tierplan.hwmodels.description import MOST_PLAUSIBLE, Basis, Description, Limit, Quantity
+from tierplan.hwmodels.description import Basis, Description, Limit, Quantity, find_key
 from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_LIMIT, NVME_READ, NVME_WRITE, parse_stream
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.measure.limits import Fit, Mix
@@ -61,7 +61,7 @@ def describe(
                         values[full] = one
     if NVME_LIMIT in fit.limits:
         values["nvme.mixed"] = Quantity(
-            min(fit.limits[NVME_LIMIT], MOST_PLAUSIBLE["nvme.mixed"]), "measured", source, fit.limit_spread[NVME_LIMIT]
+            min(fit.limits[NVME_LIMIT], find_key("nvme.mixed").most), "measured", source, fit.limit_spread[NVME_LIMIT]
         )
         values["nvme.read_share"] = Quantity(fit.shares[NVME_READ], "measured", source)
         values["nvme.write_share"] = Quantity(fit.shares[NVME_WRITE], "measured", source)
