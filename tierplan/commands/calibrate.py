@@ -17,17 +17,12 @@ import shutil
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from math import exp
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tierplan.commands.options import scenario
 from tierplan.commands.options.arguments import add_device, finite, new_file, new_folder, option, whole
 from tierplan.commands.options.terminal import progress_bar, tell
-from tierplan.sim.output.text import columns, format_error, format_s, wrapped
-
-if TYPE_CHECKING:
-    from tierplan.validation.calibration.calibration import Calibration
+from tierplan.sim.output.text import wrapped
 
 BUDGET_S, QUICK_S, FIT_S = 180.0, 45.0, 4.0
 """All in all; and, of it, after the last step."""
@@ -52,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from tierplan.runtime.execution.device import device_named
     from tierplan.runtime.job import stop_on_interrupt
     from tierplan.studies.evaluate import calibration_workload, machine_of
+    from tierplan.validation.calibration.calibration import calibration_lines
     from tierplan.validation.calibration.known import own_path
     from tierplan.validation.calibration.session import CalibrationSession
 
@@ -91,18 +87,3 @@ def run(args: argparse.Namespace) -> int:
     lines = [*where, *calibration_lines(calibration), *stopped, *wrapped(f"written to {target}; {use}")]
     tell(args, {**asdict(calibration), "half_width": calibration.half_width, **about}, lines)
     return 130 if stopped else 0
-
-
-def calibration_lines(calibration: Calibration) -> list[str]:
-    """What was found, for people."""
-    low, high = exp(-calibration.half_width) - 1, exp(calibration.half_width) - 1
-    rows = [("plan", "measured step", "predicted from the others")]
-    for name, measured_s in calibration.measured_step_s.items():
-        check = calibration.checks.get(name)
-        rows.append((name, format_s(measured_s), "" if check is None else format_error(check - 1.0)))
-    slowest, quickest = max(calibration.slowdowns), min(calibration.slowdowns)
-    return [
-        *columns(rows, right=(1, 2)),
-        f"steps of one plan took {quickest:.2f} to {slowest:.2f} times their median",
-        f"90 % interval of a prediction: {100 * low:+.0f} % to {100 * high:+.0f} %",
-    ]

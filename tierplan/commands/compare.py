@@ -9,19 +9,12 @@ simulated again on the machine that it was made for, which stands in it.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from tierplan.commands.options.arguments import PICTURES, add_set, existing_file, new_file, option, whole
 from tierplan.commands.options.terminal import tell, working
 from tierplan.hwmodels.names import parse_stream, parts_used
-from tierplan.sim.contents import split_step
 from tierplan.sim.output.text import format_s, wrapped
-
-if TYPE_CHECKING:
-    from tierplan.sim.trace import Trace
-    from tierplan.validation.comparison.compare import Comparison
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from tierplan.validation.comparison.compare import compare
     from tierplan.validation.comparison.run_folder import load_run, read_schedule
-    from tierplan.validation.comparison.words import at_slowdown, causes_in_words, figure_lines, what_to_do
+    from tierplan.validation.comparison.words import (
+        at_slowdown,
+        causes_in_words,
+        figure_lines,
+        judged_steps,
+        steps_in_words,
+        what_to_do,
+    )
     from tierplan.validation.report.report import verdict, write_report
 
     schedule, machine = read_schedule(args.plan, args.machine, args.overrides, any_machine=args.other_machine)
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
         write_perfetto({"predicted": steady.trace, "measured": measured}, args.perfetto)
     basis = {**asdict(machine.basis), "text": text}
-    judged = _steps(comparison, measured, len(losses))
+    judged = judged_steps(comparison, measured, len(losses))
     record = {**comparison.record(), **devices, "steps": judged, "basis": basis, "causes": causes, "what_to_do": advice}
     low_s, high_s = map(format_s, machine.basis.interval_s(comparison.step_s.predicted))
     interval = f"9 in 10 between {low_s} and {high_s} were predicted; by: {text}"
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         *([f"on {where}"] if gpus else []),
         *wrapped(verdict(comparison)),
         *figure_lines(comparison),
-        *wrapped(f"  {_steps_in_words(judged)}"),
+        *wrapped(f"  {steps_in_words(judged)}"),
         *wrapped(f"  {interval}"),
         "  bytes per stream agree exactly" if comparison.bytes_agree else "  bytes per stream do not all agree",
         "measured minus predicted, the largest parts:",
@@ -113,26 +113,3 @@ def run(args: argparse.Namespace) -> int:
     ]
     tell(args, record, lines)
     return 0
-
-
-NOT_JUDGED = {
-    "before_resumed": "before the run was last resumed",
-    "warmup": "to warm up",
-    "after_trace": "after the trace",
-}
-
-
-def _steps(comparison: Comparison, measured: Trace, num_steps: int) -> dict[str, int]:
-    """How many steps of the run are judged, and how many are not, by why."""
-    numbers = sorted({split_step(span.key).step or 0 for span in measured.spans})
-    left_out = (numbers[0], comparison.warmup_steps, max(0, num_steps - 1 - numbers[-1]))
-    return {
-        "judged": len(numbers) - comparison.warmup_steps,
-        **dict(zip(NOT_JUDGED, left_out, strict=True)),
-    }
-
-
-def _steps_in_words(steps: Mapping[str, int]) -> str:
-    out = ", ".join(f"{steps[name]:,} {why}" for name, why in NOT_JUDGED.items() if steps[name])
-    judged = f"median of {steps['judged']:,} steps" if steps["judged"] > 1 else "one step"
-    return f"measured: {judged}" + (f"; not judged: {out}" if out else "")

@@ -12,16 +12,11 @@ Examples:
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from tierplan.commands.options import scenario
 from tierplan.commands.options.arguments import add_timeline, new_file, option
 from tierplan.commands.options.terminal import nameplate_lines, tell, working
-from tierplan.sim.output.text import alike_rows, columns, format_bytes, format_s, in_short, wrapped
-
-if TYPE_CHECKING:
-    from tierplan.planner.prediction import Prediction
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from tierplan.planner.policies import check_name
     from tierplan.planner.policies.options import OptionError
     from tierplan.planner.prediction import predict
+    from tierplan.studies.answer import prediction_text, write_timeline
     from tierplan.studies.evaluate import place_of, workload_in
 
     check_name(args.policy)
@@ -64,10 +60,8 @@ def run(args: argparse.Namespace) -> int:
         meta = {**figures, "machine_sha256": digest(machine), **machine_meta(machine)}
         save_schedule(sealed(replace(prediction.schedule, meta={**prediction.schedule.meta, **meta})), args.output)
     if args.timeline and prediction.fits:
-        from tierplan.studies.answer import write_timeline
-
         write_timeline(prediction, args.timeline)
-    lines = [text_of(prediction), *nameplate_lines(prediction)]
+    lines = [prediction_text(prediction), *nameplate_lines(prediction)]
     if args.output:
         lines.append(f"schedule: {args.output}" if prediction.fits else f"{args.output} was not written")
     tell(args, {**prediction.record(), "nameplate": list(prediction.nameplate)}, lines)
@@ -89,62 +83,10 @@ def policy_options(args: argparse.Namespace) -> dict[str, object]:
     return options
 
 
-def text_of(prediction: Prediction) -> str:
-    """The prediction for people."""
-    from tierplan.studies.answer import interval_rows, limit_rows, limited_text, numbers_rows
-
-    head = f"{prediction.policy}: {prediction.model} on {prediction.where}"
-    if prediction.step_s is None or prediction.steady is None or prediction.columns is None:
-        said = wrapped(in_short(prediction.why_not), 78)
-        heads = wrapped(f"{head} does not {'fit' if prediction.shortage else 'run'}")
-        return "\n".join([*heads, *(f"  {line}" for line in said)])
-    spent = asdict(prediction.phases) if prediction.phases else {}
-    rows: list[tuple[str, ...]] = [("devices", prediction.devices_note)] if prediction.devices_note else []
-    rows += [
-        ("step time", f"{format_s(prediction.step_s)}, {prediction.tokens_per_s:,.1f} tokens/s"),
-        *interval_rows(prediction),
-        ("", ", ".join(f"{name.removesuffix('_s')} {format_s(value)}" for name, value in spent.items())),
-        ("limited by", limited_text(prediction.limits)),
-        ("of the model", f"{prediction.flops / prediction.step_s / 1e12:.1f} TFLOP/s{_as_papers_count(prediction)}"),
-        *(
-            [("trained on", sequences_text(prediction))]
-            if max(prediction.devices, prediction.devices_of_machine) > 1
-            else []
-        ),
-        ("semantics", prediction.plan.semantics if prediction.plan else ""),
-        *numbers_rows(prediction),
-    ]
-    rows += alike_rows(
-        (f"peak {tier}", f"{format_bytes(peak)} of {format_bytes(prediction.steady.capacity_bytes[tier])}")
-        for tier, peak in prediction.steady.peak_bytes.items()
-    )
-    moved = prediction.columns.bytes_moved().items()
-    rows += alike_rows((f"moved {stream}", f"{format_bytes(size)}") for stream, size in moved)
-    if prediction.lifetime_s is not None:
-        rows.append(
-            ("drives last", f"{format_s(prediction.lifetime_s)} of writing like this, by their rated endurance")
-        )
-    return "\n".join([*wrapped(head), *columns(rows), "", *columns(limit_rows(prediction.limits), right=(1, 2))])
-
-
-def _as_papers_count(prediction: Prediction) -> str:
-    if prediction.tflops_8nd is None:
-        return ""
-    active = "active " * (prediction.num_active != prediction.num_parameters)
-    return f" ({prediction.tflops_8nd:.1f} as papers count: 8 FLOPs per {active}parameter and token)"
-
-
-def sequences_text(prediction: Prediction) -> str:
-    """The sequences of one step, and who has them."""
-    num = 0 if prediction.plan is None else prediction.plan.num_batches
-    each = prediction.micro_batch * prediction.accumulation
-    whose = f"{each} on each of {num} GPUs" if num > 1 else f"which {prediction.devices} GPUs share"
-    return f"{each * num} sequences per step, {whose}"
-
-
 def _largest(args: argparse.Namespace, options: dict[str, object]) -> int:
     """Prints the largest model of the GPT-3 family that fits, and the next one's reason."""
     from tierplan.planner.questions.largest import largest_model
+    from tierplan.studies.answer import prediction_text
     from tierplan.studies.evaluate import machine_of, training_of
 
     point = scenario.read_point(args)
@@ -158,6 +100,6 @@ def _largest(args: argparse.Namespace, options: dict[str, object]) -> int:
     else:
         beyond = "this is the deepest that was looked at: larger models may fit too, give theirs with --model"
     if largest.fits is not None:
-        lines = [text_of(largest.fits), beyond]
+        lines = [prediction_text(largest.fits), beyond]
     tell(args, largest.record(), lines)
     return 0 if largest.fits is not None else 3

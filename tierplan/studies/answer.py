@@ -260,3 +260,54 @@ def placements(result: PlanResult) -> list[tuple[str, str]]:
     rows = [("units" if k == 0 else "", f"{count} x {name}") for k, (name, count) in enumerate(places.most_common())]
     kept = ", ".join(f"{format_frac(size / total)} {name}" for name, size in acts.items() if size / total >= 0.005)
     return [*rows, ("activations", kept)]
+
+
+def prediction_text(prediction: Prediction) -> str:
+    """The prediction of a policy for people."""
+    head = f"{prediction.policy}: {prediction.model} on {prediction.where}"
+    if prediction.step_s is None or prediction.steady is None or prediction.columns is None:
+        said = wrapped(in_short(prediction.why_not), 78)
+        heads = wrapped(f"{head} does not {'fit' if prediction.shortage else 'run'}")
+        return "\n".join([*heads, *(f"  {line}" for line in said)])
+    spent = asdict(prediction.phases) if prediction.phases else {}
+    rows: list[tuple[str, ...]] = [("devices", prediction.devices_note)] if prediction.devices_note else []
+    rows += [
+        ("step time", f"{format_s(prediction.step_s)}, {prediction.tokens_per_s:,.1f} tokens/s"),
+        *interval_rows(prediction),
+        ("", ", ".join(f"{name.removesuffix('_s')} {format_s(value)}" for name, value in spent.items())),
+        ("limited by", limited_text(prediction.limits)),
+        ("of the model", f"{prediction.flops / prediction.step_s / 1e12:.1f} TFLOP/s{_as_papers_count(prediction)}"),
+        *(
+            [("trained on", sequences_text(prediction))]
+            if max(prediction.devices, prediction.devices_of_machine) > 1
+            else []
+        ),
+        ("semantics", prediction.plan.semantics if prediction.plan else ""),
+        *numbers_rows(prediction),
+    ]
+    rows += alike_rows(
+        (f"peak {tier}", f"{format_bytes(peak)} of {format_bytes(prediction.steady.capacity_bytes[tier])}")
+        for tier, peak in prediction.steady.peak_bytes.items()
+    )
+    moved = prediction.columns.bytes_moved().items()
+    rows += alike_rows((f"moved {stream}", f"{format_bytes(size)}") for stream, size in moved)
+    if prediction.lifetime_s is not None:
+        rows.append(
+            ("drives last", f"{format_s(prediction.lifetime_s)} of writing like this, by their rated endurance")
+        )
+    return "\n".join([*wrapped(head), *columns(rows), "", *columns(limit_rows(prediction.limits), right=(1, 2))])
+
+
+def _as_papers_count(prediction: Prediction) -> str:
+    if prediction.tflops_8nd is None:
+        return ""
+    active = "active " * (prediction.num_active != prediction.num_parameters)
+    return f" ({prediction.tflops_8nd:.1f} as papers count: 8 FLOPs per {active}parameter and token)"
+
+
+def sequences_text(prediction: Prediction) -> str:
+    """The sequences of one step, and who has them."""
+    num = 0 if prediction.plan is None else prediction.plan.num_batches
+    each = prediction.micro_batch * prediction.accumulation
+    whose = f"{each} on each of {num} GPUs" if num > 1 else f"which {prediction.devices} GPUs share"
+    return f"{each * num} sequences per step, {whose}"

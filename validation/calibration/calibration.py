@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
-from math import hypot, log, sqrt
+from math import exp, hypot, log, sqrt
 from statistics import median
 from typing import Any
 
@@ -24,6 +24,7 @@ from tierplan.hwmodels.scaling import with_capacity, with_demand, with_rate_fact
 from tierplan.sim.analysis.explain import stream_times
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.digest import digest
+from tierplan.sim.output.text import columns, format_error, format_s
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import write_atomically
 from tierplan.sim.workloads.workload import Training, Unit, Workload
@@ -306,6 +307,21 @@ def _timed(unit: Unit, fit: UnitFit, machine: Machine) -> Unit:
 
 def _with_capacities_of(schedule: Schedule, machine: Machine) -> Machine:
     return with_capacity(machine, {t.name: t.capacity_bytes for t in schedule.tiers})
+
+
+def calibration_lines(calibration: Calibration) -> list[str]:
+    """What was found, for people."""
+    low, high = exp(-calibration.half_width) - 1, exp(calibration.half_width) - 1
+    rows = [("plan", "measured step", "predicted from the others")]
+    for name, measured_s in calibration.measured_step_s.items():
+        check = calibration.checks.get(name)
+        rows.append((name, format_s(measured_s), "" if check is None else format_error(check - 1.0)))
+    slowest, quickest = max(calibration.slowdowns), min(calibration.slowdowns)
+    return [
+        *columns(rows, right=(1, 2)),
+        f"steps of one plan took {quickest:.2f} to {slowest:.2f} times their median",
+        f"90 % interval of a prediction: {100 * low:+.0f} % to {100 * high:+.0f} %",
+    ]
 
 
 def interval_half_width(checks: Sequence[float]) -> float:

@@ -8,6 +8,7 @@ from itertools import chain
 
 from tierplan.hwmodels.machine import Machine, PredictionBasis
 from tierplan.hwmodels.names import COMPUTE
+from tierplan.sim.contents import split_step
 from tierplan.sim.output.text import columns, format_error, format_s
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
@@ -116,3 +117,26 @@ def what_to_do(comparison: Comparison, basis: PredictionBasis, meta: Mapping[str
         "The machine works otherwise than in its calibration, which waits for a core and its reference work do not "
         "show: calibrate again."
     )
+
+
+NOT_JUDGED = {
+    "before_resumed": "before the run was last resumed",
+    "warmup": "to warm up",
+    "after_trace": "after the trace",
+}
+
+
+def judged_steps(comparison: Comparison, measured: Trace, num_steps: int) -> dict[str, int]:
+    """How many steps of the run are judged, and how many are not, by why."""
+    numbers = sorted({split_step(span.key).step or 0 for span in measured.spans})
+    left_out = (numbers[0], comparison.warmup_steps, max(0, num_steps - 1 - numbers[-1]))
+    return {
+        "judged": len(numbers) - comparison.warmup_steps,
+        **dict(zip(NOT_JUDGED, left_out, strict=True)),
+    }
+
+
+def steps_in_words(steps: Mapping[str, int]) -> str:
+    out = ", ".join(f"{steps[name]:,} {why}" for name, why in NOT_JUDGED.items() if steps[name])
+    judged = f"median of {steps['judged']:,} steps" if steps["judged"] > 1 else "one step"
+    return f"measured: {judged}" + (f"; not judged: {out}" if out else "")

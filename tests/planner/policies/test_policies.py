@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.toys import MIB, toy_machine, toy_workload
-from tierplan.commands import compare_policies, simulate
+from tierplan.commands import compare_policies
 from tierplan.commands.options.terminal import nameplate_lines
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
@@ -29,6 +29,7 @@ from tierplan.sim.schedule import Schedule, validate
 from tierplan.sim.trace import Trace
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training, Workload
+from tierplan.studies.answer import prediction_text
 
 ONE_DEVICE = tuple(name for name in POLICIES if name not in ("harmony-dp", "harmony-pp", "virtual-memory"))
 
@@ -438,9 +439,9 @@ def test_whose_numbers_are_others_is_marked_with_the_reason() -> None:
     assert {"fuyou*", "zenflow**", "vertical"} == marks
     assert "\n* other numbers than plain training's: a tied head's gradients are" in table
     assert "\n** other numbers than plain training's: updates come a step late" in table
-    assert "not of plain training: a tied head's gradients" in simulate.text_of(tied)
-    assert "not of plain training: updates come a step late" in simulate.text_of(late)
-    assert "numbers " not in simulate.text_of(plain)
+    assert "not of plain training: a tied head's gradients" in prediction_text(tied)
+    assert "not of plain training: updates come a step late" in prediction_text(late)
+    assert "numbers " not in prediction_text(plain)
 
 
 @pytest.mark.parametrize("value", ["1.5", 2.5, "inf", "-1", "", None])
