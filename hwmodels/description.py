@@ -26,7 +26,7 @@ import difflib
 import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from math import inf
@@ -380,11 +380,7 @@ def _points_or_text(name: str, text: str) -> object:
 
 def write_description(description: Description) -> str:
     """TOML that `parse_description` reads back to an equal description."""
-    table: dict[str, object] = {"name": description.name}
-    if description.summary:
-        table["summary"] = description.summary
-    if description.date:
-        table["date"] = description.date
+    table: dict[str, object] = {name: getattr(description, name) for name in ("name", "summary", "date")}
     for name, quantity in description.values.items():
         section = table.setdefault(KEYS[name].section, {})
         assert isinstance(section, dict)
@@ -400,5 +396,4 @@ def write_description(description: Description) -> str:
 
 def _record(entry: Quantity | Switch | Limit) -> dict[str, object]:
     """The fields that have a value."""
-    record = {f.name: getattr(entry, f.name) for f in fields(entry)}
-    return {name: value for name, value in record.items() if value is not None}
+    return {name: value for name, value in asdict(entry).items() if value is not None}
