@@ -68,13 +68,9 @@ def answer_lines(best: BestPlan) -> list[str]:
     capacity = result.steady.capacity_bytes
     held = {tier: peak for tier, peak in result.steady.peak_bytes.items() if peak > 0}
     peaks = alike_rows((tier, f"{format_bytes(peak)} of {format_bytes(capacity[tier])}") for tier, peak in held.items())
-    bound = format_s(result.lower_bound_s)
+    bound = f"no schedule is quicker than {format_s(result.lower_bound_s)}: gap {format_frac(result.gap)}"
     rows = [
-        *([("devices", p.devices_note)] if p.devices_note else []),
-        ("step time", f"{format_s(p.step_s)}, {p.tokens_per_s:,.0f} tokens/s"),
-        *interval_rows(p),
-        ("", f"no schedule is quicker than {bound}: gap {format_frac(result.gap)}"),
-        ("limited by", limited_text(p.limits)),
+        *_head_rows(p, f"{p.tokens_per_s:,.0f}", bound),
         ("decided by", f"{result.plan.policy}, {_shape(result.plan)}, {result.plan.semantics}"),
         *numbers_rows(p),
         *(
@@ -87,20 +83,26 @@ def answer_lines(best: BestPlan) -> list[str]:
     ]
     if 2 * (peak := result.steady.peak_bytes[DEVICE]) > capacity[DEVICE] and (note := logits_note(best.workload, peak)):
         rows.append(("of " + DEVICE, note))
-    if p.lifetime_s is not None:
-        rows.append(("drives last", f"{format_s(p.lifetime_s)} of writing like this, by their rated endurance"))
     searched = f"{result.num_simulated} plans in {result.total_s:.1f} s{ENDED[result.status]}"
     limits = columns(limit_rows(p.limits), right=(1, 2))
-    return [*columns([*rows, ("searched", searched)]), "", *limits, "", *_policy_lines(result)]
+    return [*columns([*rows, *_last_rows(p), ("searched", searched)]), "", *limits, "", *_policy_lines(result)]
 
 
-def interval_rows(prediction: Prediction) -> list[tuple[str, str]]:
-    """The interval of the step time, and what it rests on."""
-    if prediction.interval_s is None:
+def _head_rows(p: Prediction, tokens_per_s: str, below: str) -> list[tuple[str, ...]]:
+    """What a step takes, its interval and what that rests on, a line below, and what limits."""
+    rows: list[tuple[str, ...]] = [("devices", p.devices_note)] if p.devices_note else []
+    rows.append(("step time", f"{format_s(p.step_s or 0.0)}, {tokens_per_s} tokens/s"))
+    if p.interval_s is not None:
+        low_s, high_s = map(format_s, p.interval_s)
+        lines = [f"in 9 of 10 cases between {low_s} and {high_s}", *wrapped(f"rates: {p.basis}", 58)]
+        rows += [("", line) for line in lines]
+    return [*rows, ("", below), ("limited by", limited_text(p.limits))]
+
+
+def _last_rows(p: Prediction) -> list[tuple[str, ...]]:
+    if p.lifetime_s is None:
         return []
-    low_s, high_s = prediction.interval_s
-    basis = wrapped(f"rates: {prediction.basis}", 58)
-    return [("", f"in 9 of 10 cases between {format_s(low_s)} and {format_s(high_s)}"), *(("", line) for line in basis)]
+    return [("drives last", f"{format_s(p.lifetime_s)} of writing like this, by their rated endurance")]
 
 
 def question_text(point: Point, micro_batch: int, accumulation: int, dtype: str) -> str:
@@ -262,40 +264,29 @@ def placements(result: PlanResult) -> list[tuple[str, str]]:
     return [*rows, ("activations", kept)]
 
 
-def prediction_text(prediction: Prediction) -> str:
+def prediction_text(p: Prediction) -> str:
     """The prediction of a policy for people."""
-    head = f"{prediction.policy}: {prediction.model} on {prediction.where}"
-    if prediction.step_s is None or prediction.steady is None or prediction.columns is None:
-        said = wrapped(in_short(prediction.why_not), 78)
-        heads = wrapped(f"{head} does not {'fit' if prediction.shortage else 'run'}")
-        return "\n".join([*heads, *(f"  {line}" for line in said)])
-    spent = asdict(prediction.phases) if prediction.phases else {}
-    rows: list[tuple[str, ...]] = [("devices", prediction.devices_note)] if prediction.devices_note else []
-    rows += [
-        ("step time", f"{format_s(prediction.step_s)}, {prediction.tokens_per_s:,.1f} tokens/s"),
-        *interval_rows(prediction),
-        ("", ", ".join(f"{name.removesuffix('_s')} {format_s(value)}" for name, value in spent.items())),
-        ("limited by", limited_text(prediction.limits)),
-        ("of the model", f"{prediction.flops / prediction.step_s / 1e12:.1f} TFLOP/s{_as_papers_count(prediction)}"),
-        *(
-            [("trained on", sequences_text(prediction))]
-            if max(prediction.devices, prediction.devices_of_machine) > 1
-            else []
+    head = f"{p.policy}: {p.model} on {p.where}"
+    if p.step_s is None or p.steady is None or p.columns is None:
+        heads = wrapped(f"{head} does not {'fit' if p.shortage else 'run'}")
+        return "\n".join([*heads, *(f"  {line}" for line in wrapped(in_short(p.why_not), 78))])
+    phases = asdict(p.phases) if p.phases else {}
+    spent = ", ".join(f"{name.removesuffix('_s')} {format_s(value)}" for name, value in phases.items())
+    capacity = p.steady.capacity_bytes
+    rows = [
+        *_head_rows(p, f"{p.tokens_per_s:,.1f}", spent),
+        ("of the model", f"{p.flops / p.step_s / 1e12:.1f} TFLOP/s{_as_papers_count(p)}"),
+        *([("trained on", sequences_text(p))] if max(p.devices, p.devices_of_machine) > 1 else []),
+        ("semantics", p.plan.semantics if p.plan else ""),
+        *numbers_rows(p),
+        *alike_rows(
+            (f"peak {tier}", f"{format_bytes(peak)} of {format_bytes(capacity[tier])}")
+            for tier, peak in p.steady.peak_bytes.items()
         ),
-        ("semantics", prediction.plan.semantics if prediction.plan else ""),
-        *numbers_rows(prediction),
+        *alike_rows((f"moved {stream}", format_bytes(size)) for stream, size in p.columns.bytes_moved().items()),
+        *_last_rows(p),
     ]
-    rows += alike_rows(
-        (f"peak {tier}", f"{format_bytes(peak)} of {format_bytes(prediction.steady.capacity_bytes[tier])}")
-        for tier, peak in prediction.steady.peak_bytes.items()
-    )
-    moved = prediction.columns.bytes_moved().items()
-    rows += alike_rows((f"moved {stream}", f"{format_bytes(size)}") for stream, size in moved)
-    if prediction.lifetime_s is not None:
-        rows.append(
-            ("drives last", f"{format_s(prediction.lifetime_s)} of writing like this, by their rated endurance")
-        )
-    return "\n".join([*wrapped(head), *columns(rows), "", *columns(limit_rows(prediction.limits), right=(1, 2))])
+    return "\n".join([*wrapped(head), *columns(rows), "", *columns(limit_rows(p.limits), right=(1, 2))])
 
 
 def _as_papers_count(prediction: Prediction) -> str:

@@ -92,8 +92,7 @@ def purchases(description: Description, prices: PriceList) -> list[Purchase]:
 
     Of a machine that is rented, no part is bought: another one takes its place.
     """
-    whole = [_as_a_whole(name) for name in catalog_names() if name != description.name]
-    machines = [machine for machine in whole if machine]
+    machines = [m for name in catalog_names() if name != description.name and (m := _as_a_whole(name))]
     if description.number("host.rent"):
         return machines
     case = str(description.quantity("host.form").value)  # type: ignore[union-attr]  # it has a default
