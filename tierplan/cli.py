@@ -106,3 +106,7 @@ def message_of(error: Exception) -> str:
     name = error.filename2 or error.filename
     reason = (error.strerror or str(error)).lower()
     return f"{name}: {reason}; give another file or folder, or make this one usable"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
