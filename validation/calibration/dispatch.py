@@ -7,14 +7,15 @@ it; a calibrated machine's streams do (`beside_s` and `wake_s`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from itertools import pairwise
 from math import exp, log, sqrt
 from statistics import fmean, pstdev
 from typing import NamedTuple, TypeVar
 
-from tierplan.hwmodels.machine import Cost, Machine
+from tierplan.hwmodels.machine import Machine, Stream
 from tierplan.hwmodels.names import on_first_device, parse_stream
+from tierplan.hwmodels.scaling import rates_of, with_rate_factors
 from tierplan.sim.analysis.explain import StreamTime
 from tierplan.sim.analysis.steady import SteadyState, steady_state
 from tierplan.sim.schedule import Schedule
@@ -133,20 +134,15 @@ def slowdown_in(
     return slowdown_between(core, {**beside, **expected}, now)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Slowed(Machine):
-    """A machine whose work takes longer than it says; at full speed an op takes as much of shared limits as before."""
-
-    slowdown: Slowdown
-
-    def cost(self, stream_name: str, work: Mapping[str, float], *, is_alone: bool = False) -> Cost:
-        cost = Machine.cost(self, stream_name, work, is_alone=is_alone)
-        return replace(cost, work_s=cost.work_s * slowdown_of(stream_name, self.slowdown))
-
-
 def slowed(machine: Machine, slowdown: Slowdown) -> Machine:
-    """The machine, so much slower than it says."""
-    return _Slowed(**{f.name: getattr(machine, f.name) for f in fields(Machine)}, slowdown=slowdown)
+    """The machine, so much slower than it says; at full speed an op takes as much of shared limits as before."""
+
+    def slower(stream: Stream) -> Stream:
+        rates = rates_of(stream)
+        factors = dict.fromkeys(rates, 1.0 / slowdown_of(stream.name, slowdown))
+        return with_rate_factors(replace(stream, rates=rates), factors)
+
+    return replace(machine, streams=tuple(map(slower, machine.streams)))
 
 
 def steady_at(schedule: Schedule, machine: Machine, slowdown: Slowdown) -> SteadyState:
