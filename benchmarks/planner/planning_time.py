@@ -40,7 +40,7 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.integral import solve_whole
 from tierplan.planner.milp.model import build
-from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.plan import UnitPlan
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.planner.search.from_program import granules
@@ -48,6 +48,7 @@ from tierplan.planner.search.knobs import Knobs
 from tierplan.sim.output.text import markdown_table
 from tierplan.sim.workloads.models import read_config, workload_of
 from tierplan.sim.workloads.workload import Training, Workload
+from tierplan.validation.calibration.plans import uniform_plan
 
 T = TypeVar("T")
 MACHINE, FULL_BLOCKS = "fuyou-4090", 96
@@ -92,10 +93,8 @@ def milp(blocks: int, batch: int) -> Record:
 def fixed(blocks: int, batch: int) -> Record:
     """One candidate: states on NVMe, the rest in host memory, everything recomputed."""
     workload, machine = scenario(blocks, batch)
-    ends = UnitPlan(params="host", grads="host", states="nvme")
     block = UnitPlan(params="host", grads="host", states="nvme", input="host", acts="recompute")
-    units = tuple(block if u.kind == "block" else ends for u in workload.units)
-    plan = UnitwisePlan(policy="fixed", units=units)
+    plan = uniform_plan("fixed", workload, block)
     simulate_plan = PlanSimulator(workload, machine, Budget(1e9))
     tried, record = timed(lambda: simulate_plan(plan))
     if not tried.fits:

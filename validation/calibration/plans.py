@@ -27,7 +27,7 @@ def calibration_plans(workload: Workload, machine: Machine) -> dict[str, Plan]:
     """The plans by name, for the calibration model."""
     offload = UnitPlan(params="host", grads="host", states="nvme", input="host", acts="host")
     on_nvme = UnitPlan(params="nvme", grads="host", states="nvme", input="host", acts="recompute")
-    kept = _uniform(PARTIAL_RECOMPUTE, workload, UnitPlan())
+    kept = uniform_plan(PARTIAL_RECOMPUTE, workload, UnitPlan())
     halves = [
         replace(c, acts=_every_other(u)) if u.kind == "block" else c
         for c, u in zip(kept.units, workload.units, strict=True)
@@ -36,8 +36,8 @@ def calibration_plans(workload: Workload, machine: Machine) -> dict[str, Plan]:
         IN_MEMORY: decide("in-memory", workload, machine),
         FULL_RECOMPUTE: decide("full-recompute", workload, machine),
         PARTIAL_RECOMPUTE: replace(kept, units=tuple(halves)),
-        OFFLOAD: _uniform(OFFLOAD, workload, offload, first=replace(offload, acts="nvme")),
-        ON_NVME: _uniform(ON_NVME, workload, on_nvme),
+        OFFLOAD: uniform_plan(OFFLOAD, workload, offload, first=replace(offload, acts="nvme")),
+        ON_NVME: uniform_plan(ON_NVME, workload, on_nvme),
         OPTIMIZER_SWEEP: decide("zero-infinity", workload, machine, {"pipeline": "on"}),
     }
 
@@ -47,7 +47,7 @@ def _every_other(block: Unit) -> tuple[Action, ...]:
     return tuple("recompute" if k % 2 else "keep" for k in range(len(block.saved)))
 
 
-def _uniform(name: str, workload: Workload, block: UnitPlan, first: UnitPlan | None = None) -> UnitwisePlan:
+def uniform_plan(name: str, workload: Workload, block: UnitPlan, first: UnitPlan | None = None) -> UnitwisePlan:
     """The same for all blocks but the first; embedding and head keep what they save."""
     ends = UnitPlan(params=block.params, grads=block.grads, states=block.states)
     units = [block if u.kind == "block" else ends for u in workload.units]

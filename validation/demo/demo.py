@@ -27,7 +27,7 @@ from tierplan.hwmodels.build import build_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import DEVICE, HOST
 from tierplan.hwmodels.scaling import with_ample_memory, with_capacity
-from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.plan import UnitPlan
 from tierplan.planner.planning import plan
 from tierplan.planner.policies import decide
 from tierplan.planner.results import PlanResult
@@ -47,6 +47,7 @@ from tierplan.sim.workloads.models import load_workload, workload_of
 from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.validation.calibration.budgets import capacity_for, peak_bytes
 from tierplan.validation.calibration.known import calibration_config
+from tierplan.validation.calibration.plans import uniform_plan
 from tierplan.validation.calibration.session import CalibrationSession
 from tierplan.validation.comparison.compare import Comparison, compare
 from tierplan.validation.comparison.words import at_slowdown
@@ -133,9 +134,7 @@ def demo_budgets(workload: Workload, machine: Machine) -> tuple[int, Machine]:
     in_memory = peak_bytes(DEVICE, decide("in-memory", workload, roomy), workload, roomy)
     machine = with_capacity(machine, {DEVICE: _whole_mib(DEVICE_FRAC * in_memory)})
     streamed = UnitPlan(params="host", grads="host", states="nvme", acts="recompute")
-    others = replace(streamed, acts="keep")
-    units = tuple(streamed if u.kind == "block" else others for u in workload.units)
-    passing = capacity_for("tight", HOST, UnitwisePlan(policy="all states on NVMe", units=units), workload, machine)
+    passing = capacity_for("tight", HOST, uniform_plan("all states on NVMe", workload, streamed), workload, machine)
     return in_memory, with_capacity(machine, {HOST: _whole_mib(passing + STATES_FRAC * workload.states_bytes)})
 
 
