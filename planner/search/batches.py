@@ -36,8 +36,9 @@ SEARCHED_TO_THE_END = 20
 """Units up to which each division gets the search that it gets when asked by itself, so none of them alone ends better
 than all: simulations take so little that the searches end by themselves. So do those of several devices, where most of
 the work is in packs of units, which are no racers."""
-RACE, KEPT_FRAC = 1.0, 1 / 3
-"""Times the budget of one division, for all of them; and of the divisions in one round, those that have another."""
+KEPT_FRAC, BOUND_WEIGHT = 1 / 3, 6.0
+"""Of the divisions in one round, those that have another; and how much their bounds count after the first, when steps
+still say little."""
 S_PER_DIVISION = 1.0
 """On several devices: of a time limit, for each division that is compared and not searched."""
 TOO_SLOW = 1.5
@@ -96,7 +97,7 @@ def plan_sequences(
     question = (digest(make(1, sequences)), sequences, budget.num_ops, *asked.values())
     known = known_of_lesser(machine, question, planned_for, known)
     if time_limit_s is None:
-        budget = Budget(RACE * budget.time_limit_s, RACE * budget.num_ops)
+        budget = Budget(budget.time_limit_s, budget.num_ops)
     solver = Solver(seed=seed)
     searches: list[Search] = []
 
@@ -212,8 +213,9 @@ def _raced(searches: list[Search], budget: Budget, beat_s: float) -> None:
         return [racer for search in joining for racer in search.racers]
 
     racers = [racer for search in searches for racer in search.racers if racer.bound_s < beat_s]
+    racers.sort(key=lambda r: r.bound_s)
     try:
-        for _ in race(sorted(racers, key=lambda r: r.bound_s), budget, kept_frac=KEPT_FRAC, meet=meet):
+        for _ in race(racers, budget, kept_frac=KEPT_FRAC, bound_weight=BOUND_WEIGHT, meet=meet):
             if budget.ops_left <= 0 or budget.is_out_of_time:
                 break
         for search in searches:

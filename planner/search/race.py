@@ -52,24 +52,28 @@ def race(
     *,
     kept_frac: float = 0.5,
     first_ops: float = FIRST_OPS,
+    bound_weight: float = 0.0,
     meet: Callable[[], list[Racer]] = list,
 ) -> Iterator[None]:
     """All searches to their ends, the most promising first: a step each time it may be interrupted.
 
     In each round are `kept_frac` of those of the one before, and each does twice as much. They `meet` after it, to tell
-    each other what they have found; others may join then.
+    each other what they have found; others may join then, and all of these are in the next round. After the first one,
+    a percent of the bound counts as much as `bound_weight` percent of the step.
     """
     ops, num = first_ops, len(racers)
+    joining: list[Racer] = []
     while racers:
-        for racer in racers[:num]:
+        for racer in [*racers[:num], *(r for r in racers[num:] if r in joining)]:
             for _ in racer.run(ops, budget):
                 best_s = min(r.best_s for r in racers)
                 for other in racers:
                     other.is_over = other.is_over or other.bound_s >= best_s * (1 - GOOD_FRAC)
                 yield
         joining = meet()
-        racers = sorted((r for r in [*racers, *joining] if not r.is_over), key=lambda r: r.best_s)
-        num, ops = ceil(kept_frac * num), 2 * ops
+        able = (r for r in [*racers, *joining] if not r.is_over)
+        racers = sorted(able, key=lambda r: r.best_s * r.bound_s**bound_weight)
+        num, ops, bound_weight = ceil(kept_frac * num), 2 * ops, 0.0
 
 
 def rounds(num_ops: float) -> Iterator[float]:
