@@ -3,7 +3,8 @@
 Divisions of long chains are racers for one budget, as shapes of plans are in the search of one division: those that
 find more get more of it, and what one has found is a start for the others. A micro-batch is not cut into smaller ones
 then, for these are a division of their own; and plans with one micro-batch after the other join where they are not far
-behind. So a division alone, with all the budget, may end a few percent better. Up to `SEARCHED_TO_THE_END` none races.
+behind. While all are far from the bound the race goes on, for much less than a division alone does then. So one alone
+may end a few percent better. Up to `SEARCHED_TO_THE_END` none races.
 
 None is searched any longer once all that is left of it has a bound above what is found.
 """
@@ -17,7 +18,7 @@ from math import inf, isqrt, log
 from typing import Any
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.loop import Search
+from tierplan.planner.loop import FAR, Search
 from tierplan.planner.milp.program import Solver
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.planning import budget_of, known_of_lesser, plan, remember
@@ -39,6 +40,9 @@ the work is in packs of units, which are no racers."""
 KEPT_FRAC, BOUND_WEIGHT = 1 / 3, 6.0
 """Of the divisions in one round, those that have another; and how much their bounds count after the first, when steps
 still say little."""
+MORE_FRAC = 0.1
+"""Of what one division may spend beyond its budget far from the bound: what all may, beyond the budget of one. Not with
+a lesser machine's answer, near which a better machine's begins."""
 S_PER_DIVISION = 1.0
 """On several devices: of a time limit, for each division that is compared and not searched."""
 TOO_SLOW = 1.5
@@ -96,8 +100,7 @@ def plan_sequences(
     budget = budget_of(time_limit_s)
     question = (digest(make(1, sequences)), sequences, budget.num_ops, *asked.values())
     known = known_of_lesser(machine, question, planned_for, known)
-    if time_limit_s is None:
-        budget = Budget(budget.time_limit_s, budget.num_ops)
+    budget.more_ops *= MORE_FRAC if known is None else 0.0
     solver = Solver(seed=seed)
     searches: list[Search] = []
 
@@ -212,11 +215,19 @@ def _raced(searches: list[Search], budget: Budget, beat_s: float) -> None:
                     search.offer(found.plan)
         return [racer for search in joining for racer in search.racers]
 
+    def is_over() -> bool:
+        if budget.ops_left > 0:
+            return budget.is_out_of_time
+        all_racers = [racer for search in searches for racer in search.racers]
+        step_s = min(beat_s, *(r.best_s for r in all_racers))
+        is_near = step_s <= FAR * min(r.bound_s for r in all_racers)
+        return is_near or budget.ops_left <= -budget.more_ops or budget.is_out_of_time
+
     racers = [racer for search in searches for racer in search.racers if racer.bound_s < beat_s]
     racers.sort(key=lambda r: r.bound_s)
     try:
         for _ in race(racers, budget, kept_frac=KEPT_FRAC, bound_weight=BOUND_WEIGHT, meet=meet):
-            if budget.ops_left <= 0 or budget.is_out_of_time:
+            if is_over():
                 break
         for search in searches:
             search.collect()

@@ -18,8 +18,9 @@ from tierplan.planner import loop
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.planning import plan
 from tierplan.planner.results import PolicyResult
-from tierplan.planner.search import budget
+from tierplan.planner.search import batches, budget
 from tierplan.planner.search.batches import _in_their_best, divisors, plan_sequences
+from tierplan.planner.search.lesser import Known
 from tierplan.planner.search.race import Racer, race
 from tierplan.sim.workloads.models import load_workload, workload_of
 from tierplan.sim.workloads.workload import Training, Workload
@@ -116,6 +117,33 @@ def test_13b_in_all_divisions_is_planned_about_as_well_as_in_the_best_alone() ->
 
     alone_s = [plan(make(batch, 16 // batch), machine).step_s for batch in divisors(16)]
     assert plan_sequences(make, machine, sequences=16).result.step_s <= 1.01 * min(alone_s)
+
+
+@pytest.mark.parametrize("seed", [9, 11])
+def test_far_from_the_bound_the_race_goes_on(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all that it has found: more work is never worse. With a lesser machine's answer it does not."""
+    monkeypatch.setattr(budget, "DEFAULT_OPS", 50_000)
+    monkeypatch.setattr(batches, "SEARCHED_TO_THE_END", 0)
+    make = question(rng := random.Random(seed))
+    machine = random_machine(rng, make(4, 1))
+
+    def found(more_frac: float, **asked: Any) -> tuple[float, int]:
+        monkeypatch.setattr(batches, "MORE_FRAC", more_frac)
+        division = plan_sequences(make, machine, sequences=4, **asked)
+        answers.append(Known.of(machine, division.workload, division.result))
+        return division.result.step_s, division.result.num_simulated
+
+    answers: list[Known] = []
+    monkeypatch.setattr(batches, "FAR", 0.0)
+    (more_s, num_more), (step_s, num) = found(2.0), found(0.0)
+    assert more_s <= step_s
+    assert num_more > num
+    assert found(2.0, time_limit_s=100) == found(0.0, time_limit_s=100)
+    monkeypatch.setattr(batches, "FAR", float("inf"))
+    assert found(2.0) == (step_s, num)
+    monkeypatch.setattr(batches, "FAR", 0.0)
+    monkeypatch.setattr(batches, "known_of_lesser", lambda *asked: answers[0])
+    assert found(2.0) == found(0.0)
 
 
 class Counting:
