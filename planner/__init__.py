@@ -9,6 +9,7 @@ prediction       what a plan gives, in the figures that people compare
 milp             the planning program and its bound (docs/planner.md has the mathematics)
 results          what planning gives
 search           candidates by simulation: moves, knobs, restarts, batches
+compared         the published systems beside a search
 infeasible       what to say when no plan fits
 loop             the search for one division of a batch: bound, solve, round, lower, simulate, refine
 planning         a machine's plan, which is never worse than that of the lesser machine in it

@@ -8,11 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from math import inf
 
-from tierplan.hwmodels.machine import Machine, MachineError
+from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.scaling import parts_of
+from tierplan.planner.compared import NEAR, Compared
 from tierplan.planner.infeasible import InfeasiblePlan, least_lacking, spares_no_drives
 from tierplan.planner.lowering import Lowering
 from tierplan.planner.milp.amounts import Problem, problem
@@ -21,7 +22,7 @@ from tierplan.planner.milp.integral import MANY_UNITS
 from tierplan.planner.milp.program import SOLVER, Solver
 from tierplan.planner.plan import Plan, UnitwisePlan, plain_semantics
 from tierplan.planner.plan_rules import Order, PlanError
-from tierplan.planner.policies import ESTIMATES, NEED_SEVERAL_DEVICES, POLICIES, SHARED, comparable
+from tierplan.planner.policies import NEED_SEVERAL_DEVICES, POLICIES, comparable
 from tierplan.planner.prediction import predicted
 from tierplan.planner.results import PlanResult, PolicyResult, Status
 from tierplan.planner.search.budget import Budget
@@ -29,7 +30,7 @@ from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.from_program import ProgramPlans
 from tierplan.planner.search.incumbents import Batches, Incumbents, Shape, is_start, per_batch_s
 from tierplan.planner.search.lesser import Known, needs_no_drives, without_excess
-from tierplan.planner.search.moves import loosened, off_drives, untied, with_shape_of
+from tierplan.planner.search.moves import loosened, off_drives, with_shape_of
 from tierplan.planner.search.race import GOOD_FRAC, MOST_OPS, OrderSearch, Racer, race, rounds
 from tierplan.planner.search.shape import tried
 from tierplan.planner.several_devices.search import (
@@ -41,14 +42,12 @@ from tierplan.planner.several_devices.search import (
 )
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.step import Semantics
-from tierplan.sim.workloads.workload import Workload, WorkloadError
+from tierplan.sim.workloads.workload import Workload
 
 FAR = 1.05
 """A search goes on beyond its default budget while the step is more than this times the bound."""
 SOLVER_FRAC = 1e-6
 """By so much a solver's bound may exceed a step that reaches it. What is more would be a wrong bound, and is shown."""
-NEAR = 1.3
-"""A policy whose decision takes simulations is left out where a plan near its own takes so many times the best step."""
 MOST_IN_FULL = 8
 """Plans of several devices that are simulated with each of them, where the quickest with one for all takes longer."""
 SAME_FRAC = 1e-6
@@ -333,88 +332,42 @@ class Search:
     def _compare(self, names: Collection[str]) -> tuple[dict[str, Callable[..., PolicyResult]], Incumbents]:
         """What the policies that were asked for reach; and of all policies, the best plans for the search.
 
-        The search is the same whatever it is compared with. To say why one does not fit takes a while, when asked for.
+        The search is the same whatever it is compared with.
         """
-        seeds = self._no_incumbents()
+        seeds, is_on_several = self._no_incumbents(), self.num_devices > 1
+        compared = Compared(self.workload, self.asked, self.semantics, self.batches, self.simulate_plan)
 
-        @cache
-        def decided(name: str, *, nearly: bool = False) -> Plan | str:
-            if name in NEED_SEVERAL_DEVICES and self.num_devices == 1:
-                return "needs several devices; this machine has one"
-            try:
-                return (ESTIMATES if nearly else POLICIES)[name](self.workload, self.asked, {})
-            except (PlanError, MachineError, WorkloadError) as error:
-                return str(error)
-
-        def is_hopeless(name: str) -> bool:
-            """Whether a plan near the policy's own, from which a search may start, is far from the best so far."""
-            if self.num_devices == 1 or name not in ESTIMATES or isinstance(near := decided(name, nearly=True), str):
-                return False
-            seeds.consider(found := self.simulate_plan(near))
-            return found.step_s is not None and found.step_s > NEAR * min(self.best_s, self.beat_s)
-
-        def is_same(plan: Plan) -> bool:
-            return plan.semantics == self.semantics or "delayed-1" not in (plan.semantics, self.semantics)
-
-        def result(name: str, *, is_best: bool = True) -> PolicyResult:
-            nearly = not is_best and self.num_devices > 1 and name in ESTIMATES
-            if isinstance(plan := decided(name, nearly=nearly), str):
-                return PolicyResult(step_s=None, reason=plan)
-            if not is_best and self.batches is not None and (plan.num_batches == 1) != (self.batches == "shared"):
-                return PolicyResult(step_s=None)  # other work than was asked for; another search has it
-            found, same = (self.simulate_plan.in_full if is_best else self.simulate_plan)(plan), is_same(plan)
-            if isinstance(plan, UnitwisePlan) and plan.sums_tied and found.fits:  # no rival where only this makes room
-                same = same and self.simulate_plan(replace(plan, sums_tied=False)).fits
-            return PolicyResult(
-                step_s=found.step_s,
-                reason=found.reason if is_best else "",
-                lacks_memory=bool(found.short_tier),
-                same_numbers=same,
-                micro_batch=self.workload.training.per_device_train_batch_size,
-                accumulation=self.workload.training.gradient_accumulation_steps,
-                num_batches=plan.num_batches,
-            )
-
-        one_kind = self.like if self.num_devices > 1 else None
-        if one_kind is not None:
-            seeds.consider(candidate := self.simulate_plan(one_kind))
-            self.incumbents.consider(candidate)
-        for name in [] if one_kind else sorted(POLICIES, key=lambda name: name in ESTIMATES):
-            if self.batches == "each" and name in SHARED:
-                continue  # no start for this search
-            if is_hopeless(name):
-                continue
-            plan = decided(name)
-            if isinstance(plan, str) or not is_same(plan):
-                continue
-            is_other_work = self.batches == "shared" and plan.num_batches > 1
-            if is_other_work and name in NEED_SEVERAL_DEVICES:
-                continue
-            is_asked = name in names and not is_other_work
-            if isinstance(plan, UnitwisePlan):
-                tries = [replace(one, devices=1 if is_other_work else plan.devices) for one in untied(plan)]
-                fitting = (one for one in tries if len(tries) == 1 or self.simulate_plan(one).fits)
-                plan = next(fitting, tries[0])  # of plain training's bits
-                if self.num_devices > 1 and name not in NEED_SEVERAL_DEVICES:
-                    seeds.consider(self.simulate_plan(replace(plan, devices=1)))  # which the search is of
-            if is_other_work or not (is_asked or is_start(plan)):
-                continue
-            candidate = self.simulate_plan(plan)
-            seeds.consider(candidate)
+        def consider(plan: Plan, *, is_asked: bool = True) -> None:
+            seeds.consider(candidate := self.simulate_plan(plan))
             if is_asked:
                 self.incumbents.consider(candidate)
+
+        def from_policies(without: set[str]) -> None:
+            for name, plan, is_other_work in compared.plans(without):
+                is_asked = name in names and not is_other_work
+                if is_on_several and isinstance(plan, UnitwisePlan) and name not in NEED_SEVERAL_DEVICES:
+                    consider(replace(plan, devices=1), is_asked=False)  # which the search is of
+                if not is_other_work and (is_asked or is_start(plan)):
+                    consider(plan, is_asked=is_asked)
+
+        if self.like is not None and is_on_several:
+            consider(self.like)
+        else:
+            from_policies(without={*(near := dict(compared.near()))})
+            for plan in near.values():
+                consider(plan, is_asked=False)
+            best_s = min(self.best_s, self.beat_s)
+            found_s = {name: self.simulate_plan(plan).step_s for name, plan in near.items()}
+            hopeless = {name for name, step_s in found_s.items() if step_s is not None and step_s > NEAR * best_s}
+            from_policies(without={*POLICIES} - (near.keys() - hopeless))
         if self.known is not None:
-            candidate = self.simulate_plan(self.known.plan)
-            seeds.consider(candidate)
-            self.incumbents.consider(candidate)
-        if (
-            self.num_devices > 1 and self.batches != "shared" and one_kind is None
-        ):  # a shard may fit where the whole does not
+            consider(self.known.plan)
+        if is_on_several and self.batches != "shared" and self.like is None:  # a shard may fit where the whole does not
             sharded = POLICIES["in-memory"](self.workload, self.machine, {"sharing": "fsdp"})
-            if isinstance(sharded, UnitwisePlan) and is_same(sharded):
+            if isinstance(sharded, UnitwisePlan) and compared.is_same(sharded):
                 exchanging(sharded, self.incumbents, self.simulate_plan, self.num_devices)
         self.budget.ops_left = self.budget.num_ops  # comparing is beside the budget of the search
-        return {name: partial(result, name) for name in POLICIES if name in names}, seeds
+        return {name: partial(compared.result, name) for name in POLICIES if name in names}, seeds
 
     def _rounds(self) -> Iterator[None]:
         """The chains in turns. Each order has its own share of every round, whatever the others found; what is left is

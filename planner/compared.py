@@ -1,0 +1,101 @@
+"""The published systems beside the search for one division of the batch: what each decides, and what it reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tierplan.hwmodels.machine import Machine, MachineError
+from tierplan.planner.plan import Plan, UnitwisePlan
+from tierplan.planner.plan_rules import PlanError
+from tierplan.planner.policies import ESTIMATES, NEED_SEVERAL_DEVICES, POLICIES, SHARED
+from tierplan.planner.results import PolicyResult
+from tierplan.planner.search.candidates import PlanSimulator
+from tierplan.planner.search.incumbents import Batches
+from tierplan.planner.search.moves import untied
+from tierplan.sim.step import Semantics
+from tierplan.sim.workloads.workload import Workload, WorkloadError
+
+NEAR = 1.3
+"""A policy whose decision takes simulations is left out where a plan near its own takes so many times the best step."""
+
+
+class Compared:
+    """Each policy decides, and its plan is simulated, when somebody asks for it first."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        machine: Machine,
+        semantics: Semantics,
+        batches: Batches | None,
+        simulate_plan: PlanSimulator,
+    ) -> None:
+        self.workload, self.machine, self.semantics, self.batches = workload, machine, semantics, batches
+        self.simulate_plan = simulate_plan
+        self._decided: dict[tuple[str, bool], Plan | str] = {}
+
+    @property
+    def _is_on_several(self) -> bool:
+        return self.machine.num_devices > 1
+
+    def decided(self, name: str, *, nearly: bool = False) -> Plan | str:
+        """A policy's plan, or why it has none; `nearly` one that takes no simulation to decide, where there is one."""
+        if name in NEED_SEVERAL_DEVICES and not self._is_on_several:
+            return "needs several devices; this machine has one"
+        nearly = nearly and self._is_on_several and name in ESTIMATES
+        if (name, nearly) not in self._decided:
+            try:
+                plan: Plan | str = (ESTIMATES if nearly else POLICIES)[name](self.workload, self.machine, {})
+            except (PlanError, MachineError, WorkloadError) as error:
+                plan = str(error)
+            self._decided[name, nearly] = plan
+        return self._decided[name, nearly]
+
+    def near(self) -> Iterator[tuple[str, Plan]]:
+        """Plans near those of the policies whose decision takes simulations."""
+        for name in ESTIMATES if self._is_on_several else ():
+            if not isinstance(plan := self.decided(name, nearly=True), str):
+                yield name, plan
+
+    def is_same(self, plan: Plan) -> bool:
+        """Whether it is the same algorithm."""
+        return plan.semantics == self.semantics or "delayed-1" not in (plan.semantics, self.semantics)
+
+    def plans(self, without: set[str]) -> Iterator[tuple[str, Plan, bool]]:
+        """Plans of policies by their names, of plain training's bits where those fit; and whether they are for other
+        work than was asked for, as plans of one device are for devices that share micro-batches."""
+        for name in POLICIES:
+            if name in without or (self.batches == "each" and name in SHARED):
+                continue  # no start for this search
+            plan = self.decided(name)
+            if isinstance(plan, str) or not self.is_same(plan):
+                continue
+            is_other_work = self.batches == "shared" and plan.num_batches > 1
+            if is_other_work and name in NEED_SEVERAL_DEVICES:
+                continue
+            if isinstance(plan, UnitwisePlan):
+                tries = [replace(one, devices=1 if is_other_work else plan.devices) for one in untied(plan)]
+                fitting = (one for one in tries if len(tries) == 1 or self.simulate_plan(one).fits)
+                plan = next(fitting, tries[0])
+            yield name, plan, is_other_work
+
+    def result(self, name: str, *, is_best: bool = True) -> PolicyResult:
+        """What a policy reaches; to say why one does not fit takes a while. Where that is not the `is_best` of several
+        divisions, it is roughly what it reaches, for the same work alone."""
+        if isinstance(plan := self.decided(name, nearly=not is_best), str):
+            return PolicyResult(step_s=None, reason=plan)
+        if not is_best and self.batches is not None and (plan.num_batches == 1) != (self.batches == "shared"):
+            return PolicyResult(step_s=None)  # other work than was asked for; another search has it
+        found, same = (self.simulate_plan.in_full if is_best else self.simulate_plan)(plan), self.is_same(plan)
+        if isinstance(plan, UnitwisePlan) and plan.sums_tied and found.fits:  # no rival where only this makes room
+            same = same and self.simulate_plan(replace(plan, sums_tied=False)).fits
+        return PolicyResult(
+            step_s=found.step_s,
+            reason=found.reason if is_best else "",
+            lacks_memory=bool(found.short_tier),
+            same_numbers=same,
+            micro_batch=self.workload.training.per_device_train_batch_size,
+            accumulation=self.workload.training.gradient_accumulation_steps,
+            num_batches=plan.num_batches,
+        )
