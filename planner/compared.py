@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.planner.plan import Plan, UnitwisePlan
@@ -52,21 +53,24 @@ class Compared:
             self._decided[name, nearly] = plan
         return self._decided[name, nearly]
 
-    def near(self) -> Iterator[tuple[str, Plan]]:
+    @property
+    def names(self) -> Iterable[str]:
+        return POLICIES
+
+    def near(self) -> dict[str, Plan]:
         """Plans near those of the policies whose decision takes simulations."""
-        for name in ESTIMATES if self._is_on_several else ():
-            if not isinstance(plan := self.decided(name, nearly=True), str):
-                yield name, plan
+        found = {name: self.decided(name, nearly=True) for name in (ESTIMATES if self._is_on_several else ())}
+        return {name: plan for name, plan in found.items() if not isinstance(plan, str)}
 
     def is_same(self, plan: Plan) -> bool:
         """Whether it is the same algorithm."""
         return plan.semantics == self.semantics or "delayed-1" not in (plan.semantics, self.semantics)
 
-    def plans(self, without: set[str]) -> Iterator[tuple[str, Plan, bool]]:
-        """Plans of policies by their names, of plain training's bits where those fit; and whether they are for other
-        work than was asked for, as plans of one device are for devices that share micro-batches."""
-        for name in POLICIES:
-            if name in without or (self.batches == "each" and name in SHARED):
+    def plans(self, names: Iterable[str]) -> Iterator[tuple[str, Plan, bool]]:
+        """Plans of these policies, of plain training's bits where those fit; and whether they are for other work than
+        was asked for, as plans of one device are for devices that share micro-batches."""
+        for name in names:
+            if self.batches == "each" and name in SHARED:
                 continue  # no start for this search
             plan = self.decided(name)
             if isinstance(plan, str) or not self.is_same(plan):
@@ -79,6 +83,10 @@ class Compared:
                 fitting = (one for one in tries if len(tries) == 1 or self.simulate_plan(one).fits)
                 plan = next(fitting, tries[0])
             yield name, plan, is_other_work
+
+    def results(self, names: Collection[str]) -> dict[str, Callable[..., PolicyResult]]:
+        """What these reach, for whoever asks."""
+        return {name: partial(self.result, name) for name in POLICIES if name in names}
 
     def result(self, name: str, *, is_best: bool = True) -> PolicyResult:
         """What a policy reaches; to say why one does not fit takes a while. Where that is not the `is_best` of several

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from math import inf
 
 from tierplan.hwmodels.machine import Machine
@@ -342,8 +341,8 @@ class Search:
             if is_asked:
                 self.incumbents.consider(candidate)
 
-        def from_policies(without: set[str]) -> None:
-            for name, plan, is_other_work in compared.plans(without):
+        def from_policies(some: Iterable[str]) -> None:
+            for name, plan, is_other_work in compared.plans(some):
                 is_asked = name in names and not is_other_work
                 if is_on_several and isinstance(plan, UnitwisePlan) and name not in NEED_SEVERAL_DEVICES:
                     consider(replace(plan, devices=1), is_asked=False)  # which the search is of
@@ -353,13 +352,12 @@ class Search:
         if self.like is not None and is_on_several:
             consider(self.like)
         else:
-            from_policies(without={*(near := dict(compared.near()))})
+            near = compared.near()
+            from_policies(name for name in compared.names if name not in near)
             for plan in near.values():
                 consider(plan, is_asked=False)
-            best_s = min(self.best_s, self.beat_s)
-            found_s = {name: self.simulate_plan(plan).step_s for name, plan in near.items()}
-            hopeless = {name for name, step_s in found_s.items() if step_s is not None and step_s > NEAR * best_s}
-            from_policies(without={*POLICIES} - (near.keys() - hopeless))
+            most_s = NEAR * min(self.best_s, self.beat_s)
+            from_policies(name for name, plan in near.items() if (self.simulate_plan(plan).step_s or 0.0) <= most_s)
         if self.known is not None:
             consider(self.known.plan)
         if is_on_several and self.batches != "shared" and self.like is None:  # a shard may fit where the whole does not
@@ -367,7 +365,7 @@ class Search:
             if isinstance(sharded, UnitwisePlan) and compared.is_same(sharded):
                 exchanging(sharded, self.incumbents, self.simulate_plan, self.num_devices)
         self.budget.ops_left = self.budget.num_ops  # comparing is beside the budget of the search
-        return {name: partial(compared.result, name) for name in POLICIES if name in names}, seeds
+        return compared.results(names), seeds
 
     def _rounds(self) -> Iterator[None]:
         """The chains in turns. Each order has its own share of every round, whatever the others found; what is left is

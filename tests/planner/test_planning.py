@@ -14,7 +14,7 @@ from tests.planner.instances import MB, chain, random_chain, random_machine, sma
 from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner import loop
+from tierplan.planner import compared, loop
 from tierplan.planner.infeasible import InfeasiblePlan, largest_batch
 from tierplan.planner.lowering.tiling import with_batch
 from tierplan.planner.milp.amounts import problem
@@ -121,7 +121,7 @@ def test_what_is_short_is_short_however_micro_batches_are_cut():
 
 
 def test_a_search_that_the_clock_ended_does_not_say_that_nothing_fits(monkeypatch):
-    monkeypatch.setattr(loop, "POLICIES", {})
+    monkeypatch.setattr(compared, "POLICIES", {})
     monkeypatch.setattr(budget.Budget, "is_out_of_time", True)
     with pytest.raises(InfeasiblePlan, match=r"no plan that fits 'chain of 3' .* was found in 2 s.*\(--time-limit\)$"):
         plan(chain(forward_s=[1.0] * 3, parameters=[MB] * 3, saved_mb=[[5]] * 3), small_machine(), time_limit_s=2)
@@ -147,7 +147,7 @@ def test_an_interrupted_search_returns_its_best(monkeypatch):
 
 def test_an_interrupt_before_any_plan_is_an_interrupt(monkeypatch):
     monkeypatch.setattr(from_program, "tune", _interrupt)
-    monkeypatch.setattr(loop, "POLICIES", {})
+    monkeypatch.setattr(compared, "POLICIES", {})
     with pytest.raises(KeyboardInterrupt):
         plan(toy_workload(4), toy_machine(), policies=())
 
@@ -290,7 +290,7 @@ def test_what_a_policy_fits_by_summing_tied_gradients_apart_fits_in_plain_number
 def test_policies_that_fit_with_other_numbers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     away = UnitPlan(grads="host", states="host")
     asked = uniform_plan(toy := toy_workload(2), away, semantics="delayed-1")
-    monkeypatch.setattr(loop, "POLICIES", {"late": lambda *_: asked})
+    monkeypatch.setattr(compared, "POLICIES", {"late": lambda *_: asked})
     monkeypatch.setattr(loop.Search, "_go_on_with", lambda *_: None)  # finds nothing of its own
     with pytest.raises(InfeasiblePlan, match="with other numbers than plain training's, policies fit: late"):
         plan(toy, toy_machine(), policies=["late"])

@@ -14,7 +14,7 @@ import pytest
 
 from tests.planner.instances import MB, chain, random_machine
 from tierplan.hwmodels import load_machine
-from tierplan.planner import loop
+from tierplan.planner import compared
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.planning import plan
 from tierplan.planner.results import PolicyResult
@@ -186,7 +186,7 @@ def test_after_the_first_round_bounds_count_more_than_steps() -> None:
 def test_policies_are_compared_in_all_divisions_where_the_race_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Micro-batches of one sequence each fit in the other order alone; Fuyou runs with all sequences in one, with other
     numbers than the search is of, which here tries nothing else in its place."""
-    monkeypatch.setattr(loop, "untied", lambda plan: [replace(plan, sums_tied=False)])
+    monkeypatch.setattr(compared, "untied", lambda plan: [replace(plan, sums_tied=False)])
     monkeypatch.setattr(budget, "OPS_PER_S", 1000)  # little work, and time enough on any computer
     config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 60, "n_head": 2, "n_positions": 8, "vocab_size": 50_000}
     config |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
