@@ -33,9 +33,11 @@ from tierplan.planner.search.moves import loosened, off_drives, with_shape_of
 from tierplan.planner.search.race import GOOD_FRAC, MOST_OPS, OrderSearch, Racer, race, rounds
 from tierplan.planner.search.shape import tried
 from tierplan.planner.several_devices.search import (
+    WORTH_MOVING,
     bound_by_compute,
     bound_of_packs,
     exchanging,
+    move_on_all,
     on_all_devices,
     search_packs,
 )
@@ -154,6 +156,20 @@ class Search:
                 pass
             if self.num_devices > 1:
                 on_all_devices(self.incumbents, self.simulate_plan, self.num_devices)
+        except KeyboardInterrupt:
+            self.interrupt()
+
+    def move(self) -> None:
+        """Moves of the best plan on several devices, where it is near the best of all. Of several searches that have
+        gone on, the best one does."""
+        start, best = self.incumbents.on_all, self.incumbents.best
+        if start is None or best is None or per_batch_s(start) > WORTH_MOVING * per_batch_s(best):
+            return
+        if per_batch_s(start) > WORTH_MOVING * self.beat_s:
+            return
+        try:
+            posed = self.posed(start.plan.order, start.plan.sub_batches)
+            move_on_all(start, self.incumbents, self.simulate_plan, posed, self.seed)
         except KeyboardInterrupt:
             self.interrupt()
 

@@ -120,6 +120,7 @@ def plan(
     if machine.num_devices > 1:
         budget.restart()  # their schedules are several times longer than the budget was measured for
     search.go_on()
+    search.move()
     search.hold()
     result = search.result()
     remember(machine, question, workload, result)

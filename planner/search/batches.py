@@ -145,6 +145,8 @@ def plan_sequences(
         if best.best_s < (1 - GOOD_FRAC) * min(s.best_s for s in searches):
             others += searched([_micro_batch(best)])
         searches += others
+    if not any(s.is_interrupted for s in searches):
+        min(searches, key=lambda s: s.best_s).move()
     for search in searches:
         search.hold()
     best = min(searches, key=lambda s: s.best_s)

@@ -36,6 +36,8 @@ from tierplan.sim.workloads.workload import Workload
 PlanT = TypeVar("PlanT", bound=Plan)
 OPS_TO_LOWER, OPS_TO_SIMULATE = 600, 650
 """What a candidate costs beside what grows with its ops, in simulated ops that take as long."""
+OPS_TO_SHARE = 5
+"""What the lowering of each op costs that is on several devices, which is not compiled."""
 PlanT_co = TypeVar("PlanT_co", bound=Plan, covariant=True)
 
 
@@ -122,7 +124,8 @@ class PlanSimulator:
             rows = self.known_rows.setdefault(id(machine), {})
             graph, prices = graph_columns(columns), prices_on(columns, machine, rows)
             room_gb = self._room_gb(graph)
-            self.budget.ops_left -= OPS_TO_LOWER + columns.num_ops // 2
+            to_share = isinstance(plan, UnitwisePlan) and plan.devices > 1
+            self.budget.ops_left -= OPS_TO_LOWER + columns.num_ops // 2 + to_share * OPS_TO_SHARE * columns.num_ops
             if min(room_gb.values()) < 0:  # there is no better order, and memory is known to do without simulating
                 check_memory(columns, graph)
             else:

@@ -30,6 +30,8 @@ class Incumbents:
     """The best of each shape that local moves can start from."""
     packed: Candidate[PackPlan] | None = None
     """The best in packs."""
+    on_all: Candidate[UnitwisePlan] | None = None
+    """The best on several devices with micro-batches of their own."""
 
     @property
     def plain(self) -> Candidate[UnitwisePlan] | None:
@@ -51,6 +53,8 @@ class Incumbents:
                 self.by_shape[shape] = candidate
         if _is_packed(candidate) and (self.packed is None or per_batch_s(candidate) < per_batch_s(self.packed)):
             self.packed = candidate
+        if _is_on_all(candidate) and (self.on_all is None or per_batch_s(candidate) < per_batch_s(self.on_all)):
+            self.on_all = candidate
         if allowed and (self.best is None or per_batch_s(candidate) < per_batch_s(self.best)):
             self.best = candidate
 
@@ -69,6 +73,11 @@ def _is_plain(candidate: Candidate[Any]) -> TypeGuard[Candidate[UnitwisePlan]]:
 
 def _is_packed(candidate: Candidate[Any]) -> TypeGuard[Candidate[PackPlan]]:
     return isinstance(candidate.plan, PackPlan)
+
+
+def _is_on_all(candidate: Candidate[Any]) -> TypeGuard[Candidate[UnitwisePlan]]:
+    plan = candidate.plan
+    return isinstance(plan, UnitwisePlan) and plan.devices > 1 and plan.sharing.divided != "tensors"
 
 
 def per_batch_s(candidate: Candidate[Plan]) -> float:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import product
 
 import numpy as np
@@ -48,13 +48,13 @@ from tierplan.sim.contents import (
     micro_batch_name,
     op_key,
     parse_content,
-    shard,
 )
 
 SHARDED = ("params", "grads", "states")
 """Kinds of buffers that are cut into shards."""
 ENDS = ("embed", "head")
 COMPUTE_KINDS = ("forward", "recompute", "backward")
+_content = lru_cache(maxsize=2**16)(parse_content)
 NONE = -1
 StandIn = tuple[int, int]
 """A buffer or an op of one device, and the device that has it here; `NONE` where all devices share one."""
@@ -179,16 +179,13 @@ class _Partition:
 
     def _wholes(self) -> list[_Whole]:
         c, names = self.source, [t.name for t in self.source.tiers]
-        contents: dict[str, Content | None] = {}
         numbers = (column.tolist() for column in (c.buffer_tier, c.buffer_bytes, c.buffer_reuses))
         rows = zip(self.labels.buffers, *numbers, strict=True)
         made_of = zip(self.labels.ops, rows_of(c.writes), strict=True)
         copies = {i for op, writes in made_of if op.kind == "copy" for i in writes}
         wholes = []
         for i, (label, tier, size_bytes, reuses) in enumerate(rows):
-            if label.content not in contents:
-                contents[label.content] = parse_content(label.content)
-            content = contents[label.content]
+            content = _content(label.content)
             b = _Whole(number=i, label=label, content=content, tier=names[tier], size_bytes=size_bytes, reuses=reuses)
             b.is_copy = i in copies
             is_made = b.tier == DEVICE and isinstance(content, Gradients) and not b.is_copy and not self.cuts_tensors
@@ -302,7 +299,8 @@ class _Partition:
         """A device's share, of whole values where there is one for each parameter, as the runtime cuts them."""
         length = self.lengths.get(getattr(b.content, "unit", ""), 0)
         if length and b.size_bytes % length == 0 and not self.cuts_tensors:
-            return len(shard(range(length), r, self.n)) * (b.size_bytes // length)
+            each, more = divmod(length, self.n)  # as `contents.shard`
+            return (each + (r < more)) * (b.size_bytes // length)
         return -(-b.size_bytes // self.n)
 
     def _numbers(self, b: _Whole) -> Sequence[int]:

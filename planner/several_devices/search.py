@@ -15,13 +15,19 @@ from tierplan.planner.milp.amounts import Problem
 from tierplan.planner.milp.bounds import Bound, compute_s
 from tierplan.planner.plan import Plan, UnitwisePlan
 from tierplan.planner.plan_rules import PLANNER
-from tierplan.planner.search.candidates import PlanSimulator
-from tierplan.planner.search.incumbents import Incumbents
+from tierplan.planner.search.candidates import Candidate, PlanSimulator
+from tierplan.planner.search.incumbents import Incumbents, per_batch_s
 from tierplan.planner.search.moves import with_late_here
+from tierplan.planner.search.patterns import Patterns
+from tierplan.planner.search.shifts import descend_by_shifts
 from tierplan.planner.several_devices.pack_search import improve_packs
 
 SHARE_OF_PACKS, SHARE_OF_PACKS_ALONE = 0.6, 0.95
 """Of the budget, what the search over packs may take: beside other plans, and where only packs are allowed."""
+SHARE_OF_MOVES, SHARE_OF_PATTERNS = 0.5, 0.5
+"""Of a budget, beyond it: what moves of the best plan on all devices may take; and of that, what regular plans may."""
+WORTH_MOVING = 1.5
+"""A plan on all devices is moved where it takes at most so many times the best step."""
 WAYS_TO_EXCHANGE: Sequence[tuple[Literal["last", "each"], Literal["nothing", "all"]]] = (
     ("last", "nothing"), ("last", "all"), ("each", "nothing"), ("each", "all"),
 )  # fmt: skip
@@ -47,13 +53,34 @@ def on_all_devices(incumbents: Incumbents, simulate_plan: PlanSimulator, num_dev
     """The best plan of one device on all of them, each with its own micro-batches, the rest cut into shards; and the
     best so far, if it is of this kind, with other ways to exchange the shards."""
     starts = [] if incumbents.plain is None else [incumbents.plain.plan]
-    best = incumbents.best and incumbents.best.plan
-    if isinstance(best, UnitwisePlan) and best.devices > 1 and best.sharing.divided == "all":
-        starts.append(best)
+    best = incumbents.on_all
+    if best is not None and best.plan.sharing.divided == "all":
+        starts.append(best.plan)
     for start in starts:
         exchanging(start, incumbents, simulate_plan, num_devices)
         if simulate_plan.budget.is_out_of_time:
             return
+
+
+def move_on_all(
+    start: Candidate[UnitwisePlan], incumbents: Incumbents, simulate_plan: PlanSimulator, problem: Problem, seed: int
+) -> None:
+    """Moves of a plan on all devices: first of regular plans, then of single units."""
+    budget, best = simulate_plan.budget, start
+    budget.restart()
+
+    def is_over(share: float) -> bool:
+        return budget.spent_frac >= share * SHARE_OF_MOVES or budget.is_out_of_time
+
+    for regular in Patterns(problem, start.plan, simulate_plan, seed).descend() if problem.blocks else ():
+        best = min(best, regular, key=per_batch_s)
+        if is_over(SHARE_OF_PATTERNS):
+            break
+    bound = bound_by_compute(problem, start.plan, start.plan.devices)
+    for moved in descend_by_shifts(problem, best, simulate_plan, bound=bound, goal_s=0.0, seed=seed):
+        incumbents.consider(moved)
+        if is_over(1.0):
+            break
 
 
 def exchanging(start: UnitwisePlan, incumbents: Incumbents, simulate_plan: PlanSimulator, num_devices: int) -> None:
