@@ -1,7 +1,8 @@
 """The four rules on real hardware:
 
 instances   buffers and ops in one step, and steps, each joined to the one before
-executor    streams as threads, grants in list order, ends
+rules       what comes next, grants in list order, ends
+executor    streams as threads
 ops         what the ops do, by kind
 places      where the bytes of buffers are: pools and drives, and what a commit keeps there
 values      what a buffer holds: flat memory, an extent of a drive, autograd's tensors

@@ -24,6 +24,7 @@ from tierplan.runtime.execution.executor import TRACED_OPS, TRACED_STEPS, Execut
 from tierplan.runtime.execution.fake_device import FakeCuda
 from tierplan.runtime.execution.instances import Call, ExecutionError, Instance
 from tierplan.runtime.execution.ledger import TierFullError
+from tierplan.runtime.execution.rules import Rules
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.columns import unroll
 from tierplan.sim.engine import simulate
@@ -76,9 +77,9 @@ def test_an_op_starts_when_its_thread_is_awake(monkeypatch: pytest.MonkeyPatch) 
     """Between grant and start lies the system's scheduler: that is no work of the op, so its own thread says when."""
     said_by: dict[int, str] = {}
     heard: set[str] = set()
-    now_ns = Executor._now_ns
+    now_ns = Rules.now_ns
 
-    def spied(self: Executor) -> int:
+    def spied(self: Rules) -> int:
         time_ns = now_ns(self)
         said_by[time_ns] = threading.current_thread().name
         heard.add(said_by[time_ns])
@@ -89,7 +90,7 @@ def test_an_op_starts_when_its_thread_is_awake(monkeypatch: pytest.MonkeyPatch) 
             time.sleep(0.001)  # until the other op's thread is there, on however busy a computer
         time.sleep(0.01)
 
-    monkeypatch.setattr(Executor, "_now_ns", spied)
+    monkeypatch.setattr(Rules, "now_ns", spied)
     read = Op(key="read", stream="nvme.read", kind="x", writes=("x",))
     use = Op(key="use", stream="gpu0.compute", kind="x", reads=("x",))
     x = Buffer(name="x", tier="host", size_bytes=1, content="x", kind="x")

@@ -25,6 +25,7 @@ from tierplan.runtime.execution.fake_device import FakeCuda, RaceError
 from tierplan.runtime.execution.instances import Instance, Unrolling
 from tierplan.runtime.execution.ops import Bodies, SizeError
 from tierplan.runtime.execution.placement import TrainingError
+from tierplan.runtime.execution.rules import Rules
 from tierplan.runtime.memory.arena import Pool
 from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.reference import train_plainly
@@ -43,7 +44,7 @@ RACES: dict[str, tuple[Any, str, str, str]] = {
         Executor, "_note_issued", "node.ended = self.device.record(stream)", "node.ended = node.begun",
     ),
     "the host goes on when an op is issued": (
-        Executor, "_note_issued", "if later.op.stream in self._issued", "if True",
+        Rules, "issue", "if later.op.stream in self.streams_ahead", "if True",
     ),
     "memory that another stream reads is private": (
         Unrolling, "_private_to", "return own if", "return own if True or",

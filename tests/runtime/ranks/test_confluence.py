@@ -79,7 +79,7 @@ class Meetings:
         for rank, executor in enumerate(self._executors):
             if rank not in self._ended:
                 with executor._lock:
-                    num_running = executor._num_running
+                    num_running = executor._rules.num_running
                 if not executor.begun_ns or num_running > sum(rank in there for there in waiting):
                     return False
         return True

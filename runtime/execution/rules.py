@@ -1,0 +1,235 @@
+"""The four rules of the schedule language (docs/design.md), as what an execution knows of its ops, buffers and tiers.
+
+`Rules` says what comes next on a stream (rule 1), what an op still waits for (rule 2), grants memory in list order
+(rule 3) and takes it back (rule 4). It has no threads and does no work: whoever calls it has the one lock that keeps
+callers apart, and hears of each op that may start. All times are nanoseconds since the first run.
+
+Steps run back to back: a step is *opened* (joined to the one before, as `columns.unroll` does) when a stream reaches
+the step before it, so a stream that is done with one step goes on with the next.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import KW_ONLY, dataclass
+
+from tierplan.runtime.execution.instances import Instance, OpRun, Unrolling
+from tierplan.runtime.execution.ledger import Ledger, TierFullError
+from tierplan.sim.contents import step_prefix
+from tierplan.sim.schedule import Op, Schedule
+from tierplan.sim.trace import Span
+
+
+@dataclass(eq=False)
+class Rules:
+    """One execution of a schedule, between its steps and in them."""
+
+    schedule: Schedule
+    streams_ahead: Collection[str]
+    """Those of a device that works by itself."""
+    _: KW_ONLY
+    first_step: int
+    trace_end: float
+    """Spans and memory events are kept before this step."""
+    on_start: Callable[[OpRun], None]
+    """Called with each op that its stream has come to, when it may start."""
+    on_step_end: Callable[[], None]
+    """Called when the last op of a step has ended."""
+    on_grant: Callable[[Op, Instance, int], None]
+    release: Callable[[Instance], None]
+    on_free: Callable[[Instance], None]
+
+    def __post_init__(self) -> None:
+        schedule = self.schedule
+        self.zero_ns = 0
+        """When the first run was, by `time.perf_counter_ns`."""
+        self.ledger = Ledger(schedule)
+        self.unrolling = Unrolling(schedule, self.ledger.held_bytes, self.streams_ahead)
+        self.at: dict[str, OpRun | None] = {}
+        """By stream, the op that it has come to; None where there is no more to do."""
+        self.end = self.num_begun = self.first_step
+        """The step behind the last one that is to run, and behind the last one that a stream has begun."""
+        self.num_running = 0
+        """Of streams that have not come to their next op, and of ops that have started and not ended."""
+        self.step_ends_ns: list[int] = []
+        self.spans: list[Span] = []
+        self._num_opened = self.first_step
+        self._queue: dict[str, deque[OpRun]] = {stream: deque() for stream in schedule.streams}
+        self._grants: dict[str, deque[OpRun]] = {name: deque() for name in self.ledger.capacity_bytes}
+        self._ops_left: dict[int, int] = {}
+        self._latest_ns: dict[int, int] = {}
+        read = {name for op in schedule.ops for name in op.reads}
+        for name, instance in self.unrolling.carried.items():
+            if name in read or instance.buffer.becomes is not None:
+                self.ledger.hold(0, instance)
+
+    def now_ns(self) -> int:
+        return time.perf_counter_ns() - self.zero_ns
+
+    # ---- steps ----
+
+    def open_step(self) -> None:
+        nodes = self.unrolling.open(self._num_opened)
+        for node in nodes:
+            self._queue[node.op.stream].append(node)
+            for tier in node.needs:
+                self._grants[tier].append(node)
+        self._ops_left[self._num_opened], self._latest_ns[self._num_opened] = len(nodes), 0
+        self._num_opened += 1
+
+    def carry_over(self) -> None:
+        """After the last step. When it was stopped early, the step that was opened ahead did not run."""
+        self.unrolling.carry_over(is_last_run=self._num_opened <= self.end)
+        self._num_opened = self.end
+        self._ops_left.clear()
+        for nodes in (*self._queue.values(), *self._grants.values()):
+            nodes.clear()
+
+    # ---- before an op ----
+
+    def come_to_next(self, stream: str) -> OpRun | None:
+        """Takes the stream's next op off its list, and opens a step where it is the first to reach the one before."""
+        queue, node = self._queue[stream], None
+        if queue and queue[0].step < self.end:
+            node = queue.popleft()
+            if node.step >= self.num_begun:
+                self.num_begun = node.step + 1
+                self.ledger.is_noted = node.step < self.trace_end
+            if node.step + 1 == self._num_opened < self.end:
+                self.open_step()
+            node.free_ns = self.now_ns()
+        self.at[stream] = node
+        return node
+
+    def reach(self, node: OpRun, now_ns: int) -> None:
+        """The op that its stream has come to starts as soon as it may."""
+        node.is_reached = True
+        self.num_running -= 1  # until `_start`
+        if node.waiting_for == 0:
+            self._make_eligible(node, now_ns)
+
+    def _come_closer(self, node: OpRun, now_ns: int) -> None:
+        """One thing less to wait for."""
+        node.waiting_for -= 1
+        if node.waiting_for == 0 and node.is_reached:
+            self._make_eligible(node, now_ns)
+
+    def _make_eligible(self, node: OpRun, now_ns: int) -> None:
+        node.is_eligible = True
+        if node.grants_left == 0:
+            self._start(node, now_ns)
+        else:
+            for tier in node.needs:
+                self._grant(tier, now_ns)
+
+    def _grant(self, tier: str, now_ns: int) -> None:
+        """Grants memory of one tier in list order, as far as the next op is eligible and fits."""
+        queue = self._grants[tier]
+        while queue and queue[0].is_eligible and self.ledger.has_room(tier, queue[0]):
+            node = queue.popleft()
+            for instance in node.writes:
+                if instance.buffer.tier == tier and instance.buffer.reuses is None:
+                    self.ledger.hold(now_ns, instance)
+                    self.on_grant(node.op, instance, self.ledger.held_bytes[instance.buffer.name])
+            node.grants_left -= 1
+            if node.grants_left == 0:
+                self._start(node, now_ns)
+
+    def _start(self, node: OpRun, now_ns: int) -> None:
+        node.is_started = True
+        node.granted_ns = now_ns if node.needs else max(node.free_ns, node.ready_ns)
+        self.num_running += 1
+        self.on_start(node)
+
+    def stalled(self) -> TierFullError | None:
+        """Nothing runs, yet an eligible op waits at the head of a tier's grants: that tier is too small."""
+        heads = ((tier, queue[0]) for tier, queue in self._grants.items() if queue and queue[0].is_eligible)
+        return next((self.ledger.full(tier, node) for tier, node in heads), None) if self.num_running <= 0 else None
+
+    # ---- after it ----
+
+    def end_op(self, node: OpRun) -> None:
+        """An op of the host is done."""
+        now_ns = node.end_ns = self.now_ns()
+        self._take_over(node, now_ns)
+        self._finish(node, now_ns)
+
+    def issue(self, node: OpRun) -> None:
+        """An op has been put on its stream of the device, behind what it waits for."""
+        now_ns, node.is_issued = self.now_ns(), True
+        self._take_over(node, now_ns)
+        for instance in node.reads:
+            instance.num_unissued -= 1
+        for instance in (*node.reads, *node.writes):
+            if instance.is_dead_to_its_stream:
+                self._free(instance, now_ns)
+                self.ledger.keep_private(instance, node.op.stream, 1)
+                node.freed.append(instance)
+        followers, node.followers = node.followers, []
+        for later in followers:
+            if later.op.stream in self.streams_ahead:
+                later.behind.append(node)
+                self._come_closer(later, now_ns)
+            else:
+                node.followers.append(later)
+        self.num_running += 1  # until it has ended
+        for tier in {instance.buffer.tier: None for instance in node.freed}:
+            self._grant(tier, now_ns)
+
+    def end_issued(self, node: OpRun) -> None:
+        """An op that was issued has ended, and has its times."""
+        self.num_running -= 1
+        for instance in node.freed:
+            self.ledger.keep_private(instance, node.op.stream, -1)
+            self.on_free(instance)
+        self._finish(node, self.now_ns())
+
+    def _take_over(self, node: OpRun, now_ns: int) -> None:
+        """What the op has written over is gone."""
+        for instance in node.writes:
+            over, instance.over = instance.over, None
+            if over is not None:
+                self.ledger.take_over(now_ns, instance, over)
+                over.value = None
+                instance.outside_bytes, over.outside_bytes = over.outside_bytes, 0
+
+    def _free(self, instance: Instance, now_ns: int) -> None:
+        self.release(instance)
+        instance.value, instance.is_free = None, True
+        self.ledger.drop(now_ns, instance)
+
+    def _finish(self, node: OpRun, now_ns: int) -> None:
+        end_ns, node.has_ended = node.end_ns, True
+        for call in node.at_end:
+            call()
+        if node.step < self.trace_end:
+            times = (node.free_ns, node.ready_ns, node.start_ns, end_ns)
+            key = step_prefix(node.step) + node.op.key
+            waits = (node.granted_ns, node.coreless_ns, node.late_ns)
+            self.spans.append(Span(key, node.op.stream, *times, -1, *waits))
+        tiers: dict[str, None] = {}
+        for instance in node.freed:
+            tiers[instance.buffer.tier] = None
+        for instance in node.reads:
+            instance.num_left -= 1
+        for instance in (*node.reads, *node.writes):
+            if instance.num_left == 0 and not (instance.is_reused or instance.outlives or instance.is_free):
+                self._free(instance, now_ns)
+                self.on_free(instance)
+                tiers[instance.buffer.tier] = None
+        for later in node.followers:
+            if end_ns > later.ready_ns:
+                later.ready_ns = end_ns
+            self._come_closer(later, now_ns)
+        for tier in tiers:
+            self._grant(tier, now_ns)
+        node.followers, node.freed = [], []
+        self._latest_ns[node.step] = max(end_ns, self._latest_ns[node.step])
+        self._ops_left[node.step] -= 1
+        if self._ops_left[node.step] == 0:
+            del self._ops_left[node.step]
+            # in order, since every stream runs the steps in order
+            self.step_ends_ns.append(self._latest_ns.pop(node.step))
+            self.on_step_end()
