@@ -427,6 +427,7 @@ class Trainer:
             release=places.release,
             on_free=places.on_free,
             device=self._device,
+            is_quick=self._bodies.is_quick,
             on_thread_start=self._on_thread_start,
             on_step_end=self._on_step_end,
             await_others=self._bodies.await_others if self._sends else None,
@@ -459,9 +460,7 @@ class Trainer:
 
     def _batch(self, step: int, m: int, turn: Turn) -> Batch:
         """The next micro-batch, or one that has been here in this step: packs that visit the device take it again."""
-        if (batch := self._had.get((step, m))) is None:
-            batch = self._batches.next()
-        if batch is None:
+        if (batch := self._had.get((step, m)) or self._batches.next()) is None:
             raise TrainingError(
                 f"the batches ended before micro-batch {m} of step {step}; give more, or run fewer steps"
             )

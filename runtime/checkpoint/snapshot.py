@@ -71,6 +71,11 @@ class Snapshot:
                 end = self._read_bytes = begin + PIECE_BYTES
             yield Block(block.data[begin:end], block.pages[begin:end])
 
+    @property
+    def is_left(self) -> bool:
+        """Whether who changes a block may have to wait."""
+        return bool(self._left) or self._reading is not None
+
     def end(self) -> None:
         """All may change: nobody reads any more."""
         with self._news:

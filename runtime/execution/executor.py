@@ -3,7 +3,7 @@
 One worker thread per stream walks its ops in list order (rule 1). An op may start when its stream has reached it, all
 that it waits for has ended (rule 2) and its memory is granted (rule 3): `rules.Rules` says when. What an op does is the
 business of a body, a function that is called in the worker with the op and its buffers; this module knows nothing of
-models.
+models. A thread takes some 100 us to wake up, in which a small op is done: whoever lets such an op start does it.
 
 An op of a device that works by itself (CUDA) is *issued* when its body returns, and has *ended* when an event behind
 it says so. Streams of the device go on when it is issued, and wait for the event; the host goes on when it has ended.
@@ -41,6 +41,14 @@ def traced_steps(schedule: Schedule) -> int:
     return max(TRACED_STEPS, TRACED_OPS // max(1, len(schedule.ops)))
 
 
+class _ToDo(threading.local):
+    """Of each thread."""
+
+    def __init__(self) -> None:
+        self.quick = deque[OpRun]()
+        """Ops that it has let start, and does for their streams."""
+
+
 @dataclass(eq=False)
 class Executor:
     """Runs a valid schedule; `run` may be called again and goes on where the last call ended."""
@@ -67,6 +75,9 @@ class Executor:
     """Spans and memory events are kept for the first so many steps; None keeps all."""
     device: Device = field(default_factory=Device)
     """Whose streams run ahead."""
+    is_quick: Callable[[Op], bool] = lambda op: False
+    """Whether an op waits for nobody and takes less time than to wake up the thread of its stream: then who lets it
+    start does it, and is asked. Not where a device runs ahead, or others are awaited."""
     await_others: Callable[[Call], None] | None = None
     """Called with each op when its stream has come to it: returns when other ranks have done what it waits for."""
     first_step: int = 0
@@ -82,6 +93,10 @@ class Executor:
         is_ahead = self.device.is_asynchronous
         self._issued = {stream: deque[OpRun]() for stream in streams if is_ahead and stream in DEVICE_STREAMS}
         """By stream that runs ahead, ops that have not ended, in order."""
+        self._is_shared = not self._issued and self.await_others is None
+        self._asleep: set[str] = set()
+        """Streams whose workers sleep until the op that they have come to may start."""
+        self._to_do = _ToDo()
         self._moves = {stream: threading.Condition(self._lock) for stream in self._issued}
         """An op was issued there, or has ended."""
         self._done_issuing: set[str] = set()
@@ -217,10 +232,7 @@ class Executor:
                 self.body(node)
                 node = self._begin_next(stream, self._rules.at[stream])
         except BaseException as error:
-            if (at := self._rules.at.get(stream)) is not None:
-                error.add_note(f"in op {at.op.key!r} of step {at.step}")
-            with self._lock:
-                self._fail(error)
+            self._fail_in(self._rules.at.get(stream), error)
         finally:
             with self._lock:
                 self._rules.num_running -= 1
@@ -249,12 +261,14 @@ class Executor:
             if done is not None and not is_ahead:
                 self._rules.end_op(done)
             node = self._rules.come_to_next(stream) if self._failure is None else None
-            if node is not None and self.await_others is None:
-                self._await_start(node, node.free_ns)
+            if node is None:
+                self._do_quick()
+            elif self.await_others is None:
+                node = self._await_start(node, node.free_ns)
         if node is not None and self.await_others is not None:  # who may take long, and other streams need the lock
             self.await_others(node)
             with self._lock:
-                self._await_start(node, self._rules.now_ns())
+                node = self._await_start(node, self._rules.now_ns())
         if node is None or self._failure is not None:
             return None
         if is_ahead:
@@ -320,20 +334,69 @@ class Executor:
             self._moves[first.op.stream].notify_all()
         self._check_stalled()
 
-    def _await_start(self, node: OpRun, now_ns: int) -> None:
-        """Returns when the op that its stream has come to may start, or never will."""
+    def _await_start(self, node: OpRun, now_ns: int) -> OpRun | None:
+        """Returns the stream's op that may start: this one, or one behind it; None where no more is to be done."""
+        stream = node.op.stream
+        self._reach(node, now_ns)
+        self._do_quick()
+        if not node.is_started:
+            self._asleep.add(stream)
+            while stream in self._asleep and self._failure is None:
+                self._wakeup[stream].wait()
+        if (at := self._rules.at[stream]) is not None:
+            at.start_ns = self._rules.now_ns()  # here, not where it was granted: waking up is not work of the op
+        return at
+
+    def _reach(self, node: OpRun, now_ns: int) -> None:
         self._rules.reach(node, now_ns)
         self._check_stalled()
-        while not node.is_started and self._failure is None:
-            node.is_awaited = True
-            self._wakeup[node.op.stream].wait()
-        node.start_ns = self._rules.now_ns()  # here, not where it was granted: waking up is not work of the op
 
     def _on_start(self, node: OpRun) -> None:
-        if node.is_awaited:
-            self._wakeup[node.op.stream].notify()
+        if node.op.stream in self._asleep:
+            if self._is_shared and self.is_quick(node.op):
+                self._to_do.quick.append(node)
+            else:
+                self._wake(node.op.stream)
+
+    def _wake(self, stream: str) -> None:
+        self._asleep.discard(stream)
+        self._wakeup[stream].notify()
+
+    def _do_quick(self) -> None:
+        """Does ops of streams whose workers sleep, who would take longer to wake up."""
+        quick = self._to_do.quick
+        while quick and self._failure is None:
+            node = quick.popleft()
+            self._lock.release()
+            try:
+                self._do(node)
+            finally:
+                self._lock.acquire()
+            if self._failure is not None:
+                return
+            self._rules.end_op(node)
+            if (following := self._rules.come_to_next(node.op.stream)) is None:
+                self._wake(node.op.stream)
+            else:
+                self._reach(following, following.free_ns)
+
+    def _do(self, node: OpRun) -> None:
+        """An op of another stream than this thread's."""
+        is_traced = node.step < self._trace_end
+        begin_ns, node.start_ns = coreless_ns() if is_traced else 0, self._rules.now_ns()
+        try:
+            self.body(node)
+        except BaseException as error:
+            self._fail_in(node, error)
+        node.coreless_ns = coreless_ns() - begin_ns if is_traced else 0
 
     # ---- when it goes wrong ----
+
+    def _fail_in(self, node: OpRun | None, error: BaseException) -> None:
+        if node is not None:
+            error.add_note(f"in op {node.op.key!r} of step {node.step}")
+        with self._lock:
+            self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:

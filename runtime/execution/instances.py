@@ -69,8 +69,6 @@ class OpRun(Call):
     needs: Mapping[str, int] = field(default_factory=dict)
     grants_left: int = 0
     is_reached: bool = False
-    is_awaited: bool = False
-    """Its stream sleeps until it may start."""
     is_eligible: bool = False
     is_started: bool = False
     has_ended: bool = False

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tierplan.hwmodels.names import COMPUTE, DEVICE
+from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST_ADAM
 from tierplan.runtime.autograd.coded import decode_acts, encode_acts
 from tierplan.runtime.autograd.flow import Flow, flow_of
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun
@@ -62,6 +62,10 @@ from tierplan.sim.contents import (
 from tierplan.sim.ranks import COLLECTIVES, SEND, Turn, turns
 from tierplan.sim.schedule import Op, Schedule
 from tierplan.sim.workloads.formats import format_of
+
+QUICK_KINDS = ("copy", "accumulate", "cast", "norm", "update")
+QUICK_AMOUNTS = {"bytes": 1 << 20, "parameters": 1 << 17}
+"""The most, by work kind, that is done within some 100 us: so long another thread takes to wake up."""
 
 
 @dataclass(eq=False)
@@ -126,23 +130,22 @@ class Bodies:
         """Whose forward was the last op of the compute stream, where several threads help."""
         self._position = {id(p): k for k, p in enumerate(self.parameters)}
         self._headers: dict[str, torch.Tensor] = {}
+        kinds = QUICK_KINDS if self.training.optim.grain is None else QUICK_KINDS[:-1]
+        self._quick = {
+            op.key
+            for op in self.schedule.ops
+            if op.kind in kinds and op.stream in (H2D, D2H, HOST_ADAM)
+            if all(amount <= QUICK_AMOUNTS.get(kind, 0) for kind, amount in op.work.items())
+        }
+        """Ops that wait for nobody, and of which another thread would hardly be awake before they are done."""
         self._has_shards = False  # norms are those of a rank's shards
         self._kinds: Mapping[str, Callable[[Call], None]] = {
-            "forward": self._forward,
-            "recompute": self._recompute,
-            "backward": self._backward,
-            "encode": self._encode,
-            "decode": self._decode,
-            "copy": self._copy,
-            "accumulate": self._accumulate,
-            "cast": self._cast,
-            "norm": self._norm,
-            "clip": self._clip,
-            "update": self._update,
-            **dict.fromkeys(COLLECTIVES, self._collective),
-            SEND: self._send,
+            "forward": self._forward, "recompute": self._recompute, "backward": self._backward,
+            "encode": self._encode, "decode": self._decode, "copy": self._copy,
+            "accumulate": self._accumulate, "cast": self._cast, "norm": self._norm, "clip": self._clip,
+            "update": self._update, **dict.fromkeys(COLLECTIVES, self._collective), SEND: self._send,
             "leave": lambda call: None,  # the end of a pack's turn: its buffers are free now
-        }
+        }  # fmt: skip
 
     def __call__(self, call: Call) -> None:
         is_forward = call.op.kind == "forward"
@@ -158,6 +161,12 @@ class Bodies:
                     self.while_computing()
         finally:
             self.working.discard(call.op.stream)
+
+    def is_quick(self, op: Op) -> bool:
+        """Whether this thread may do the op beside its own: not within what the model sets for itself (autocast), and
+        not where an op may have to wait for a commit."""
+        is_as_ever = not torch._C._is_any_autocast_enabled() and not torch._C._len_torch_function_stack()
+        return op.key in self._quick and is_as_ever and not self.places.snapshot.is_left
 
     def close(self) -> None:
         """Ends micro-batches that are under way, and lets go of the pools' memory."""

@@ -162,11 +162,19 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 
 @settings(max_examples=150, deadline=None)
-@given(schedules(), st.integers(1, 4), st.integers(0, 10**6))
-def test_it_grants_and_completes_what_the_simulator_does(schedule: Schedule, num_steps: int, seed: int) -> None:
+@given(schedules(), st.integers(1, 4), st.integers(0, 10**6), st.sets(st.sampled_from(["a", "b", "c"])))
+def test_it_grants_and_completes_what_the_simulator_does(
+    schedule: Schedule, num_steps: int, seed: int, quick: set[str]
+) -> None:
+    """Whoever does the ops of streams that are quick at times, or always."""
     rng = random.Random(seed)
     pauses = [rng.choice([0.0, 0.0, 0.0005]) for _ in range(50)]
-    executor = Executor(schedule, lambda call: time.sleep(rng.choice(pauses)))
+    is_moody = rng.random() < 0.5
+    executor = Executor(
+        schedule,
+        lambda call: time.sleep(rng.choice(pauses)),
+        is_quick=lambda op: op.stream in quick and (not is_moody or rng.random() < 0.5),
+    )
     unrolled = unroll(schedule, num_steps)
     try:
         simulate(unrolled, {op.key: Cost(0.0, 1.0) for op in unrolled.ops})
