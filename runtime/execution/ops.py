@@ -63,8 +63,8 @@ from tierplan.sim.ranks import COLLECTIVES, SEND, Turn, turns
 from tierplan.sim.schedule import Op, Schedule
 from tierplan.sim.workloads.formats import format_of
 
-QUICK_KINDS = ("copy", "accumulate", "cast", "norm", "update")
-QUICK_AMOUNTS = {"bytes": 1 << 20, "parameters": 1 << 17}
+QUICK_KINDS = {"copy", "accumulate", "cast", "norm", "clip", "update"}
+QUICK_AMOUNTS = {"bytes": 1 << 20, "elementwise_bytes": 1 << 20, "parameters": 1 << 17}
 """The most, by work kind, that is done within some 100 us: so long another thread takes to wake up."""
 
 
@@ -130,11 +130,11 @@ class Bodies:
         """Whose forward was the last op of the compute stream, where several threads help."""
         self._position = {id(p): k for k, p in enumerate(self.parameters)}
         self._headers: dict[str, torch.Tensor] = {}
-        kinds = QUICK_KINDS if self.training.optim.grain is None else QUICK_KINDS[:-1]
+        slow = ["clip"] * (self.ranks is not None) + ["update"] * (not self.training.optim.is_flat)
         self._quick = {
             op.key
             for op in self.schedule.ops
-            if op.kind in kinds and op.stream in (H2D, D2H, HOST_ADAM)
+            if op.kind in QUICK_KINDS.difference(slow) and op.stream in (H2D, D2H, HOST_ADAM)
             if all(amount <= QUICK_AMOUNTS.get(kind, 0) for kind, amount in op.work.items())
         }
         """Ops that wait for nobody, and of which another thread would hardly be awake before they are done."""
