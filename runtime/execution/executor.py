@@ -31,6 +31,8 @@ from tierplan.sim.trace import Trace
 
 MOST_ISSUED = 64
 """Ops that a stream of the device is given before their ends are waited for."""
+OBJECTS = 25
+"""Of Python, that the steps under way have for each op of one."""
 TRACED_STEPS, TRACED_OPS = 20, 20_000
 """A trace covers the first so many steps of a run; or more, as long as they have no more ops together: a machine
 becomes a tenth slower or quicker within seconds, so few short steps say little of it."""
@@ -141,9 +143,12 @@ class Executor:
         """When the last op of each step ended that was completed, since the first call of `run`."""
         return tuple(self._rules.step_ends_ns)
 
-    @only_new_objects_searched()
     def run(self, num_steps: int) -> None:
         """Runs so many steps more. Raises what a body raised, or `TierFullError`; all workers have ended then."""
+        with only_new_objects_searched(OBJECTS * len(self.schedule.ops)):
+            self._run(num_steps)
+
+    def _run(self, num_steps: int) -> None:
         if self._failure is not None:
             raise ExecutionError("this execution has failed and cannot go on; start a new one from the last commit")
         rules = self._rules

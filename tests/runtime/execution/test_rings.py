@@ -28,11 +28,19 @@ def test_steps_leave_nothing_that_only_a_collection_finds() -> None:
 
 
 def test_the_search_for_rings_passes_over_what_was_there_before_a_run() -> None:
-    seen: list[int] = []
-    executor = Executor(chain(), lambda call: seen.append(gc.get_freeze_count()))
+    seen: list[tuple[int, int]] = []
+    before = gc.get_threshold()
+    executor = Executor(chain(), lambda call: seen.append((gc.get_freeze_count(), gc.get_threshold()[0])))
     executor.run(2)
-    assert min(seen) > 0
-    assert gc.get_freeze_count() == 0
+    assert min(seen) > (0, 0)
+    assert min(objects for _, objects in seen) > before[0], "a step's objects, which live as long as it, are no news"
+    assert (gc.get_freeze_count(), gc.get_threshold()) == (0, before)
+    gc.set_threshold(0)
+    try:
+        executor.run(1)
+        assert seen[-1][1] == 0, "nor does it begin for whoever has ended it"
+    finally:
+        gc.set_threshold(*before)
     gc.freeze()
     try:
         executor.run(1)
