@@ -36,6 +36,8 @@ def flatten(values: object) -> tuple[list[Any], Callable[[Sequence[object]], Any
                 tuple(flat[:num]),
                 dict(zip(kwargs, flat[num:], strict=True)),
             )
+    if isinstance(values, tuple | list) and type(values) in (tuple, list) and all(map(_is_leaf, values)):
+        return [*values], type(values)
     flat, spec = tree_flatten(values)
     return flat, lambda flat: tree_unflatten(flat, spec)
 

@@ -62,7 +62,7 @@ class _Reference:
     def __init__(self, source: SavedStorage | FlatParameters | torch.Tensor, t: torch.Tensor) -> None:
         self.source = source
         """A saved tensor, a unit's parameters, or a leaf."""
-        is_whole = t is source or (isinstance(source, FlatParameters) and any(t is p for _, p in source.parameters))
+        is_whole = t is source or (isinstance(source, FlatParameters) and id(t) in source.identities)
         self.whole = t if is_whole else None
         """The leaf or the parameter itself, where it is no view of it: that has its bytes, wherever they are."""
         self.dtype, self.size, self.stride = t.dtype, t.shape, t.stride()

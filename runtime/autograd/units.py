@@ -50,6 +50,7 @@ class FlatParameters:
     """The flat tensor that the parameters are views of now."""
     references: dict[int, Any] = field(default_factory=dict, repr=False)
     """By identity of a parameter that autograd has saved whole, what its graphs hold for it (`saved`)."""
+    _nothing: dict[torch.device, list[torch.Tensor]] = field(default_factory=dict, repr=False)
 
     @property
     def size_bytes(self) -> int:
@@ -86,9 +87,23 @@ class FlatParameters:
         """
         with _BINDING:
             if address is None or self.is_bound_to(address):
-                for _, p in self.parameters:
-                    p.data = placeholder(p.shape, p.dtype, p.device)
+                for (_, p), nothing in zip(self.parameters, self._placeholders(), strict=True):
+                    p.data = nothing
                 self.bound = None
+
+    def _placeholders(self) -> list[torch.Tensor]:
+        """One for each parameter, where it is now; looked up together where they have been bound."""
+        there = self._nothing.get(self.bound.device) if self.bound is not None else None
+        if there is None:
+            there = [placeholder(p.shape, p.dtype, p.device) for _, p in self.parameters]
+        if self.bound is not None:
+            self._nothing[self.bound.device] = there
+        return there
+
+    @functools.cached_property
+    def identities(self) -> frozenset[int]:
+        """Of the parameters."""
+        return frozenset(id(p) for _, p in self.parameters)
 
     def is_bound_to(self, address: int) -> bool:
         return self.bound is not None and self.bound.data_ptr() == address

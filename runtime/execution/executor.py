@@ -354,7 +354,8 @@ class Executor:
 
     def _reach(self, node: OpRun, now_ns: int) -> None:
         self._rules.reach(node, now_ns)
-        self._check_stalled()
+        if self._rules.num_running <= 0:
+            self._check_stalled()
 
     def _on_start(self, node: OpRun) -> None:
         if node.op.stream in self._asleep:

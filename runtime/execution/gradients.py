@@ -43,8 +43,8 @@ def _take_back(value: BufferValue, unit: ModelUnit, which: Iterable[int]) -> Non
     """Takes the gradients of these parameters from autograd, which has added to them, or made them."""
     for k in which:
         _, p = unit.parameters[k]
-        if p.grad is not None:
-            _put(value, unit, k, p.grad)
+        if (gradient := p.grad) is not None:
+            _put(value, unit, k, gradient)
             p.grad = None
 
 
@@ -101,10 +101,10 @@ def gather(value: BufferValue, unit: ModelUnit, flat: BufferValue) -> None:
     """Copies gradients on the device into a flat buffer."""
     assert value.gradients is not None
     _, views = unit.views_in(flat.block)
-    for gradient, view in zip(value.gradients, views, strict=True):
-        if gradient is not None:
-            view.copy_(gradient, non_blocking=True)
     have = _given(value, unit)
+    if have:
+        own = [gradient for gradient in value.gradients if gradient is not None]
+        torch._foreach_copy_([views[k] for k in have], own, non_blocking=True)
     flat.filled = None if len(have) == len(views) else set(have)
 
 

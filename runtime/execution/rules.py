@@ -145,8 +145,10 @@ class Rules:
 
     def stalled(self) -> TierFullError | None:
         """Nothing runs, yet an eligible op waits at the head of a tier's grants: that tier is too small."""
+        if self.num_running > 0:
+            return None
         heads = ((tier, queue[0]) for tier, queue in self._grants.items() if queue and queue[0].is_eligible)
-        return next((self.ledger.full(tier, node) for tier, node in heads), None) if self.num_running <= 0 else None
+        return next((self.ledger.full(tier, node) for tier, node in heads), None)
 
     # ---- after it ----
 
