@@ -58,6 +58,21 @@ def test_a_snapshot_holds_what_was_there_whoever_changes_it_meanwhile(
     assert not any(p.any() for p in pages.values())
 
 
+def test_nobody_has_to_wait_when_all_is_read_or_given_up() -> None:
+    """Until then no thread does an op of another stream, which may wait for this one."""
+    pages = [torch.ones(PAGE_BYTES, dtype=torch.uint8) for _ in range(2)]
+    snapshot = Snapshot({str(k): Block(p, p) for k, p in enumerate(pages)})
+    assert not Snapshot({}).is_left
+    for _, pieces in snapshot.read():
+        assert snapshot.is_left, "the last one is being read"
+        assert len(list(pieces)) == 1
+    assert not snapshot.is_left
+    given_up = Snapshot({"a": Block(pages[0], pages[0])})
+    assert given_up.is_left
+    given_up.end()
+    assert not given_up.is_left
+
+
 def test_copies_take_no_more_than_there_is_room_for() -> None:
     pages = [torch.zeros(PAGE_BYTES, dtype=torch.uint8) for _ in range(3)]
     blocks = {str(k): Block(p, p) for k, p in enumerate(pages)}
