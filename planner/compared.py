@@ -58,9 +58,13 @@ class Compared:
         return POLICIES
 
     def near(self) -> dict[str, Plan]:
-        """Plans near those of the policies whose decision takes simulations."""
-        found = {name: self.decided(name, nearly=True) for name in (ESTIMATES if self._is_on_several else ())}
+        """Plans near those of the policies whose decision takes simulations, on several devices."""
+        names = (name for name in ESTIMATES if self._is_on_several and not self._is_no_start(name))
+        found = {name: self.decided(name, nearly=True) for name in names}
         return {name: plan for name, plan in found.items() if not isinstance(plan, str)}
+
+    def _is_no_start(self, name: str) -> bool:
+        return self.batches == "each" and name in SHARED
 
     def is_same(self, plan: Plan) -> bool:
         """Whether it is the same algorithm."""
@@ -70,9 +74,7 @@ class Compared:
         """Plans of these policies, of plain training's bits where those fit; and whether they are for other work than
         was asked for, as plans of one device are for devices that share micro-batches."""
         for name in names:
-            if self.batches == "each" and name in SHARED:
-                continue  # no start for this search
-            plan = self.decided(name)
+            plan = "" if self._is_no_start(name) else self.decided(name)
             if isinstance(plan, str) or not self.is_same(plan):
                 continue
             is_other_work = self.batches == "shared" and plan.num_batches > 1

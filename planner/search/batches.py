@@ -119,6 +119,7 @@ def plan_sequences(
                 own_budget = budget_of(time_limit_s) if to_the_end else budget
                 search = Search(workload, machine, semantics, own_budget, seed, kind, write_limit, beat_s, own_known)
                 if compared:
+                    search.beat_s = min(beat_s, *(s.best_s for s in searches))
                     search.compare()
                 elif to_the_end:
                     # plans of one device are no answer for several: beside others, packs alone are searched
