@@ -23,8 +23,8 @@ from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.explain import (
     Sensitivity,
     busy_fracs,
-    critical_path,
     limited_by,
+    path_of,
     sensitivities,
     time_on_path,
 )
@@ -88,7 +88,7 @@ class Prediction(Shown):
         """Seconds of one step's critical path by stream, the longest first: what the step time is made of."""
         if self.steady is None:
             return {}
-        path = critical_path(self.steady.schedule, self.steady.trace)
+        path = path_of(self.steady.columns, self.steady.spans)
         return {stream: seconds / self.steady.num_steps for stream, seconds in time_on_path(path).items()}
 
     @cached_property

@@ -36,7 +36,7 @@ from tierplan.sim.workloads.workload import Workload
 PlanT = TypeVar("PlanT", bound=Plan)
 OPS_TO_LOWER, OPS_TO_SIMULATE = 600, 650
 """What a candidate costs beside what grows with its ops, in simulated ops that take as long."""
-OPS_TO_SHARE = 5
+OPS_TO_SHARE = 10
 """What the lowering of each op costs that is on several devices, which is not compiled."""
 PlanT_co = TypeVar("PlanT_co", bound=Plan, covariant=True)
 

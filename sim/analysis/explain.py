@@ -130,9 +130,8 @@ class _Cause:
 class _Causes:
     """What the ops of a trace waited for, op by op."""
 
-    def __init__(self, schedule: Schedule, trace: Trace) -> None:
-        self.graph, by_key = graph_columns(columns_of(schedule)), trace.by_key()
-        self.spans = [by_key[op.key] for op in schedule.ops]
+    def __init__(self, columns: ScheduleColumns, spans: Sequence[Span]) -> None:
+        self.graph, self.spans = graph_columns(columns), spans
         self.before = {i: j for j, i in enumerate(self.graph.next_on_stream.tolist()) if i >= 0}
         """On the op's stream."""
         self.inputs: list[list[int]] = [[] for _ in self.spans]
@@ -190,7 +189,7 @@ def cause_graph(schedule: Schedule, trace: Trace) -> nx.DiGraph:
     """
     import networkx as nx
 
-    causes, graph = _Causes(schedule, trace), nx.DiGraph()
+    causes, graph = _Causes(columns_of(schedule), _listed(schedule, trace)), nx.DiGraph()
     keys = [op.key for op in schedule.ops]
     for key, span in zip(keys, causes.spans, strict=True):
         graph.add_node(key, span=span)
@@ -205,10 +204,17 @@ def critical_path(schedule: Schedule, trace: Trace) -> tuple[Stretch, ...]:
 
     In a simulated trace each op of it starts when the one before it ends, so their durations add up to the whole.
     """
-    if not trace.spans:
-        return ()
-    causes = _Causes(schedule, trace)
-    spans = causes.spans
+    return path_of(columns_of(schedule), _listed(schedule, trace)) if trace.spans else ()
+
+
+def _listed(schedule: Schedule, trace: Trace) -> list[Span]:
+    by_key = trace.by_key()
+    return [by_key[op.key] for op in schedule.ops]
+
+
+def path_of(columns: ScheduleColumns, spans: Sequence[Span]) -> tuple[Stretch, ...]:
+    """The critical path of ops in list order."""
+    causes = _Causes(columns, spans)
     i = max(range(len(spans)), key=lambda i: (spans[i].end_ns, spans[i].duration_ns))
     path: list[Stretch] = []
     seen: set[int] = set()

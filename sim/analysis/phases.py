@@ -9,12 +9,14 @@ go round the devices, a device is in two steps at once: then it is the mean over
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 from tierplan.hwmodels.names import parse_stream
 from tierplan.sim.analysis.steady import SteadyState
+from tierplan.sim.trace import Span
 
 PHASE_OF = {
     **dict.fromkeys(("forward", "encode"), "forward_s"),
@@ -34,40 +36,38 @@ class Phases:
 
 def phases(steady: SteadyState) -> Phases:
     """The phases of one steady step. A schedule without forward ops is all update."""
-    ops = steady.schedule.ops
-    forwards = [op for op in ops if op.kind == "forward" and parse_stream(op.stream).is_compute]
+    kinds = [op.kind for op in steady.columns.labels().ops]
+    does = list(zip(steady.spans, kinds, strict=True))
+    forwards = [span for span, kind in does if kind == "forward" and parse_stream(span.stream).is_compute]
     if not forwards:
         return Phases(forward_s=0.0, backward_s=0.0, update_s=steady.period_s)
     if steady.columns.next_devices:
-        return _around(steady, {op.stream for op in forwards})
-    [(stream, _)] = Counter(op.stream for op in forwards).most_common(1)
-    spans = steady.trace.by_key()
-    starts_ns = [spans[op.key].start_ns for op in forwards if op.stream == stream]
+        return _around(steady, does, {span.stream for span in forwards})
+    [(stream, _)] = Counter(span.stream for span in forwards).most_common(1)
+    starts_ns = [span.start_ns for span in forwards if span.stream == stream]
     begins_ns = np.reshape(starts_ns, (steady.num_steps, -1)).min(axis=1).tolist()
     cycle = max(steady.cycle_steps, 1)
     first = max(0, min(steady.warmup_steps, steady.num_steps - 1 - cycle))
     last = min(first + cycle, steady.num_steps - 1)
-    kinds = {op.key: op.kind for op in ops if op.stream == stream}
     seconds = {"forward_s": 0.0, "backward_s": 0.0, "update_s": 0.0}
     at_ns = begins_ns[first]
-    for span in sorted((spans[key] for key in kinds), key=lambda span: span.end_ns):
+    for span, kind in sorted((d for d in does if d[0].stream == stream), key=lambda d: d[0].end_ns):
         if begins_ns[first] < span.end_ns and span.start_ns < begins_ns[last]:
-            seconds[PHASE_OF.get(kinds[span.key], "update_s")] += (span.end_ns - at_ns) / 1e9
+            seconds[PHASE_OF.get(kind, "update_s")] += (span.end_ns - at_ns) / 1e9
             at_ns = span.end_ns
     seconds["update_s"] += (begins_ns[last] - at_ns) / 1e9
     num = last - first
     return Phases(**{name: value / num for name, value in seconds.items()})
 
 
-def _around(steady: SteadyState, streams: set[str]) -> Phases:
+def _around(steady: SteadyState, does: Iterable[tuple[Span, str]], streams: set[str]) -> Phases:
     begin_ns, end_ns = (round(moment_s * 1e9) for moment_s in steady.window_s)
-    kinds = {op.key: op.kind for op in steady.schedule.ops}
     seconds = {"forward_s": 0.0, "backward_s": 0.0, "update_s": 0.0}
     at_ns = dict.fromkeys(streams, begin_ns)
-    for span in sorted(steady.trace.spans, key=lambda span: span.end_ns):
+    for span, kind in sorted(does, key=lambda d: (d[0].end_ns, d[0].start_ns)):
         if span.stream in streams:
             until_ns = min(max(span.end_ns, begin_ns), end_ns)
-            seconds[PHASE_OF.get(kinds[span.key], "update_s")] += until_ns - at_ns[span.stream]
+            seconds[PHASE_OF.get(kind, "update_s")] += until_ns - at_ns[span.stream]
             at_ns[span.stream] = until_ns
     seconds["update_s"] += sum(end_ns - at for at in at_ns.values())
     return Phases(**{name: value / sum(seconds.values()) * steady.period_s for name, value in seconds.items()})

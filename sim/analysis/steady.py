@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from tierplan.sim.compiled.rules import Prices
 from tierplan.sim.compiled.simulation import simulate_columns
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule
-from tierplan.sim.trace import Trace
+from tierplan.sim.trace import Span, Trace
 
 SAME_FRAC = 1e-5
 """Moments count as equal when they differ by less than this part of the step: ends are rounded to nanoseconds."""
@@ -78,6 +79,15 @@ class SteadyState:
         """What the trace executed: the schedule, unrolled."""
         with collector_paused():
             return self.columns.schedule()
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """Those of the trace in list order, by the compiled engine, without what ops take alone."""
+        c, execution = self.columns, simulate_columns(self.columns, self.machine)
+        times = (execution.free_ns, execution.ready_ns, execution.start_ns, execution.end_ns)
+        streams = [c.works[w].stream for w in c.op_work.tolist()]
+        keys = [op.key for op in c.labels().ops]
+        return tuple(starmap(Span, zip(keys, streams, *(column.tolist() for column in times), strict=True)))
 
     @cached_property
     def trace(self) -> Trace:

@@ -278,3 +278,11 @@ def test_steps_that_go_on_are_one_long_pipeline() -> None:
 def test_too_few_steps_are_refused() -> None:
     with pytest.raises(ValueError, match="num_steps is 2"):
         steady_state(loop(1.0, 1.0), machine("gpu", "cpu"), num_steps=2)
+
+
+def test_the_compiled_engine_gives_the_spans_of_the_trace() -> None:
+    workload, of = toy_workload(4), toy_machine(shared=True)
+    steady = steady_of(lower(decide("zero-infinity", workload, of), workload, of), of)
+    by_key = steady.trace.by_key()
+    assert [span.key for span in steady.spans] == [op.key for op in steady.schedule.ops]
+    assert all(by_key[span.key]._replace(alone_ns=-1) == span for span in steady.spans)
