@@ -181,8 +181,9 @@ def advise(
             if not is_worth
         }
         bought = [b for b in bought if b.what not in left_out]
-        # what is asked last should not take long: second cards do, and the dear cards
-        rest = sorted(bought[num_first:], key=lambda b: ("gpu.count" not in b.overrides, -b.price_usd))
+        # what is asked last should not take long: second cards do, and other cards, which have no answer for a start
+        longest = ("gpu.count", "gpu.part")
+        rest = sorted(bought[num_first:], key=lambda b: (*(key not in b.overrides for key in longest), -b.price_usd))
         how = partial(how, than=answer.get("tokens_per_s"))
         planned = dict(zip([b.what for b in rest], ask([b.applied(like) for b in rest], how), strict=True))
         answers = [row() for row in [*first, *(planned[b.what] for b in bought[num_first:])]]
