@@ -66,8 +66,9 @@ def move_on_all(
     start: Candidate[UnitwisePlan], incumbents: Incumbents, simulate_plan: PlanSimulator, problem: Problem, seed: int
 ) -> None:
     """Moves of a plan on all devices: first of regular plans, then of single units."""
-    budget, best = simulate_plan.budget, start
+    budget = simulate_plan.budget
     budget.restart()
+    best = start = simulate_plan(replace(start.plan, policy=PLANNER, options={}))
 
     def is_over(share: float) -> bool:
         return budget.spent_frac >= share * SHARE_OF_MOVES or budget.is_out_of_time

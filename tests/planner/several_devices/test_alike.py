@@ -12,11 +12,12 @@ from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine, SharedLimit
 from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner.lowering import Lowering
-from tierplan.planner.plan import UnitwisePlan
+from tierplan.planner.plan import Packs, UnitwisePlan
 from tierplan.planner.policies import decide
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.planner.several_devices.alike import do_the_same, first_for_all
+from tierplan.planner.several_devices.pack_estimate import PackEstimate
 from tierplan.sim.analysis.steady import SteadyState, steady_state
 
 NUM = 4
@@ -117,3 +118,16 @@ def least_bytes(tier: str, policy: str, machine: Machine, *, in_full: bool) -> i
 def test_a_plan_needs_the_same_memory(policy: str, tier: str) -> None:
     needed = [least_bytes(tier, policy, sharing_dram(NUM), in_full=in_full) for in_full in (True, False)]
     assert needed[1] == pytest.approx(needed[0], abs=200)
+
+
+def test_packs_are_slowed_down_by_those_with_whom_they_share_a_switch() -> None:
+    """Two of four devices have one switch: where it is enough for two, none waits for it."""
+    machine = sharing_dram(NUM)
+    packs = Packs(form="data", devices=NUM, forward=((0, 3),), backward=((0, 3), (3, 6)))
+
+    def estimated_s(switch: float) -> float:
+        limits = tuple(replace(x, limit=switch if "switch" in x.name else 1e12) for x in machine.shared_limits)
+        return PackEstimate(WORKLOAD, replace(machine, shared_limits=limits)).step_s(packs)
+
+    assert estimated_s(10e9) == estimated_s(1e12)
+    assert estimated_s(5e9) > 1.01 * estimated_s(10e9)

@@ -7,11 +7,12 @@ from itertools import product
 
 import pytest
 
-from tierplan.planner.plan_rules import PlanError
+from tierplan.planner.plan_rules import PLANNER, PlanError
 from tierplan.planner.planning import plan
 from tierplan.planner.policies import POLICIES, SHARED, decide
 from tierplan.planner.prediction import predict
 from tierplan.planner.search.batches import plan_sequences
+from tierplan.planner.search.incumbents import Batches
 from tierplan.studies.evaluate import machine_of, workload_at
 from tierplan.studies.study import Point
 
@@ -65,3 +66,36 @@ def test_each_system_of_several_devices_has_a_time_for_the_same_work_or_a_reason
     assert {p.num_sequences for p in policies.values() if p.step_s is not None} == {4}
     assert {"ddp", "megatron-pp"} & {name for name, p in policies.items() if p.step_s is None}
     assert {"zero-infinity", "roundpipe"} <= {name for name, p in policies.items() if p.step_s is not None}
+
+
+def test_plans_on_all_devices_are_moved_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one device has to send away what several keep in shards, its plan is not the best one for them."""
+    overrides = {"gpu.count": 2, "link.p2p": "25 GB/s", "gpu.capacity": "8 GiB"}
+    point = Point(model="gpt2-large", machine="desktop-4090", batch=4, overrides=overrides)
+    machine = machine_of(point)
+    workload = workload_at(point, machine)
+    asked = {"batches": "each", "time_limit_s": 1.0}
+    moved = plan(workload, machine, **asked)  # type: ignore[arg-type]
+    with monkeypatch.context() as without:
+        without.setattr("tierplan.planner.loop.Search.move", lambda _: None)
+        known = plan(workload, machine, **asked)  # type: ignore[arg-type]
+    assert moved.step_s < 0.99 * known.step_s
+    assert moved.plan.policy == PLANNER
+    assert moved.plan.devices == known.plan.devices == 2
+    reached = [p.step_s for p in moved.policies.values() if p.step_s is not None and p.num_batches == 2]
+    assert len(reached) > 3
+    assert moved.step_s <= min(reached)
+
+
+@pytest.mark.parametrize("batches", ["each", "shared"])
+def test_plans_of_one_kind_begin_with_the_plan_that_is_given(batches: Batches) -> None:
+    overrides = {"gpu.count": 2, "link.p2p": "9 GB/s"}
+    point = Point(model="gpt2", machine="desktop-4090", batch=1, accumulation=2, overrides=overrides)
+    machine = machine_of(point)
+    workload = workload_at(point, machine)
+    known = plan(workload, machine, batches=batches, time_limit_s=0.2)
+    again = plan(workload, machine, batches=batches, time_limit_s=0.2, policies=(), like=known.plan)
+    assert again.step_s <= known.step_s
+    assert type(again.plan) is type(known.plan)
+    assert again.plan.num_batches == known.plan.num_batches
+    assert again.num_simulated < known.num_simulated
