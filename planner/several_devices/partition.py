@@ -265,22 +265,13 @@ class _Partition:
             self.becomes += [self.wholes[becomes].on(r) for r in ranks] if becomes >= 0 else nothing
             self.buffer_labels += [(b.number, r if b.is_everywhere else NONE) for r in ranks]
 
-    def _buffer(
-        self,
-        label: BufferLabel | StandIn,
-        tier: str,
-        size_bytes: int,
-        *,
-        initial: bool = False,
-        reuses: int = NONE,
-        becomes: int = NONE,
-    ) -> int:
-        """Adds one; its number."""
+    def _buffer(self, label: BufferLabel | StandIn, tier: str, size_bytes: int, reuses: int = NONE) -> int:
+        """Adds one that does not outlive the step; its number."""
         self.tier.append(self.tiers[tier])
         self.size_bytes.append(size_bytes)
-        self.initial.append(initial)
+        self.initial.append(False)
         self.reuses.append(reuses)
-        self.becomes.append(becomes)
+        self.becomes.append(NONE)
         self.buffer_labels.append(label)
         return len(self.tier) - 1
 
@@ -305,8 +296,7 @@ class _Partition:
 
     def _numbers(self, b: _Whole) -> Sequence[int]:
         """By device: that of its own, or of the one that all share."""
-        num = len(self.drawn)
-        return range(b.first, b.first + num) if b.is_everywhere else [b.first] * num
+        return [b.on(r) for r in self.drawn]
 
     def _all(self, wholes: Iterable[_Whole]) -> list[int]:
         return [b.on(r) for b in wholes for r in b.ranks(self.drawn)]
@@ -442,10 +432,8 @@ class _Partition:
         if task.computes:
             size_bytes = b.size_bytes
             reuses = self.wholes[b.reuses].on(r) if b.has_tied_share else NONE
-        tier = device(r) if b.tier == DEVICE else b.tier
-        part = self.own[task.number, b.number, r] = self._buffer(
-            BufferLabel(name, b.label.content, b.label.kind), tier, size_bytes, reuses=reuses
-        )
+        label, tier = BufferLabel(name, b.label.content, b.label.kind), device(r) if b.tier == DEVICE else b.tier
+        part = self.own[task.number, b.number, r] = self._buffer(label, tier, size_bytes, reuses)
         if not task.computes:
             self.reuses[of_all] = part
         return part
