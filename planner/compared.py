@@ -21,6 +21,11 @@ NEAR = 1.3
 """A policy whose decision takes simulations is left out where a plan near its own takes so many times the best step."""
 
 
+def is_same(plan: Plan, semantics: Semantics) -> bool:
+    """Whether it is the same algorithm as one of these semantics."""
+    return plan.semantics == semantics or "delayed-1" not in (plan.semantics, semantics)
+
+
 class Compared:
     """Each policy decides, and its plan is simulated, when somebody asks for it first."""
 
@@ -66,16 +71,12 @@ class Compared:
     def _is_no_start(self, name: str) -> bool:
         return self.batches == "each" and name in SHARED
 
-    def is_same(self, plan: Plan) -> bool:
-        """Whether it is the same algorithm."""
-        return plan.semantics == self.semantics or "delayed-1" not in (plan.semantics, self.semantics)
-
     def plans(self, names: Iterable[str]) -> Iterator[tuple[str, Plan, bool]]:
         """Plans of these policies, of plain training's bits where those fit; and whether they are for other work than
         was asked for, as plans of one device are for devices that share micro-batches."""
         for name in names:
             plan = "" if self._is_no_start(name) else self.decided(name)
-            if isinstance(plan, str) or not self.is_same(plan):
+            if isinstance(plan, str) or not is_same(plan, self.semantics):
                 continue
             is_other_work = self.batches == "shared" and plan.num_batches > 1
             if is_other_work and name in NEED_SEVERAL_DEVICES:
@@ -97,7 +98,10 @@ class Compared:
             return PolicyResult(step_s=None, reason=plan)
         if not is_best and self.batches is not None and (plan.num_batches == 1) != (self.batches == "shared"):
             return PolicyResult(step_s=None)  # other work than was asked for; another search has it
-        found, same = (self.simulate_plan.in_full if is_best else self.simulate_plan)(plan), self.is_same(plan)
+        found, same = (
+            (self.simulate_plan.in_full if is_best else self.simulate_plan)(plan),
+            is_same(plan, self.semantics),
+        )
         if isinstance(plan, UnitwisePlan) and plan.sums_tied and found.fits:  # no rival where only this makes room
             same = same and self.simulate_plan(replace(plan, sums_tied=False)).fits
         return PolicyResult(

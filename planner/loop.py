@@ -12,7 +12,7 @@ from math import inf
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.scaling import parts_of
-from tierplan.planner.compared import NEAR, Compared
+from tierplan.planner.compared import NEAR, Compared, is_same
 from tierplan.planner.infeasible import InfeasiblePlan, least_lacking, spares_no_drives
 from tierplan.planner.lowering import Lowering
 from tierplan.planner.milp.amounts import Problem, problem
@@ -163,9 +163,9 @@ class Search:
         """Moves of the best plan on several devices, where it is near the best of all. Of several searches that have
         gone on, the best one does."""
         start, best = self.incumbents.on_all, self.incumbents.best
-        if start is None or best is None or per_batch_s(start) > WORTH_MOVING * per_batch_s(best):
+        if self.is_interrupted or start is None or start.step_s is None or best is None:
             return
-        if per_batch_s(start) > WORTH_MOVING * self.beat_s:
+        if per_batch_s(start) > WORTH_MOVING * per_batch_s(best) or start.step_s > WORTH_MOVING * self.beat_s:
             return
         try:
             posed = self.posed(start.plan.order, start.plan.sub_batches)
@@ -249,7 +249,8 @@ class Search:
         """The best with every device drawn: where one stands for all, memory may be granted in another order."""
         full, rivals = self._no_incumbents(), [best]
         if self.num_devices > 1:
-            rivals += sorted((c for c in self.simulate_plan.seen.values() if c.fits), key=per_batch_s)[:MOST_IN_FULL]
+            able = (c for c in self.simulate_plan.seen.values() if c.fits and is_same(c.plan, self.semantics))
+            rivals += sorted(able, key=per_batch_s)[:MOST_IN_FULL]
         for rival in rivals:
             if full.best is None or per_batch_s(rival) < per_batch_s(full.best) * (1 - SAME_FRAC):
                 full.consider(self.simulate_plan.in_full(rival.plan))
@@ -378,7 +379,7 @@ class Search:
             consider(self.known.plan)
         if is_on_several and self.batches != "shared" and self.like is None:  # a shard may fit where the whole does not
             sharded = POLICIES["in-memory"](self.workload, self.machine, {"sharing": "fsdp"})
-            if isinstance(sharded, UnitwisePlan) and compared.is_same(sharded):
+            if isinstance(sharded, UnitwisePlan) and is_same(sharded, self.semantics):
                 exchanging(sharded, self.incumbents, self.simulate_plan, self.num_devices)
         self.budget.ops_left = self.budget.num_ops  # comparing is beside the budget of the search
         return compared.results(names), seeds

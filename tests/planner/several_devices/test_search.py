@@ -7,12 +7,17 @@ from itertools import product
 
 import pytest
 
+from tierplan.hwmodels.machine import Machine
+from tierplan.planner import loop
+from tierplan.planner.plan import Plan
 from tierplan.planner.plan_rules import PLANNER, PlanError
 from tierplan.planner.planning import plan
 from tierplan.planner.policies import POLICIES, SHARED, decide
 from tierplan.planner.prediction import predict
 from tierplan.planner.search.batches import plan_sequences
+from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.incumbents import Batches
+from tierplan.sim.workloads.workload import Workload
 from tierplan.studies.evaluate import machine_of, workload_at
 from tierplan.studies.study import Point
 
@@ -99,3 +104,49 @@ def test_plans_of_one_kind_begin_with_the_plan_that_is_given(batches: Batches) -
     assert type(again.plan) is type(known.plan)
     assert again.plan.num_batches == known.plan.num_batches
     assert again.num_simulated < known.num_simulated
+
+
+def own_micro_batches() -> tuple[Workload, Machine]:
+    point = Point(model="gpt2", machine="desktop-4090", overrides={"gpu.count": 2, "link.p2p": "9 GB/s"})
+    machine = machine_of(point)
+    return workload_at(point, machine), machine
+
+
+def test_nothing_is_moved_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "on_all_devices", interrupt)
+    monkeypatch.setattr(loop, "move_on_all", lambda *_: pytest.fail("moved"))
+    assert plan(*own_micro_batches(), batches="each", time_limit_s=0.2).status == "interrupted"
+
+
+def decisions(plan: Plan) -> Plan:
+    return replace(plan, policy="", options={})
+
+
+def test_what_takes_longer_with_all_devices_gives_way_to_what_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And that is the same algorithm, whatever else was simulated meanwhile."""
+    workload, machine = own_micro_batches()
+    monkeypatch.setattr(loop.Search, "move", lambda _: None)
+    asked = {"batches": "each", "time_limit_s": 0.2}
+    best = plan(workload, machine, **asked)  # type: ignore[arg-type]
+    in_full, of_all = PlanSimulator.in_full, loop.Search.hold
+
+    def longer(self: PlanSimulator, tried: Plan) -> Candidate[Plan]:
+        found = in_full(self, tried)
+        if tried.policy == "late":
+            return replace(found, step_s=best.step_s / 2)
+        return replace(found, step_s=2 * best.step_s) if decisions(tried) == decisions(best.plan) else found
+
+    def late(self: loop.Search) -> None:
+        of_all(self)
+        late = replace(best.plan, semantics="delayed-1", policy="late")
+        self.simulate_plan.seen[("late",)] = replace(self.simulate_plan(best.plan), plan=late)
+
+    monkeypatch.setattr(PlanSimulator, "in_full", longer)
+    monkeypatch.setattr(loop.Search, "hold", late)
+    other = plan(workload, machine, **asked)  # type: ignore[arg-type]
+    assert decisions(other.plan) != decisions(best.plan)
+    assert other.plan.semantics == best.plan.semantics
+    assert best.step_s <= other.step_s < 2 * best.step_s
