@@ -7,6 +7,8 @@ from collections import defaultdict
 
 import pytest
 
+from tierplan.planner.search import budget
+
 
 def pytest_configure() -> None:
     """A shell starts background jobs with Ctrl-C ignored, and processes that tests start would inherit that."""
@@ -31,3 +33,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             cases.remove(case)
         for case in cases:
             case.add_marker("nightly")
+
+
+@pytest.fixture(autouse=True)
+def _searches_end_by_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a test no clock ends a search, but what it has to spend: a busy or cold computer finds the same."""
+    monkeypatch.setattr(budget, "computing_s", lambda: 0.0)
+    monkeypatch.setattr(budget.Budget, "seconds", 0.0)

@@ -25,7 +25,6 @@ from tierplan.sim.analysis.completion import OutOfMemory, check_memory
 from tierplan.sim.analysis.ordering import refine_columns
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.columns import ScheduleColumns
-from tierplan.sim.compiled.compiler import computing_s
 from tierplan.sim.compiled.graph_columns import GraphColumns, graph_columns
 from tierplan.sim.compiled.readiness import least_free
 from tierplan.sim.compiled.simulation import KnownRows, prices_on
@@ -99,9 +98,9 @@ class PlanSimulator:
         key = (type(plan), *decisions)
         known = self.seen.get(key)
         if known is None:
-            began_s = computing_s()
+            began_s = self.budget.computed_s
             known = self.seen[key] = self._simulate(plan)
-            self.budget.last_s = computing_s() - began_s
+            self.budget.last_s = self.budget.computed_s - began_s
         return replace(known, plan=plan)
 
     def in_full(self, plan: PlanT) -> Candidate[PlanT]:
