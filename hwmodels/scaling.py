@@ -67,13 +67,27 @@ def _takes(stream: Stream, weight_of: Callable[[str, str, float], float]) -> dic
 
 
 def lesser(machine: Machine, other: Machine) -> Machine:
-    """The machine, with what the other has less of as the other has it; things are compared by name."""
+    """The machine, with what the other has less of as the other has it, and without drives where that has none; things
+    are compared by name."""
     tiers, streams, limits = {t.name: t for t in other.tiers}, {s.name: s for s in other.streams}, other.limits
+    machine = _without_tiers(machine, {t.name for t in machine.tiers if t.kind == "nvme"} - set(tiers))
     sizes = {t.name: min(t.capacity_bytes, tiers.get(t.name, t).capacity_bytes) for t in machine.tiers}
     return replace(
         with_capacity(machine, sizes),
         streams=tuple(_slower(s, streams.get(s.name, s)) for s in machine.streams),
         shared_limits=tuple(replace(x, limit=min(x.limit, limits.get(x.name, x.limit))) for x in machine.shared_limits),
+    )
+
+
+def _without_tiers(machine: Machine, gone: Collection[str]) -> Machine:
+    """The machine without these tiers, the streams that are named after them, and what only these share."""
+    streams = tuple(s for s in machine.streams if s.name.split(".")[0] not in gone)
+    limits = {limit for s in streams for limit in s.takes}
+    return replace(
+        machine,
+        tiers=tuple(t for t in machine.tiers if t.name not in gone),
+        streams=streams,
+        shared_limits=tuple(x for x in machine.shared_limits if not gone or x.name in limits),
     )
 
 
@@ -98,18 +112,22 @@ def _least(rate: Rate, other: Rate) -> Rate:
 
 
 def parts_of(machine: Machine, less: Machine) -> tuple[Part, ...]:
-    """What of the machine is used where it runs as one that has less, of the same tiers and streams.
+    """What of the machine is used where it runs as one that has less; its plans use nothing that this one lacks.
 
     A part is one number: where rates over the amount differ in shape, it is the least, and the machine runs slower than
     the one that has less at other amounts.
     """
     parts = [
         (tier.name, CAPACITY, smaller.capacity_bytes / tier.capacity_bytes)
-        for tier, smaller in zip(machine.tiers, less.tiers, strict=True)
+        for tier in machine.tiers
+        for smaller in less.tiers
+        if smaller.name == tier.name
     ]
     parts += [
         (stream.name, kind, min(slow.at(amount) / rate.at(amount) for amount, _ in slow.points))
-        for stream, slower in zip(machine.streams, less.streams, strict=True)
+        for stream in machine.streams
+        for slower in less.streams
+        if slower.name == stream.name
         for kind, rate in stream.rates.items()
         for slow in [rates_of(slower)[kind]]
     ]

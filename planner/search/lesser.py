@@ -53,16 +53,15 @@ def lesser_of_catalog(machine: Machine) -> Machine | None:
         return None
     less = lesser(machine, base := load_machine(machine.name))
     of_base = {s.name: s.rates for s in base.streams}
+    own_tiers, own_streams = {t.name: t for t in machine.tiers}, {s.name: s for s in machine.streams}
     mixed = {
         one.name.split(".")[0]
-        for one, own in zip(less.streams, machine.streams, strict=True)
+        for one in less.streams
         for kind, rate in one.rates.items()
-        if rate not in (own.rates[kind], of_base.get(one.name, {}).get(kind))
+        if rate not in (own_streams[one.name].rates[kind], of_base.get(one.name, {}).get(kind))
     }
-    tiers = tuple(own if own.name in mixed else one for one, own in zip(less.tiers, machine.tiers, strict=True))
-    streams = tuple(
-        own if own.name.split(".")[0] in mixed else one for one, own in zip(less.streams, machine.streams, strict=True)
-    )
+    tiers = tuple(own_tiers[one.name] if one.name in mixed else one for one in less.tiers)
+    streams = tuple(own_streams[one.name] if one.name.split(".")[0] in mixed else one for one in less.streams)
     less = replace(less, tiers=tiers, streams=streams)
     return None if less == machine else less
 

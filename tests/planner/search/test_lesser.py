@@ -107,6 +107,29 @@ def test_the_catalog_has_lesser_machines_of_its_own_names_only() -> None:
     assert less.stream("host.adam").rates == base.stream("host.adam").rates
 
 
+def test_a_machine_without_drives_is_less_than_one_with_them() -> None:
+    base = load_machine("fsdp-qlora-a100", ["gpu.count=2"])
+    more = ["gpu.count=2", "nvme.drives=2", "nvme.part=990-pro"]
+    less = lesser(load_machine("fsdp-qlora-a100", more), base)
+    assert (less.tiers, less.streams, less.shared_limits) == (base.tiers, base.streams, base.shared_limits)
+    catalogs = load_machine("fsdp-qlora-2x4090")
+    found = lesser_of_catalog(load_machine("fsdp-qlora-2x4090", [*more, "host.capacity=96 GiB"]))
+    assert found is not None
+    assert (found.streams, found.shared_limits) == (catalogs.streams, catalogs.shared_limits)
+    assert [t.kind for t in found.tiers] == ["device", "device", "host"]
+    parts = parts_of(load_machine("fsdp-qlora-2x4090", more), catalogs)
+    assert not any(name.startswith("nvme") for name, _, _ in parts)
+
+
+def test_drives_beside_those_that_had_none_are_never_worse(gpt: Workload) -> None:
+    settings = ["gpu.count=1", "gpu.capacity=3 GiB", "host.capacity=16 GiB"]
+    less = load_machine("fsdp-qlora-a100", settings)
+    more = load_machine("fsdp-qlora-a100", [*settings, "nvme.drives=1", "nvme.part=990-pro"])
+    found = plan(gpt, less, time_limit_s=0.5)
+    known = Known.of(less, gpt, found)
+    assert plan(gpt, more, time_limit_s=0.01, known=known).step_s <= found.step_s * (1 + 1e-9)
+
+
 def test_beside_a_card_that_mixes_with_none_the_rest_is_still_less() -> None:
     """An L40S is quicker than an RTX 4090 at small products and slower at others: no card has the lesser of both."""
     base = load_machine("desktop-4090")
