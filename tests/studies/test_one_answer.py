@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 
 from tierplan.cli import main
+from tierplan.hwmodels.machine import Machine
+from tierplan.planner.search.batches import Division, plan_sequences
+from tierplan.studies import evaluate
 from tierplan.studies.advise import QUICKER_FRAC, advise
 from tierplan.studies.answer import answer_record
 from tierplan.studies.evaluate import best_plan, evaluate_point, predict_point
@@ -161,3 +164,22 @@ def test_three_gpus_are_never_slower_than_two(monkeypatch: pytest.MonkeyPatch) -
     assert "leaves the others idle" in three.prediction.devices_note, "three are quicker, so nothing is shown"
     assert three.prediction.devices_note.startswith("planner trains on 2 of the 3 GPUs that were asked for, and this ")
     assert three.prediction.devices == 2
+
+
+def test_fewer_gpus_are_asked_only_for_what_all_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter is not asked because it may beat a half, which is slower than all."""
+    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 2_000)
+    point = Point(model="gpt2", machine="server-8xh100", sequences=4, devices=4)
+    all_per_s = best_plan(point).result.prediction.tokens_per_s
+    assert all_per_s is not None
+    promised = {4: 4 * all_per_s, 2: 2 * all_per_s, 1: 0.9 * all_per_s}
+    asked: list[int] = []
+
+    def noted(make: Any, machine: Machine, **more: Any) -> Division:
+        asked.append(machine.num_devices)
+        return plan_sequences(make, machine, **more)
+
+    monkeypatch.setattr(evaluate, "most_tokens_per_s", lambda p: promised[p.devices])
+    monkeypatch.setattr(evaluate, "plan_sequences", noted)
+    assert best_plan(point).result.prediction.tokens_per_s == all_per_s
+    assert asked == [4, 2]

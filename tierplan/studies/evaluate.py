@@ -154,7 +154,8 @@ def _or_on_fewer(
     that for a half of these."""
     result = best.result
     fewer = replace(point, devices=-(-best.machine.num_devices // 2))
-    if most_tokens_per_s(fewer) <= (result.prediction.tokens_per_s or 0.0):
+    wanted_per_s = max(result.prediction.tokens_per_s or 0.0, point.sequences * point.seq / beat_s)
+    if most_tokens_per_s(fewer) <= wanted_per_s:
         return best
     if known is None or not known.is_of(place_of(fewer).machine):
         # one step is the same work for all and for fewer where its sequences are given
