@@ -33,7 +33,8 @@ from tierplan.planner.search.moves import loosened, off_drives, with_shape_of
 from tierplan.planner.search.race import GOOD_FRAC, MOST_OPS, OrderSearch, Racer, race, rounds
 from tierplan.planner.search.shape import tried
 from tierplan.planner.several_devices.search import (
-    WORTH_MOVING,
+    LOOKS,
+    NEAR_ON_ALL,
     bound_by_compute,
     bound_of_packs,
     exchanging,
@@ -152,20 +153,28 @@ class Search:
                 search_packs(self.seeds, self.simulate_plan, num_ops=self.budget.ops_left, seed=self.seed)
                 if self.seeds.packed is not None:
                     self.incumbents.consider(self.seeds.packed)
+            looks = list(LOOKS) if self.num_devices > 1 else []
             while next(self.in_rounds, self) is not self and not self.budget.is_out_of_time:
-                pass
+                if looks and self.budget.spent_frac >= looks[0]:
+                    looks.pop(0)
+                    on_all_devices(self.incumbents, self.simulate_plan, self.num_devices)
+                    if self.incumbents.on_all is not None and not self._is_near(self.incumbents.on_all):
+                        break
             if self.num_devices > 1:
                 on_all_devices(self.incumbents, self.simulate_plan, self.num_devices)
         except KeyboardInterrupt:
             self.interrupt()
 
+    def _is_near(self, on_all: Candidate[UnitwisePlan]) -> bool:
+        """Whether a plan on all devices is near the best of all, so that more search may make it that."""
+        best_s = inf if self.incumbents.best is None else per_batch_s(self.incumbents.best)
+        return per_batch_s(on_all) <= NEAR_ON_ALL * min(best_s, self.beat_s / on_all.plan.num_batches)
+
     def move(self) -> None:
         """Moves of the best plan on several devices, where it is near the best of all. Of several searches that have
         gone on, the best one does."""
-        start, best = self.incumbents.on_all, self.incumbents.best
-        if self.is_interrupted or start is None or start.step_s is None or best is None:
-            return
-        if per_batch_s(start) > WORTH_MOVING * per_batch_s(best) or start.step_s > WORTH_MOVING * self.beat_s:
+        start = self.incumbents.on_all
+        if self.is_interrupted or start is None or not self._is_near(start):
             return
         try:
             posed = self.posed(start.plan.order, start.plan.sub_batches)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf, isqrt, log
-from typing import Any
+from typing import Any, NamedTuple
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.loop import FAR, Search
@@ -57,6 +57,16 @@ class Division:
     result: PlanResult
     planned_s: Mapping[int, float] = field(default_factory=dict)
     """Step time by micro-batch size, of those that fit, as far as each was searched."""
+
+
+class Cut(NamedTuple):
+    """How the sequences of a step are cut into micro-batches."""
+
+    batch: int
+    accumulation: int
+    """Of each device that has micro-batches of its own."""
+    batches: Batches | None
+    """Whose they are; None on one device."""
 
 
 def plan_sequences(
@@ -104,47 +114,45 @@ def plan_sequences(
     solver = Solver(seed=seed)
     searches: list[Search] = []
 
-    def searched(some: list[int], *, compared: bool = False) -> list[Search]:
-        """Searches for the divisions into these micro-batches, carried out; or with the policies `compared` alone."""
+    def searched(some: list[Cut], *, compared: bool = False) -> list[Search]:
+        """Searches for these divisions, carried out; or with the policies `compared` alone."""
         found, to_the_end = [], False
-        for batch in some:
-            accumulation = sequences // batch
-            divided: list[tuple[int, Batches | None]] = [(accumulation, "shared" if num > 1 else None)]
-            if num > 1 and accumulation % num == 0:
-                divided.insert(0, (accumulation // num, "each"))
-            for own, kind in divided:
-                workload = make(batch, own)
-                to_the_end = num > 1 or len(workload.units) <= SEARCHED_TO_THE_END
-                own_known = known if known is not None and (known.batch, known.accumulation) == (batch, own) else None
-                own_budget = budget_of(time_limit_s) if to_the_end else budget
-                search = Search(workload, machine, semantics, own_budget, seed, kind, write_limit, beat_s, own_known)
-                if compared:
-                    search.beat_s = min(beat_s, *(s.best_s for s in searches))
-                    search.compare()
-                elif to_the_end:
-                    # plans of one device are no answer for several: beside others, packs alone are searched
-                    search.begin(orders=() if kind == "shared" and len(divided) > 1 else None)
-                else:
-                    search.begin(only="vertical" if own > 1 else "horizontal", solver=solver)
-                found.append(search)
+        for cut in some:
+            batch, own, kind = cut
+            workload = make(batch, own)
+            to_the_end = num > 1 or len(workload.units) <= SEARCHED_TO_THE_END
+            own_known = known if known is not None and (known.batch, known.accumulation) == (batch, own) else None
+            own_budget = budget_of(time_limit_s) if to_the_end else budget
+            search = Search(workload, machine, semantics, own_budget, seed, kind, write_limit, beat_s, own_known)
+            if compared:
+                search.beat_s = min(beat_s, *(s.best_s for s in searches))
+                search.compare()
+            elif to_the_end:
+                # plans of one device are no answer for several: beside others, packs alone are searched
+                search.begin(orders=() if kind == "shared" and own % num == 0 else None)
+            else:
+                search.begin(only="vertical" if own > 1 else "horizontal", solver=solver)
+            found.append(search)
         if not compared and (known is None or not known.is_cut):
             _one_by_one(found, beat_s) if to_the_end else _raced(found, budget, beat_s)
         return found
 
-    ranked = sorted(divisors(sequences), reverse=True)
-    if num > 1:  # two for each are the best bet; schedules are long, and others are searched where none fits
-        ranked.sort(key=lambda batch: abs(log(sequences / batch / (2 * num))))
-    first = {known.batch} if known is not None else set()
-    first |= set(ranked if num == 1 else ranked[: 1 if num == 2 else 2])
-    for some in ([b for b in ranked if b in first], [b for b in ranked if b not in first]):
+    ranked = _cuts(sequences, num)
+    known_cut = [] if known is None else [c for c in ranked if c[:2] == (known.batch, known.accumulation)]
+    likely = list(dict.fromkeys(c.batch for c in ranked))[: 1 if num == 2 else 2]
+    # on several devices schedules are long: others are searched where none fits, or policies do better there
+    first = ranked if num == 1 else known_cut or [c for c in ranked if c.batch in likely]
+    for some in (first, [c for c in ranked if c not in first]):
         if some and min((s.best_s for s in searches), default=inf) == inf:
             searches += searched(some)
-    rest = [b for b in ranked if b not in map(_micro_batch, searches)]
-    rest = rest if time_limit_s is None else rest[: int(time_limit_s / S_PER_DIVISION)]
+    rest = [c for c in ranked if c not in map(_cut, searches)]
+    if time_limit_s is not None:
+        batches = list(dict.fromkeys(c.batch for c in rest))[: int(time_limit_s / S_PER_DIVISION)]
+        rest = [c for c in rest if c.batch in batches]
     if not any(s.is_interrupted for s in searches) and (others := searched(rest, compared=True)):
         best = min(others, key=lambda s: s.best_s)
         if best.best_s < (1 - GOOD_FRAC) * min(s.best_s for s in searches):
-            others += searched([_micro_batch(best)])
+            others += searched([_cut(best)])
         searches += others
     if not any(s.is_interrupted for s in searches):
         min(searches, key=lambda s: s.best_s).move()
@@ -153,7 +161,7 @@ def plan_sequences(
     best = min(searches, key=lambda s: s.best_s)
     planned: dict[int, float] = {}
     for search in searches:
-        batch = _micro_batch(search)
+        batch = _cut(search).batch
         planned[batch] = min(search.best_s, planned.get(batch, inf))
     if best.best_s < inf:
         workload, result = best.workload, best.result()
@@ -166,8 +174,24 @@ def plan_sequences(
     return Division(workload=workload, result=result, planned_s=planned)
 
 
-def _micro_batch(search: Search) -> int:
-    return search.workload.training.per_device_train_batch_size
+def _cuts(sequences: int, num_devices: int) -> list[Cut]:
+    """All divisions of a step, the most promising first: on several devices, two micro-batches for each are."""
+    batches = sorted(divisors(sequences), reverse=True)
+    if num_devices == 1:
+        return [Cut(batch, sequences // batch, None) for batch in batches]
+    batches.sort(key=lambda batch: abs(log(sequences / batch / (2 * num_devices))))
+    found = []
+    for batch in batches:
+        accumulation = sequences // batch
+        if accumulation % num_devices == 0:
+            found.append(Cut(batch, accumulation // num_devices, "each"))
+        found.append(Cut(batch, accumulation, "shared"))
+    return found
+
+
+def _cut(search: Search) -> Cut:
+    training = search.workload.training
+    return Cut(training.per_device_train_batch_size, training.gradient_accumulation_steps, search.batches)
 
 
 def _in_their_best(

@@ -35,8 +35,8 @@ from tierplan.sim.workloads.workload import Workload
 PlanT = TypeVar("PlanT", bound=Plan)
 OPS_TO_LOWER, OPS_TO_SIMULATE = 600, 650
 """What a candidate costs beside what grows with its ops, in simulated ops that take as long."""
-OPS_TO_SHARE = 10
-"""What the lowering of each op costs that is on several devices, which is not compiled."""
+OPS_TO_SHARE, OPS_TO_BUILD = 10, 16
+"""What the lowering of each op costs where it is not compiled: of what several devices divide, and of packs."""
 PlanT_co = TypeVar("PlanT_co", bound=Plan, covariant=True)
 
 
@@ -123,8 +123,7 @@ class PlanSimulator:
             rows = self.known_rows.setdefault(id(machine), {})
             graph, prices = graph_columns(columns), prices_on(columns, machine, rows)
             room_gb = self._room_gb(graph)
-            to_share = isinstance(plan, UnitwisePlan) and plan.devices > 1
-            self.budget.ops_left -= OPS_TO_LOWER + columns.num_ops // 2 + to_share * OPS_TO_SHARE * columns.num_ops
+            self.budget.ops_left -= OPS_TO_LOWER + columns.num_ops // 2 + _ops_to_draw(plan) * columns.num_ops
             if min(room_gb.values()) < 0:  # there is no better order, and memory is known to do without simulating
                 check_memory(columns, graph)
             else:
@@ -213,3 +212,10 @@ class PlanSimulator:
                 room_gb: dict[str, float] = {of: (t.capacity_bytes - held[of]) / GB for of, t in capacity.items()}
                 return Candidate(plan, None, partial(str, reason), short_tier=kind, room_gb=room_gb)
         return None
+
+
+def _ops_to_draw(plan: Plan) -> int:
+    """What each op of its schedule costs beside what it does in plans of units on one device."""
+    if isinstance(plan, PackPlan):
+        return OPS_TO_BUILD
+    return OPS_TO_SHARE if isinstance(plan, UnitwisePlan) and plan.devices > 1 else 0

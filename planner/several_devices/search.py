@@ -26,8 +26,11 @@ SHARE_OF_PACKS, SHARE_OF_PACKS_ALONE = 0.6, 0.95
 """Of the budget, what the search over packs may take: beside other plans, and where only packs are allowed."""
 SHARE_OF_MOVES, SHARE_OF_PATTERNS = 0.5, 0.5
 """Of a budget, beyond it: what moves of the best plan on all devices may take; and of that, what regular plans may."""
-WORTH_MOVING = 1.5
-"""A plan on all devices is moved where it takes at most so many times the best step."""
+LOOKS = (0.1, 0.25, 0.5)
+"""Parts of a budget after which the best plan of one device so far is tried on all: the last is not always the best
+there, and where it is far behind, the search ends."""
+NEAR_ON_ALL = 1.5
+"""A plan on all devices is searched and moved where it takes at most so many times the best step."""
 WAYS_TO_EXCHANGE: Sequence[tuple[Literal["last", "each"], Literal["nothing", "all"]]] = (
     ("last", "nothing"), ("last", "all"), ("each", "nothing"), ("each", "all"),
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from tierplan.planner.prediction import predict
 from tierplan.planner.search.batches import plan_sequences
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.incumbents import Batches
+from tierplan.planner.search.lesser import Known
 from tierplan.sim.workloads.workload import Workload
 from tierplan.studies.evaluate import machine_of, workload_at
 from tierplan.studies.study import Point
@@ -90,6 +92,45 @@ def test_plans_on_all_devices_are_moved_there(monkeypatch: pytest.MonkeyPatch) -
     reached = [p.step_s for p in moved.policies.values() if p.step_s is not None and p.num_batches == 2]
     assert len(reached) > 3
     assert moved.step_s <= min(reached)
+
+
+def test_a_search_far_behind_the_best_on_all_devices_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = {"gpu.count": 2, "link.p2p": "25 GB/s", "gpu.capacity": "8 GiB"}
+    point = Point(model="gpt2-large", machine="desktop-4090", batch=4, overrides=overrides)
+    machine = machine_of(point)
+    workload = workload_at(point, machine)
+    whole = plan(workload, machine, batches="each", time_limit_s=1.0)
+    monkeypatch.setattr(loop, "NEAR_ON_ALL", 0.0)
+    cut = plan(workload, machine, batches="each", time_limit_s=1.0)
+    assert cut.num_simulated < whole.num_simulated
+    assert whole.step_s <= cut.step_s
+    assert cut.step_s <= min(p.step_s for p in cut.policies.values() if p.step_s is not None and p.num_batches == 2)
+
+
+def test_more_than_a_lesser_machine_has_is_searched_in_its_division(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are compared with the policies there, and searched where one of these does better."""
+    point = Point(model="gpt2", machine="fsdp-qlora-2x4090", overrides={"gpu.capacity": "2 GiB"})
+    less = machine_of(point)
+    more = machine_of(replace(point, overrides={**point.overrides, "host.adam": "6 G/s"}))
+
+    def make(batch: int, accumulation: int) -> Workload:
+        return workload_at(replace(point, batch=batch, accumulation=accumulation), less)
+
+    found = plan_sequences(make, less, sequences=8, time_limit_s=4.0)
+    begun: list[tuple[int, int, Batches | None]] = []
+    begin = loop.Search.begin
+
+    def noted(search: loop.Search, *args: Any, **options: Any) -> None:
+        training = search.workload.training
+        begun.append((training.per_device_train_batch_size, training.gradient_accumulation_steps, search.batches))
+        begin(search, *args, **options)
+
+    monkeypatch.setattr(loop.Search, "begin", noted)
+    known = Known.of(less, found.workload, found.result)
+    again = plan_sequences(make, more, sequences=8, time_limit_s=4.0, known=known)
+    assert again.result.step_s <= found.result.step_s
+    assert begun[0][:2] == (known.batch, known.accumulation)
+    assert len(begun) <= 2
 
 
 @pytest.mark.parametrize("batches", ["each", "shared"])
