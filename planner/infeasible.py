@@ -111,7 +111,8 @@ class InfeasiblePlan(PlanError):
     def __str__(self) -> str:
         if self.endurance or self.not_found:
             return self.what
-        return f"{self.what}; sequences per micro-batch that fit: {self.largest_batch}"
+        steps = ", in steps of one" if self.workload.training.gradient_accumulation_steps > 1 else ""
+        return f"{self.what}; sequences per micro-batch that fit{steps}: {self.largest_batch}"
 
 
 def logits_note(workload: Workload, of_bytes: int) -> str:

@@ -58,6 +58,8 @@ SHARES: Mapping[Order, float] = {"horizontal": 0.3, "vertical": 0.4}
 """Of the budget, where a workload has plans of both orders: the same whether both are searched or one."""
 SUB_BATCHES = (2, 4, 8)
 """Parts of a micro-batch that are tried, in vertical order."""
+MOST_PARTS = 64
+"""Where not even the coarser parts have room, micro-batches of up to so many sequences are cut into single ones."""
 SUB_BATCH_PENALTY = 1.005
 """What one more sub-batch has to be worth in the bound for it to be tried first: it means more ops to search over."""
 SUB_BATCHES_OF_MANY = (4,)
@@ -139,7 +141,14 @@ class Search:
             own = solver or Solver(seed=self.seed)
             self.chains.append(self._chain(order, shapes[order], self.seeds.by_shape, share, own))
         self.has_all_orders = len(self.chains) == len(shapes)
+        finest = self.workload.training.per_device_train_batch_size
+        if only is None and "vertical" in wanted and 1 < finest <= MOST_PARTS and not self._may_fit():
+            own = Solver(seed=self.seed)
+            self.chains.append(self._chain("vertical", [finest], self.seeds.by_shape, SHARES["vertical"], own))
         self.in_rounds = self._rounds()
+
+    def _may_fit(self) -> bool:
+        return self.seeds.best is not None or any(bound.feasible for chain in self.chains for bound in chain.bounds)
 
     def compare(self, policies: Iterable[str] | None = None) -> None:
         """Simulates the policies: the best of them is the best plan until a quicker one is found."""

@@ -11,17 +11,30 @@ room for whole ones.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from math import inf
+from typing import Literal
 
-from tierplan.planner.milp.amounts import Problem
+from tierplan.planner.milp.amounts import STATE_SHARDS, Problem
 from tierplan.planner.milp.bounds import FEW_UNITS, Bound
-from tierplan.planner.plan import UnitwisePlan
+from tierplan.planner.milp.modes import MODES, Mode
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.plan_rules import PLACES, PLANNER, Place
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.descent import descend, descend_with_restarts
 from tierplan.planner.search.from_program import ProgramPlans
 from tierplan.planner.search.incumbents import Incumbents, Shape
-from tierplan.planner.search.moves import loosened, with_brought_states, with_returned_grads, with_shape_of
+from tierplan.planner.search.moves import (
+    RANK,
+    in_shards,
+    loosened,
+    with_brought_states,
+    with_returned_grads,
+    with_shape_of,
+    with_windows,
+)
 from tierplan.planner.search.patterns import Patterns
 from tierplan.planner.search.race import FIRST_OPS, GOOD_FRAC, Racer, race
 from tierplan.planner.search.shifts import descend_by_shifts
@@ -59,9 +72,15 @@ def tried(
                 found.consider(simulate_plan(changed))
                 yield best_s()
 
+    def frugal() -> Iterator[float]:
+        for plan in holding_least(p) if best_s() == inf else ():
+            found.consider(simulate_plan(plan))
+            yield best_s()
+
     def going(trials: Iterator[float], p: Problem, bound: Bound) -> Iterator[float]:
         for _ in trials:
             yield best_s()
+        yield from frugal()
         yield from reshaped([c for of, c in found.by_shape.items() if of != shape])
         if shape in found.by_shape:
             yield from _of_few_units(p, bound, found, simulate_plan, seed)
@@ -100,6 +119,7 @@ def tried(
         for trials in programs:
             while best_s() == inf and next(trials, None) is not None:
                 yield best_s()
+        yield from frugal()
         yield from reshaped([c for of, c in found.by_shape.items() if of != shape])
         if best_s() < inf:
             yield from _of_many_units(p, bound, found, simulate_plan, seed, programs)
@@ -109,6 +129,32 @@ def tried(
         yield best_s()
     for _ in race(racers, simulate_plan.budget, kept_frac=1.0, first_ops=FIRST_OPS / 2):
         yield best_s()
+
+
+def holding_least(p: Problem) -> Iterator[UnitwisePlan]:
+    """Plans that hold in memory what a turn needs and hardly more: all else is as far away as it may be, or made again.
+
+    They are slow, and where the program's plans do not fit the only ones to start from.
+    """
+    away: Literal["nvme", "host"] = "nvme" if p.has_nvme else "host"
+
+    def choice(u: int, grads: Place) -> UnitPlan:
+        def distance(mode: Mode) -> tuple[int, bool]:
+            return sum(
+                RANK[place] for place in (mode.states, mode.params, mode.frozen or mode.params)
+            ), mode.grads == grads
+
+        mode = max((MODES[k] for k in p.modes(u) if MODES[k].update == "home"), key=distance)
+        is_block = p.workload.units[u].kind == "block"
+        made = replace(mode, input=away, acts="recompute") if is_block else mode
+        return in_shards(made, max(STATE_SHARDS))
+
+    for grads, ahead in product(PLACES, (0, 1)):
+        units = tuple(choice(u, grads) for u in range(len(p.units)))
+        plan = UnitwisePlan(
+            policy=PLANNER, units=units, semantics=p.semantics, order=p.order, sub_batches=p.sub_batches
+        )
+        yield with_windows(plan, (ahead, ahead, ahead))
 
 
 def _least_s(candidates: Iterable[Candidate[UnitwisePlan]]) -> float:

@@ -92,9 +92,10 @@ def test_what_devices_divide_is_said(divided, said):
 
 
 def test_nothing_fits_is_an_answer(tmp_path, capsys):
-    """With a head of its own: a tied one's gradients may be added up in the other order."""
+    """With a head of its own: a tied one's gradients may be added up in the other order. As many sequences are not cut
+    into single ones, and no other number divides them."""
     (model := tmp_path / "config.json").write_text(json.dumps({**CONFIG, "tie_word_embeddings": False}))
-    arguments = ["plan", "--model", str(model), "--machine", "laptop", "--seq", "512", "--batch", "64"]
+    arguments = ["plan", "--model", str(model), "--machine", "laptop", "--seq", "512", "--batch", "97"]
     arguments += ["--time-limit", "1", "--set", "gpu.reserve=7.95 GiB", "-o", str(tmp_path / "plan.json")]
     assert main([*arguments, "--json"]) == EXIT_INFEASIBLE
     found = json.loads(capsys.readouterr().out)

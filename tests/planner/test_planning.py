@@ -33,6 +33,8 @@ from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.from_program import late_updates
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training
+from tierplan.studies.evaluate import machine_of, workload_at
+from tierplan.studies.study import Point
 
 
 @pytest.mark.sampled
@@ -364,3 +366,13 @@ def test_activations_in_codes_are_quicker_where_they_have_to_leave_and_no_slower
         assert less.lower_bound_s <= less.step_s <= wide.step_s + 1.01 * of_coding_s
         steps_s.append((wide.step_s, less.step_s))
     assert steps_s[0][1] < 0.85 * steps_s[0][0]
+
+
+@pytest.mark.parametrize(("batch", "accumulation"), [(1, 16), (16, 1), (2, 8)])
+def test_where_little_has_room_plans_that_hold_least_fit(batch: int, accumulation: int) -> None:
+    """70 billion parameters beside 24 GB: the program's plans do not fit once they are rounded, and what holds less
+    does: everything on the drive, and one sequence at a time."""
+    point = Point(model="llama-3.3-70b", machine="laptop", batch=batch, accumulation=accumulation)
+    machine = machine_of(point)
+    found = plan(workload_at(point, machine), machine, time_limit_s=0.2, policies=())
+    assert found.step_s < 1.2 * found.lower_bound_s
