@@ -143,8 +143,7 @@ class Search:
         self.has_all_orders = len(self.chains) == len(shapes)
         finest = self.workload.training.per_device_train_batch_size
         if only is None and "vertical" in wanted and 1 < finest <= MOST_PARTS and not self._may_fit():
-            own = Solver(seed=self.seed)
-            self.chains.append(self._chain("vertical", [finest], self.seeds.by_shape, SHARES["vertical"], own))
+            self.chains.append(self._chain("vertical", [finest], self.seeds.by_shape, 1.0, Solver(seed=self.seed)))
         self.in_rounds = self._rounds()
 
     def _may_fit(self) -> bool:
@@ -473,8 +472,9 @@ class Search:
             return InfeasiblePlan(self.workload, self.machine, (), not_found=why)
         finest = self.posed("vertical", self.workload.training.per_device_train_batch_size)
         lacking = () if any(bound.feasible for bound in bounds) else least_lacking([*problems, finest])
-        failed = (c.reason for c in self.simulate_plan.seen.values() if not c.fits)
-        reason = "" if lacking else next(failed, "")  # which takes a while to put in words
+        failed = [c for c in self.simulate_plan.seen.values() if not c.fits]
+        failed.sort(key=lambda c: -min(c.room_gb.values(), default=-inf))  # the nearest to fitting first
+        reason = "" if lacking or not failed else failed[0].reason  # which takes a while to put in words
         others = tuple(name for name, result in self.compared.items() if result(is_best=False).step_s is not None)
         return InfeasiblePlan(self.workload, self.machine, lacking, reason, others=others)
 

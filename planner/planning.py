@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from math import inf
 from typing import Any
 
@@ -32,8 +31,9 @@ from tierplan.sim.workloads.workload import Workload
 
 Question = tuple[object, ...]
 NUM_ANSWERS = 16
-_ANSWERS: dict[Question, Known] = {}
-"""The last that were not cut short by the clock: whoever asks for better and better machines has the lesser one's."""
+_ANSWERS: dict[Question, Known | None] = {}
+"""The last that were not cut short by the clock: whoever asks for better and better machines has the lesser one's. None
+where nothing fits."""
 
 
 def plan(
@@ -139,17 +139,26 @@ def known_of_lesser(
         return None
     if known is not None and known.is_of(less):
         return known
-    with suppress(InfeasiblePlan):  # this machine may do better
-        return _ANSWERS.get((digest(less), *question)) or Known.of(less, *planned(less))
-    return None
+    if (asked := (digest(less), *question)) in _ANSWERS:
+        return _ANSWERS[asked]
+    try:
+        return Known.of(less, *planned(less))
+    except InfeasiblePlan as error:  # this machine may do better
+        if not error.not_found:
+            _keep(asked, None)
+        return None
 
 
 def remember(machine: Machine, question: Question, workload: Workload, result: PlanResult) -> None:
     """Keeps the answer for better machines, where the clock did not cut it short."""
     if result.status in ("within-gap", "searched"):
-        if len(_ANSWERS) == NUM_ANSWERS:
-            del _ANSWERS[next(iter(_ANSWERS))]
-        _ANSWERS[(digest(machine), *question)] = Known.of(machine, workload, result)
+        _keep((digest(machine), *question), Known.of(machine, workload, result))
+
+
+def _keep(question: Question, answer: Known | None) -> None:
+    if len(_ANSWERS) == NUM_ANSWERS:
+        del _ANSWERS[next(iter(_ANSWERS))]
+    _ANSWERS[question] = answer
 
 
 def budget_of(time_limit_s: float | None) -> Budget:

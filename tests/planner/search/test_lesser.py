@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,8 @@ from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE, HOST_ADAM, NVME_READ, NVME_WRITE
 from tierplan.hwmodels.scaling import lesser, parts_of, with_ample_memory, with_capacity, with_faster, with_parts
-from tierplan.planner import planning
+from tierplan.planner import loop, planning
+from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.lowering import Lowering
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import lower_bound
@@ -248,6 +250,24 @@ def test_a_search_for_plans_of_one_kind_begins_with_what_is_known(tmp_path: Path
     assert found.step_s <= cut_s * (1 + 1e-9)
     assert isinstance(found.plan, UnitwisePlan)
     assert found.plan.order == "vertical"
+
+
+def test_that_nothing_fits_the_lesser_machine_is_found_once(gpt: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    planning._ANSWERS.clear()
+    less, begun = ["gpu.capacity=1.2 GiB"], list[int]()
+    with pytest.raises(InfeasiblePlan):
+        plan(gpt, load_machine("laptop", less), time_limit_s=0.1)
+    begin = loop.Search.begin
+
+    def noted(search: loop.Search, *args: Any, **options: Any) -> None:
+        begun.append(search.machine.tier("host").capacity_bytes)
+        begin(search, *args, **options)
+
+    monkeypatch.setattr(loop.Search, "begin", noted)
+    for host in ("64 GiB", "96 GiB"):
+        with pytest.raises(InfeasiblePlan):
+            plan(gpt, load_machine("laptop", [*less, f"host.capacity={host}"]), time_limit_s=0.1)
+    assert len(begun) == 3
 
 
 def test_the_lesser_machines_search_takes_none_of_the_clock(gpt: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
