@@ -17,7 +17,7 @@ from tierplan.planner.search.moves import untied
 from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import Workload, WorkloadError
 
-NEAR = 1.3
+NEAR = 1.2
 """A policy whose decision takes simulations is left out where a plan near its own takes so many times the best step."""
 
 

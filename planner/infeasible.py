@@ -53,6 +53,26 @@ def least_lacking(problems: Iterable[Problem]) -> tuple[Shortage, ...]:
     return tuple(least[tier] for tier in ("device", "host", "nvme") if tier in least)
 
 
+def lacking_in_all(workload: Workload, machine: Machine) -> tuple[Shortage, ...]:
+    """What several devices lack for parameters and optimizer states alone, each of them once: by tier, what it would
+    need if all others stayed as they are. Nothing where all tiers together have room, or on one device, of which the
+    planning program says more (`least_lacking`)."""
+    held_bytes = workload.states_bytes + sum(
+        unit.num_trained * workload.training.param_bytes + unit.frozen_bytes for unit in workload.units
+    )
+    short_bytes = held_bytes - sum(tier.capacity_bytes for tier in machine.tiers)
+    if machine.num_devices == 1 or short_bytes <= 0:
+        return ()
+    found: dict[str, Shortage] = {}
+    for tier in machine.tiers:
+        num = machine.num_devices if tier.kind == "device" else 1
+        needed_bytes = tier.capacity_bytes + -(-short_bytes // num)
+        found.setdefault(
+            tier.kind, Shortage(tier=tier.kind, needed_bytes=needed_bytes, capacity_bytes=tier.capacity_bytes)
+        )
+    return tuple(found.values())
+
+
 def spares_no_drives(num_plans: int, gentlest: str, least_s: float) -> str:
     """Why none of so many plans lets the drives live as long as was asked, where this is what the gentlest of them does
     and no step is shorter than `least_s`, in seconds."""
@@ -140,6 +160,8 @@ def largest_batch(make: Callable[[int], Workload], machine: Machine, *, below: i
     def fits(batch: int) -> bool:
         nonlocal is_cut
         workload = make(batch)
+        if lacking_in_all(workload, machine):
+            return False
         simulate_plan = PlanSimulator(workload, machine, Budget(TRY_S, TRY_OPS))
         for name in TRIED:
             with suppress(PlanError, MachineError, WorkloadError):

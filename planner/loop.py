@@ -471,10 +471,11 @@ class Search:
             why = f"in {self.budget.time_limit_s:g} s, though memory may do; search for longer (--time-limit)"
             return InfeasiblePlan(self.workload, self.machine, (), not_found=why)
         finest = self.posed("vertical", self.workload.training.per_device_train_batch_size)
-        lacking = () if any(bound.feasible for bound in bounds) else least_lacking([*problems, finest])
-        failed = [c for c in self.simulate_plan.seen.values() if not c.fits]
-        failed.sort(key=lambda c: -min(c.room_gb.values(), default=-inf))  # the nearest to fitting first
-        reason = "" if lacking or not failed else failed[0].reason  # which takes a while to put in words
+        may_fit = self.num_devices > 1 or any(bound.feasible for bound in bounds)
+        lacking = () if may_fit else least_lacking([*problems, finest])
+        failed = (c for c in self.simulate_plan.seen.values() if not c.fits)  # the nearest to fitting says why
+        nearest = max(failed, key=lambda c: min(c.room_gb.values(), default=-inf), default=None)
+        reason = "" if lacking or nearest is None else nearest.reason
         others = tuple(name for name, result in self.compared.items() if result(is_best=False).step_s is not None)
         return InfeasiblePlan(self.workload, self.machine, lacking, reason, others=others)
 

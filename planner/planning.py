@@ -16,7 +16,7 @@ from math import inf
 from typing import Any
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.infeasible import InfeasiblePlan
+from tierplan.planner.infeasible import InfeasiblePlan, lacking_in_all
 from tierplan.planner.loop import Search
 from tierplan.planner.plan import Plan, UnitwisePlan
 from tierplan.planner.plan_rules import Order, PlanError
@@ -101,6 +101,7 @@ def plan(
         "beat_s": beat_s,
     }
     orders = asked["orders"]
+    refuse_lacking(workload, machine)
     started, budget = time.perf_counter(), budget_of(time_limit_s)
 
     def planned(less: Machine) -> tuple[Workload, PlanResult]:
@@ -125,6 +126,12 @@ def plan(
     result = search.result()
     remember(machine, question, workload, result)
     return result
+
+
+def refuse_lacking(workload: Workload, machine: Machine) -> None:
+    """Raises `InfeasiblePlan` where several devices have no room for parameters and states, before any search."""
+    if lacking := lacking_in_all(workload, machine):
+        raise InfeasiblePlan(workload, machine, lacking)
 
 
 def known_of_lesser(

@@ -21,7 +21,7 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.planner.loop import FAR, Search
 from tierplan.planner.milp.program import Solver
 from tierplan.planner.plan_rules import PlanError
-from tierplan.planner.planning import budget_of, known_of_lesser, plan, remember
+from tierplan.planner.planning import budget_of, known_of_lesser, plan, refuse_lacking, remember
 from tierplan.planner.questions.endurance import allowed_bytes_per_s
 from tierplan.planner.results import PlanResult, PolicyResult
 from tierplan.planner.search.budget import Budget
@@ -107,6 +107,7 @@ def plan_sequences(
         found = plan_sequences(make, less, sequences=sequences, **asked)
         return found.workload, found.result
 
+    refuse_lacking(make(1, sequences), machine)
     budget = budget_of(time_limit_s)
     question = (digest(make(1, sequences)), sequences, budget.num_ops, *asked.values())
     known = known_of_lesser(machine, question, planned_for, known)
@@ -140,11 +141,8 @@ def plan_sequences(
     ranked = _cuts(sequences, num)
     known_cut = [] if known is None else [c for c in ranked if c[:2] == (known.batch, known.accumulation)]
     likely = list(dict.fromkeys(c.batch for c in ranked))[: 1 if num == 2 else 2]
-    # on several devices schedules are long: others are searched where none fits, or policies do better there
-    first = ranked if num == 1 else known_cut or [c for c in ranked if c.batch in likely]
-    for some in (first, [c for c in ranked if c not in first]):
-        if some and min((s.best_s for s in searches), default=inf) == inf:
-            searches += searched(some)
+    # on several devices schedules are long: others are searched where policies do better there
+    searches += searched(ranked if num == 1 else known_cut or [c for c in ranked if c.batch in likely])
     rest = [c for c in ranked if c not in map(_cut, searches)]
     if time_limit_s is not None:
         batches = list(dict.fromkeys(c.batch for c in rest))[: int(time_limit_s / S_PER_DIVISION)]
@@ -153,6 +151,8 @@ def plan_sequences(
         best = min(others, key=lambda s: s.best_s)
         if best.best_s < (1 - GOOD_FRAC) * min(s.best_s for s in searches):
             others += searched([_cut(best)])
+        elif best.best_s == min(s.best_s for s in searches) == inf:
+            others += searched(rest)
         searches += others
     if not any(s.is_interrupted for s in searches):
         min(searches, key=lambda s: s.best_s).move()

@@ -10,6 +10,7 @@ import pytest
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner import loop
+from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.plan import Plan
 from tierplan.planner.plan_rules import PLANNER, PlanError
 from tierplan.planner.planning import plan
@@ -191,3 +192,25 @@ def test_what_takes_longer_with_all_devices_gives_way_to_what_does_not(monkeypat
     assert decisions(other.plan) != decisions(best.plan)
     assert other.plan.semantics == best.plan.semantics
     assert best.step_s <= other.step_s < 2 * best.step_s
+
+
+def test_what_several_devices_cannot_hold_is_refused_before_any_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each device needs its part of what is short, and not all of it, as one device by itself would."""
+    overrides = {"host.capacity": "700 GiB"}
+    point = Point(model="llama-3.3-70b", machine="roundpipe-8x4090", sequences=16, overrides=overrides)
+    machine = machine_of(point)
+    monkeypatch.setattr(loop.Search, "compare", lambda *_: pytest.fail("searches"))
+
+    def make(batch: int, accumulation: int) -> Workload:
+        return workload_at(replace(point, batch=batch, accumulation=accumulation), machine)
+
+    workload = make(1, 2)
+    held_bytes = workload.states_bytes + sum(u.num_parameters * 2 for u in workload.units)
+    short_bytes = held_bytes - sum(t.capacity_bytes for t in machine.tiers)
+    assert short_bytes > 0
+    for ask in (lambda: plan(workload, machine), lambda: plan_sequences(make, machine, sequences=16)):
+        with pytest.raises(InfeasiblePlan) as caught:
+            ask()
+        short = {s.tier: s.short_bytes for s in caught.value.shortages}
+        assert short == {"device": -(-short_bytes // 8), "host": short_bytes}
+        assert caught.value.largest_batch.num_sequences == 0
