@@ -33,11 +33,11 @@ from tierplan.planner.search.moves import loosened, off_drives, with_shape_of
 from tierplan.planner.search.race import GOOD_FRAC, MOST_OPS, OrderSearch, Racer, race, rounds
 from tierplan.planner.search.shape import tried
 from tierplan.planner.several_devices.search import (
-    LOOKS,
     NEAR_ON_ALL,
     bound_by_compute,
     bound_of_packs,
     exchanging,
+    looks_on_all,
     move_on_all,
     on_all_devices,
     search_packs,
@@ -142,12 +142,10 @@ class Search:
             self.chains.append(self._chain(order, shapes[order], self.seeds.by_shape, share, own))
         self.has_all_orders = len(self.chains) == len(shapes)
         finest = self.workload.training.per_device_train_batch_size
-        if only is None and "vertical" in wanted and 1 < finest <= MOST_PARTS and not self._may_fit():
+        has_room = self.seeds.best is not None or any(b.feasible for chain in self.chains for b in chain.bounds)
+        if only is None and "vertical" in wanted and 1 < finest <= MOST_PARTS and not has_room:
             self.chains.append(self._chain("vertical", [finest], self.seeds.by_shape, 1.0, Solver(seed=self.seed)))
         self.in_rounds = self._rounds()
-
-    def _may_fit(self) -> bool:
-        return self.seeds.best is not None or any(bound.feasible for chain in self.chains for bound in chain.bounds)
 
     def compare(self, policies: Iterable[str] | None = None) -> None:
         """Simulates the policies: the best of them is the best plan until a quicker one is found."""
@@ -161,7 +159,7 @@ class Search:
                 search_packs(self.seeds, self.simulate_plan, num_ops=self.budget.ops_left, seed=self.seed)
                 if self.seeds.packed is not None:
                     self.incumbents.consider(self.seeds.packed)
-            looks = list(LOOKS) if self.num_devices > 1 else []
+            looks = looks_on_all(self.budget) if self.num_devices > 1 else []
             while next(self.in_rounds, self) is not self and not self.budget.is_out_of_time:
                 if looks and self.budget.spent_frac >= looks[0]:
                     looks.pop(0)

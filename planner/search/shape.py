@@ -144,12 +144,13 @@ def holding_least(p: Problem) -> Iterator[UnitwisePlan]:
                 RANK[place] for place in (mode.states, mode.params, mode.frozen or mode.params)
             ), mode.grads == grads
 
-        mode = max((MODES[k] for k in p.modes(u) if MODES[k].update == "home"), key=distance)
+        mode = max((MODES[k] for k in p.modes(u)), key=distance)
         is_block = p.workload.units[u].kind == "block"
         made = replace(mode, input=away, acts="recompute") if is_block else mode
         return in_shards(made, max(STATE_SHARDS))
 
-    for grads, ahead in product(PLACES, (0, 1)):
+    has_modes = all(p.modes(u) for u in range(len(p.units)))
+    for grads, ahead in product(PLACES, (0, 1)) if has_modes else ():
         units = tuple(choice(u, grads) for u in range(len(p.units)))
         plan = UnitwisePlan(
             policy=PLANNER, units=units, semantics=p.semantics, order=p.order, sub_batches=p.sub_batches

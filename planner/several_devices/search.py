@@ -15,6 +15,7 @@ from tierplan.planner.milp.amounts import Problem
 from tierplan.planner.milp.bounds import Bound, compute_s
 from tierplan.planner.plan import Plan, UnitwisePlan
 from tierplan.planner.plan_rules import PLANNER
+from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.incumbents import Incumbents, per_batch_s
 from tierplan.planner.search.moves import with_late_here
@@ -50,6 +51,12 @@ def bound_of_packs(problem: Problem, num_devices: int) -> float:
     """No step in packs is shorter, in seconds: compute is shared, and every parameter is updated in host memory."""
     parameters, adam = sum(unit.gparams for unit in problem.units), problem.rates.adam
     return max(compute_s(problem) / num_devices, parameters / adam if adam else 0.0)
+
+
+def looks_on_all(budget: Budget) -> list[float]:
+    """Parts of the budget after which the best plan of one device is tried on all, of what is left of it now."""
+    spent = budget.spent_frac
+    return [spent + look * (1 - spent) for look in LOOKS]
 
 
 def on_all_devices(incumbents: Incumbents, simulate_plan: PlanSimulator, num_devices: int) -> None:
