@@ -72,10 +72,14 @@ def tried(
                 found.consider(simulate_plan(changed))
                 yield best_s()
 
+    back = bound.returning
+    wide = p if back is None or back.model is None else back.model.problem
+
     def frugal() -> Iterator[float]:
-        for plan in holding_least(p) if best_s() == inf else ():
-            found.consider(simulate_plan(plan))
-            yield best_s()
+        for posed in (p, wide) if best_s() == inf else ():
+            for plan in holding_least(posed):
+                found.consider(simulate_plan(plan))
+                yield best_s()
 
     def going(trials: Iterator[float], p: Problem, bound: Bound) -> Iterator[float]:
         for _ in trials:
@@ -100,19 +104,18 @@ def tried(
                     break
         if CLEARLY_QUICKER * firsts[0] > firsts[1]:
             kinds.reverse()
-    if (back := bound.returning) is not None and back.model is not None:
-        asked = back.model.problem
+    if back is not None and wide is not p:
         ops_left = simulate_plan.budget.ops_left
         starts = [*seeds.values(), *(c for of, c in found.by_shape.items() if of == shape)]
-        returned = [simulate_plan(with_returned_grads(loosened(with_shape_of(c.plan, asked)))) for c in starts]
+        returned = [simulate_plan(with_returned_grads(loosened(with_shape_of(c.plan, wide)))) for c in starts]
         others = [
             c for c in (*seeds.values(), *found.by_shape.values()) if not any(u.returns_grads for u in c.plan.units)
         ]
         if _least_s(returned) < CLEARLY_QUICKER * _least_s(others):
             for candidate in returned:
                 found.consider(candidate)
-            kinds.insert(0, (from_program.tried(asked, back, goal_s=goal_s), asked, back))
-            p, bound = asked, back
+            kinds.insert(0, (from_program.tried(wide, back, goal_s=goal_s), wide, back))
+            p, bound = wide, back
         simulate_plan.budget.ops_left = ops_left  # a look is beside the budget: without success it changes nothing
     if len(p.units) > FEW_UNITS:
         programs = [trials for trials, *_ in kinds]
@@ -120,6 +123,9 @@ def tried(
             while best_s() == inf and next(trials, None) is not None:
                 yield best_s()
         yield from frugal()
+        first = found.by_shape.get(shape)
+        if back is not None and first is not None and any(u.returns_grads for u in first.plan.units):
+            p, bound = wide, back
         yield from reshaped([c for of, c in found.by_shape.items() if of != shape])
         if best_s() < inf:
             yield from _of_many_units(p, bound, found, simulate_plan, seed, programs)

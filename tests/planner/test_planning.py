@@ -376,3 +376,17 @@ def test_where_little_has_room_plans_that_hold_least_fit(batch: int, accumulatio
     machine = machine_of(point)
     found = plan(workload_at(point, machine), machine, time_limit_s=0.2, policies=())
     assert found.step_s < 1.2 * found.lower_bound_s
+
+
+def test_clipped_gradients_wait_on_the_drive_where_memory_has_no_room() -> None:
+    """Those of 13 billion parameters, until their norm is known: they come to the device for the update."""
+    overrides = {"host.capacity": "24 GiB"}
+    point = Point(model="gpt-13b", machine="desktop-4090", accumulation=16, max_grad_norm=1.0, overrides=overrides)
+    machine = machine_of(point)
+    workload = workload_at(point, machine)
+    found = plan(workload, machine, time_limit_s=0.2, policies=())
+    assert (
+        sum(u.num_trained for u in workload.units) * workload.training.grad_bytes > machine.tier("host").capacity_bytes
+    )
+    assert isinstance(found.plan, UnitwisePlan)
+    assert any(u.returns_grads and u.grads == "nvme" for u in found.plan.units)
