@@ -98,10 +98,8 @@ class Compared:
             return PolicyResult(step_s=None, reason=plan)
         if not is_best and self.batches is not None and (plan.num_batches == 1) != (self.batches == "shared"):
             return PolicyResult(step_s=None)  # other work than was asked for; another search has it
-        found, same = (
-            (self.simulate_plan.in_full if is_best else self.simulate_plan)(plan),
-            is_same(plan, self.semantics),
-        )
+        found = (self.simulate_plan.in_full if is_best else self.simulate_plan)(plan)
+        same = is_same(plan, self.semantics)
         if isinstance(plan, UnitwisePlan) and plan.sums_tied and found.fits:  # no rival where only this makes room
             same = same and self.simulate_plan(replace(plan, sums_tied=False)).fits
         return PolicyResult(

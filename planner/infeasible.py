@@ -57,9 +57,7 @@ def lacking_in_all(workload: Workload, machine: Machine) -> tuple[Shortage, ...]
     """What several devices lack for parameters and optimizer states alone, each of them once: by tier, what it would
     need if all others stayed as they are. Nothing where all tiers together have room, or on one device, of which the
     planning program says more (`least_lacking`)."""
-    held_bytes = workload.states_bytes + sum(
-        unit.num_trained * workload.training.param_bytes + unit.frozen_bytes for unit in workload.units
-    )
+    held_bytes = workload.params_bytes + workload.states_bytes
     short_bytes = held_bytes - sum(tier.capacity_bytes for tier in machine.tiers)
     if machine.num_devices == 1 or short_bytes <= 0:
         return ()

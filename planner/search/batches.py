@@ -144,14 +144,14 @@ def plan_sequences(
     # on several devices schedules are long: others are searched where policies do better there
     searches += searched(ranked if num == 1 else known_cut or [c for c in ranked if c.batch in likely])
     rest = [c for c in ranked if c not in map(_cut, searches)]
-    if time_limit_s is not None:
-        batches = list(dict.fromkeys(c.batch for c in rest))[: int(time_limit_s / S_PER_DIVISION)]
-        rest = [c for c in rest if c.batch in batches]
-    if not any(s.is_interrupted for s in searches) and (others := searched(rest, compared=True)):
-        best = min(others, key=lambda s: s.best_s)
-        if best.best_s < (1 - GOOD_FRAC) * min(s.best_s for s in searches):
-            others += searched([_cut(best)])
-        elif best.best_s == min(s.best_s for s in searches) == inf:
+    some = list(dict.fromkeys(c.batch for c in rest))
+    some = some if time_limit_s is None else some[: int(time_limit_s / S_PER_DIVISION)]
+    if rest and not any(s.is_interrupted for s in searches):
+        others = searched([c for c in rest if c.batch in some], compared=True)
+        least_s, other = min(s.best_s for s in searches), min(others, key=lambda s: s.best_s, default=None)
+        if other is not None and other.best_s < (1 - GOOD_FRAC) * least_s:
+            others += searched([_cut(other)])
+        elif least_s == inf:
             others += searched(rest)
         searches += others
     if not any(s.is_interrupted for s in searches):

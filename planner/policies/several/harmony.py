@@ -111,8 +111,7 @@ def _policy(
 
 def _quickest(plans: list[PackPlan], workload: Workload, machine: Machine, seconds: Seconds) -> PackPlan:
     """The first where none can run: all keep parameters and states in host memory, whatever their packs."""
-    t = workload.training
-    homes_bytes = sum(t.states_bytes(u) + u.num_trained * t.param_bytes + u.frozen_bytes for u in workload.units)
+    homes_bytes = workload.params_bytes + workload.states_bytes
     if len(plans) == 1 or homes_bytes > machine.tier(HOST).capacity_bytes:
         return plans[0]
     return min(plans, key=seconds)

@@ -100,6 +100,7 @@ def test_a_search_far_behind_the_best_on_all_devices_ends(monkeypatch: pytest.Mo
     point = Point(model="gpt2-large", machine="desktop-4090", batch=4, overrides=overrides)
     machine = machine_of(point)
     workload = workload_at(point, machine)
+    monkeypatch.setattr(loop.Search, "move", lambda _: None)
     whole = plan(workload, machine, batches="each", time_limit_s=1.0)
     monkeypatch.setattr(loop, "NEAR_ON_ALL", 0.0)
     cut = plan(workload, machine, batches="each", time_limit_s=1.0)
@@ -132,6 +133,28 @@ def test_more_than_a_lesser_machine_has_is_searched_in_its_division(monkeypatch:
     assert again.result.step_s <= found.result.step_s
     assert begun[0][:2] == (known.batch, known.accumulation)
     assert len(begun) <= 2
+
+
+@pytest.mark.parametrize("time_limit_s", [0.1, 1.0])
+def test_where_nothing_fits_all_divisions_are_searched(time_limit_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However short the limit is, by which fewer of them are compared."""
+    point = Point(model="gpt2", machine="fsdp-qlora-2x4090", overrides={"gpu.capacity": "1.1 GiB"})
+    machine, begun = machine_of(point), set[tuple[int, int]]()
+
+    def begin(search: loop.Search, *_: Any, **__: Any) -> None:
+        training = search.workload.training
+        begun.add((training.per_device_train_batch_size, training.gradient_accumulation_steps))
+
+    monkeypatch.setattr(loop.Search, "begin", begin)
+    monkeypatch.setattr(loop.Search, "go_on", lambda _: None)
+    monkeypatch.setattr(loop.Search, "best_s", float("inf"))
+
+    def make(batch: int, accumulation: int) -> Workload:
+        return workload_at(replace(point, batch=batch, accumulation=accumulation), machine)
+
+    with pytest.raises(InfeasiblePlan):
+        plan_sequences(make, machine, sequences=4, time_limit_s=time_limit_s)
+    assert begun >= {(1, 4), (1, 2), (2, 2), (2, 1), (4, 1)}
 
 
 @pytest.mark.parametrize("batches", ["each", "shared"])
