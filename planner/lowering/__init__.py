@@ -92,7 +92,7 @@ class Lowering:
 
 def _partitioned(plan: UnitwisePlan, workload: Workload, machine: Machine, drawn: int | None = None) -> ScheduleColumns:
     one = unitwise_columns(plan, workload, machine, chains_of(workload))
-    return partition(one, plan.devices, plan.sharing, drawn=drawn)
+    return partition(one, plan.devices, plan.sharing, is_vertical=plan.order == "vertical", drawn=drawn)
 
 
 def _of_the_first(plan: UnitwisePlan, workload: Workload, machine: Machine) -> ScheduleColumns:
