@@ -17,7 +17,7 @@ from dataclasses import replace
 from tierplan.hwmodels.machine import SECONDS, Machine
 from tierplan.hwmodels.scaling import rates_of, with_parts
 from tierplan.planner.lowering.launches import with_launches
-from tierplan.planner.lowering.unitwise import Chains, chains_of, unitwise_columns
+from tierplan.planner.lowering.unitwise import Chains, chains_of, unitwise_columns, unitwise_step
 from tierplan.planner.plan import PackPlan, PagedPlan, Plan, Sharing, UnitwisePlan
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.several_devices.alike import do_the_same, first_for_all
@@ -91,8 +91,9 @@ class Lowering:
 
 
 def _partitioned(plan: UnitwisePlan, workload: Workload, machine: Machine, drawn: int | None = None) -> ScheduleColumns:
-    one = unitwise_columns(plan, workload, machine, chains_of(workload))
-    return partition(one, plan.devices, plan.sharing, is_vertical=plan.order == "vertical", drawn=drawn)
+    step = unitwise_step(plan, workload, chains_of(workload))
+    one, is_vertical = step.columns(machine), plan.order == "vertical"
+    return partition(one, plan.devices, plan.sharing, is_vertical=is_vertical, roles=step.roles(), drawn=drawn)
 
 
 def _of_the_first(plan: UnitwisePlan, workload: Workload, machine: Machine) -> ScheduleColumns:

@@ -20,9 +20,10 @@ import numpy as np
 from tierplan.hwmodels.names import D2H, DEVICE, H2D, HOST, NVME, NVME_READ, NVME_WRITE
 from tierplan.planner.lowering.placing import NO_REF
 from tierplan.planner.plan import UnitwisePlan
+from tierplan.planner.several_devices.roles import BUFFER_KINDS, CONTENTS, OP_KINDS, OTHER
 from tierplan.sim.builder import Builder
 from tierplan.sim.columns import BufferLabel, Float64, OpLabel, Works
-from tierplan.sim.contents import Content, copy_key
+from tierplan.sim.contents import Content, copy_key, parse_content
 from tierplan.sim.schedule import Buffer
 from tierplan.sim.step import Action, UnitSpec
 from tierplan.sim.workloads.workload import Training, Unit, Workload
@@ -40,6 +41,10 @@ EMPTY = -1
 MOST_TOGETHER_BYTES = 1 << 20
 """Saved tensors that are moved in one copy have at most so many bytes together: an op of its own costs more than the
 bytes of a small one."""
+AS_IN = "as in "
+"""Before the name of a cell: kind or content of what it holds, where nobody wants names."""
+OWN, NEXT, OWNER = range(3)
+"""Whose something is: the unit's own, the next one's, or that of the unit whose parameters it shares."""
 NOW, PARAMS, PARAMS_EARLY, ACTS, ACTS_EARLY, STATES = range(6)
 """How much before its turn an op is wanted. `STATES + n`: the states of one of n + 1 parts."""
 FETCHES, COMPUTES, OFFLOADS, UPDATES, GOES_HOME = range(5)
@@ -71,6 +76,10 @@ class Template:
     """What cells hold afterwards: cell, buffer and its form, one after the other."""
     marks: Mapping[str, int]
     """Ops that others come after."""
+    op_kinds: list[int]
+    """As in `Roles`."""
+    roles: list[int]
+    """Of each buffer kind and content, as in `Roles`, or the cell that holds the like; and whose it is."""
 
 
 class Terms(NamedTuple):
@@ -145,7 +154,7 @@ class Sketch(Builder):
         """The number of each cell within the template."""
         for cell, i in cells.items():
             if forms[i] != EMPTY:
-                _, content, kind = held[i] if i < len(held) else ("", "", "")
+                _, content, kind = held[i] if i < len(held) else ("", AS_IN + cell, AS_IN + cell)
                 size_bytes, tier = divmod(forms[i], len(TIERS))
                 self.buffers[cell] = Buffer(
                     name=cell, tier=TIERS[tier], size_bytes=size_bytes, content=content, kind=kind
@@ -230,7 +239,27 @@ class Sketch(Builder):
             buffers=list(chain.from_iterable(buffers)),
             puts=[n for cell, b in self._puts.items() for n in (self.cells[cell], number[b], _form(self.buffers[b]))],
             marks=self._marks,
+            op_kinds=[OP_KINDS.get(op.kind, OTHER) for op in self._ops],
+            roles=[n for b in made for n in self._role(b)],
         )
+
+    def _role(self, buffer: Buffer) -> tuple[int, int, int]:
+        """As in `Template.roles`."""
+        kind = self._cell_of(buffer.kind)
+        kind = BUFFER_KINDS.get(buffer.kind, OTHER) if kind is None else kind
+        if (of_cell := self._cell_of(buffer.content)) is not None:
+            return kind, of_cell, OWN
+        content = parse_content(buffer.content)
+        own, unit = self.unit.name, getattr(content, "unit", self.unit.name)
+        return (
+            kind,
+            CONTENTS.get(type(content), OTHER),
+            OWN if unit == own else OWNER if unit == self.unit.shares else NEXT,
+        )
+
+    def _cell_of(self, text: str) -> int | None:
+        """The number of the cell that holds something of this kind or content; None where that is known."""
+        return -1 - self.cells[text.removeprefix(AS_IN)] if text.startswith(AS_IN) else None
 
     def op_labels(self) -> list[OpLabel]:
         return [OpLabel(op.key, op.kind, op.unit, op.micro_batch) for op in self._ops]

@@ -12,7 +12,7 @@ import numpy as np
 import tierplan.planner.lowering.listing as listing
 import tierplan.planner.lowering.turns as turns
 from tierplan.planner.lowering.placing import BUFFER_FIELDS, CELL_FIELDS, OP_FIELDS, Growing, Rows, Table, enter
-from tierplan.planner.lowering.sketch import Facts, Sketch, Template, Terms, moved_together
+from tierplan.planner.lowering.sketch import NEXT, OWN, OWNER, Facts, Sketch, Template, Terms, moved_together
 from tierplan.planner.plan import UnitPlan
 from tierplan.sim.columns import Int64, OpLabel, Works
 from tierplan.sim.step import unit_spec
@@ -82,8 +82,6 @@ TURNS: Mapping[int, TurnKind] = {
 }
 MARKS = ("compute", "read", "home")
 """Ops of turns that others come after, in the order of their numbers in `placing`."""
-OWN, NEXT, OWNER = range(3)
-"""Whose cell: see `Table.patterns`."""
 ROW_FIELDS = listing.NUM_KINDS + 3
 
 
@@ -119,6 +117,7 @@ class Chain:
         """Of turns that were drawn for their names, by template, unit, micro-batch and what their cells hold."""
         self._patterns, self._keys, self._puts, self._totals = Growing(), Growing(), Growing(), Growing()
         self._parts = {name: Growing() for name in ("ops", "reads", "writes", "after", "buffers")}
+        self._roles = {name: Growing() for name in ("op_kinds", "roles")}
         self._slots = np.full(1024, -1, np.int64)
 
     # ---- what is known of units and choices ----
@@ -202,7 +201,7 @@ class Chain:
         self._puts.add(template.puts)
         marks = [template.marks.get(mark, -1) for mark in MARKS]
         self._totals.add([len(template.ops) // OP_FIELDS, len(template.buffers) // BUFFER_FIELDS, *marks])
-        for name, rows in self._parts.items():
+        for name, rows in (self._parts | self._roles).items():
             rows.add(getattr(template, name))
         first = number
         if 2 * len(self.templates) > len(self._slots):
@@ -223,6 +222,11 @@ class Chain:
     def parts(self) -> tuple[Rows, ...]:
         """Ops, reads, writes, after and buffers by template."""
         return tuple(rows.rows for rows in self._parts.values())
+
+    @property
+    def roles(self) -> tuple[Rows, ...]:
+        """Kinds of ops and roles of buffers by template."""
+        return tuple(rows.rows for rows in self._roles.values())
 
 
 def _names(turn: TurnKind, flag: int, num_moved: int, num_parts: int) -> Iterator[tuple[str, str, str]]:

@@ -12,12 +12,13 @@ import numpy as np
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering.listing import ALIAS, NUM_KINDS, Asked, listed
-from tierplan.planner.lowering.placing import Step, walk, written
+from tierplan.planner.lowering.placing import Step, told, walk, written
 from tierplan.planner.lowering.sketch import EMPTY, TIERS, Sketch, Template, Terms, leads
 from tierplan.planner.lowering.templates import TURNS, Chain
 from tierplan.planner.lowering.tiling import cut_batches, cut_operators
 from tierplan.planner.plan import UnitwisePlan, facts_of
 from tierplan.planner.plan_rules import WriteBack
+from tierplan.planner.several_devices.roles import ENDS, OTHER, Roles
 from tierplan.sim.builder import tiers_of
 from tierplan.sim.columns import BufferLabel, Int32, Int64, Labels, OpLabel, ScheduleColumns
 from tierplan.sim.compiled.graph_columns import graph_columns
@@ -60,6 +61,11 @@ def chains_of(workload: Workload) -> Chains:
 def unitwise_columns(plan: UnitwisePlan, whole: Workload, machine: Machine, chains: Chains) -> ScheduleColumns:
     """One step of a plan that has been checked, on one device, in the list order of positions; `chains_of(whole)` have
     the templates of plans before."""
+    return unitwise_step(plan, whole, chains).columns(machine)
+
+
+def unitwise_step(plan: UnitwisePlan, whole: Workload, chains: Chains) -> UnitwiseStep:
+    """As `unitwise_columns`, with all turns in their place."""
     key = (plan.sub_batches, plan.operator_tiles, Terms(plan.semantics, plan.order, plan.cast_grads, plan.sums_tied))
     if key not in chains:
         workload = cut_batches(whole, plan.sub_batches) if plan.sub_batches > 1 else whole
@@ -72,7 +78,7 @@ def unitwise_columns(plan: UnitwisePlan, whole: Workload, machine: Machine, chai
             for _ in range(plan.operator_tiles if unit.kind == "block" else 1)
         ]
         plan = replace(plan, units=tuple(units))
-    return UnitwiseStep(chains[key], plan).columns(machine)
+    return UnitwiseStep(chains[key], plan)
 
 
 class UnitwiseStep:
@@ -173,7 +179,23 @@ class UnitwiseStep:
             labels=lambda: self._labels(machine),
         )
         wanted = np.lexsort((made.rank, made.wanted_at))
-        return columns.reordered(consistent_order(wanted, graph_columns(columns)))
+        self.order = consistent_order(wanted, graph_columns(columns))
+        return columns.reordered(self.order)
+
+    def roles(self) -> Roles:
+        """What the ops and buffers of its `columns` are, which have been made."""
+        op_kind, op_unit, op_batch, kind, content, unit = told(self.step, *self.chain.roles)
+        units, order = self.workload.units, self.order
+        return Roles(
+            op_kind=op_kind[order],
+            op_unit=op_unit[order],
+            op_batch=op_batch[order],
+            kind=kind,
+            content=content,
+            unit=unit,
+            lengths=np.array([unit.num_trained for unit in units], np.int64),
+            ends=np.array([ENDS.get(unit.name, OTHER) for unit in units], np.int32),
+        )
 
     def _tiers(self, machine: Machine, tiers: Int64) -> Int32:
         """Each buffer's place among the machine's tiers."""
