@@ -23,7 +23,7 @@ from tierplan.hwmodels.names import DEVICE, collective, device, device_index, pa
 from tierplan.planner.plan import Sharing
 from tierplan.planner.several_devices import dividing
 from tierplan.planner.several_devices.collectives import collective_work
-from tierplan.planner.several_devices.dividing import NONE, Made, State, Table, SharingNumbers
+from tierplan.planner.several_devices.dividing import NONE, Made, SharingNumbers, State, Table
 from tierplan.planner.several_devices.roles import Roles, content_of, roles_of
 from tierplan.sim.columns import BufferLabel, Labels, Lists, OpLabel, ScheduleColumns, Works
 from tierplan.sim.contents import buffer_name, copy_key, device_name, micro_batch_name, op_key
