@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.machine import Machine, held_bytes
 from tierplan.planner.plan import Sharing, UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import PLACES, Place, PlanError
 from tierplan.planner.policies.options import Options, by_kind, has_nvme, need_nvme, unitwise_plan
@@ -107,14 +107,10 @@ def startup_bytes(workload: Workload, *, params: Place, optimizer: Place, device
     t, own = workload.training, -(-workload.num_trained // devices)
     total = 0
     if optimizer != "device":
-        total += own * t.grad_bytes + (_pinned(own * t.grad_bytes) if pinned else 0)
+        total += own * t.grad_bytes + (held_bytes(own * t.grad_bytes, "power-of-two") if pinned else 0)
     if optimizer == "nvme":
-        total += OPTIMIZER_BUFFERS * _pinned(min(own, SUB_GROUP_PARAMETERS) * FP32_BYTES)
+        total += OPTIMIZER_BUFFERS * held_bytes(min(own, SUB_GROUP_PARAMETERS) * FP32_BYTES, "power-of-two")
     if params == "nvme":
-        total += _pinned(PARAMETER_BUFFERS * min(own, PARAMETER_BUFFER_SIZE) * t.param_bytes)
-        total += _pinned(min(own, PARAMETERS_IN_HOST) * t.param_bytes)
+        total += held_bytes(PARAMETER_BUFFERS * min(own, PARAMETER_BUFFER_SIZE) * t.param_bytes, "power-of-two")
+        total += held_bytes(min(own, PARAMETERS_IN_HOST) * t.param_bytes, "power-of-two")
     return total * devices
-
-
-def _pinned(size_bytes: int) -> int:
-    return 1 << (size_bytes - 1).bit_length() if size_bytes else 0
