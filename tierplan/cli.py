@@ -88,7 +88,8 @@ def command_parser() -> Parser:
         module.add_arguments(sub)
         if not sub.get_default("has_actions"):
             add_json(sub)
-        sub.set_defaults(run=module.run, parser=sub)
+            sub.set_defaults(run=module.run)
+        sub.set_defaults(parser=sub)
     return parser
 
 

@@ -129,10 +129,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(imports, "-o --output FILE", "TOML file to write", new_file(".toml"), required=True)
 
 
-def run(args: argparse.Namespace) -> int:
-    return int(args.act(args))
-
-
 def _list(args: argparse.Namespace) -> int:
     names = catalog_names() + ([HERE] if here_path().exists() else [])
     machines = {name: load_description(name).summary for name in names}

@@ -40,10 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         option(parser, "--measured", "seconds of real steps of the whole model here, with their spread")
 
 
-def run(args: argparse.Namespace) -> int:
-    return int(args.act(args))
-
-
 def _read(model: str, training: Training, args: argparse.Namespace) -> Workload:
     if args.measured:
         from tierplan.runtime.measure.units import measure_workload

@@ -72,13 +72,13 @@ def add_json(parser: _ActionsContainer) -> None:
 
 
 def actions(parser: ArgumentParser) -> Callable[[str, Callable[[Namespace], int], str], ArgumentParser]:
-    """For a command with actions, such as `machine list`: adds one by name, `args.act` and help."""
+    """For a command with actions, such as `machine list`: adds one by name, what runs it and help."""
     commands = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     parser.set_defaults(has_actions=True)
 
-    def action(name: str, act: Callable[[Namespace], int], help: str) -> ArgumentParser:
+    def action(name: str, run: Callable[[Namespace], int], help: str) -> ArgumentParser:
         added = commands.add_parser(name, help=help)
-        added.set_defaults(act=act)
+        added.set_defaults(run=run)
         add_json(added)
         return added
 
