@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tierplan.runtime.execution.placement import TrainingError
+from tierplan.sim.workloads.optimizers import OF_TRANSFORMERS
 from tierplan.sim.workloads.workload import Training
 
 _HONOURED = {
@@ -43,13 +44,8 @@ OF_THE_SCHEDULE = ("per_device_train_batch_size", "gradient_accumulation_steps",
 """Must be those that the schedule was made for."""
 
 _ADAMW = "the schedule updates with the optimizer that it was made for"
-EXECUTED: Mapping[str, str] = {
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "adamw"),
-    "adamw_torch_8bit": "adamw:states=8bit",
-    "adamw_torch_4bit": "adamw:states=4bit",
-    "sgd": "sgd",
-    **dict.fromkeys(("lion", "lion_32bit"), "lion"),
-}
+_OPTIMS = ("adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "adamw_torch_4bit", "sgd", "lion", "lion_32bit")
+EXECUTED = {name: OF_TRANSFORMERS[name] for name in _OPTIMS}
 """What the Trainer's `optim` has to be, for each optimizer of a schedule; AdamW has the bits of `AdamW(fused=True)`, in
 8 and 4 bits those of torchao's steps uncompiled."""
 _LOSS = "a step of the schedule takes the loss that the model returns"
