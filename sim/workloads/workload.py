@@ -385,7 +385,7 @@ class Workload(Shown):
         """Of one micro-batch's forward and backward, without logits that are made again where the loss is in chunks."""
         works = [work for unit in self.units for work in (unit.forward, unit.backward)]
         remade = self.units[-1].forward if self.training.loss_chunks > 1 else {}
-        return _flops(total_work(works)) - _flops(remade)
+        return flops_of(total_work(works)) - flops_of(remade)
 
     @property
     def first_trained(self) -> int:
@@ -405,7 +405,8 @@ class Workload(Shown):
         return f"{head}; {tokens}, {t.dtype}>"
 
 
-def _flops(work: Amounts) -> float:
+def flops_of(work: Amounts) -> float:
+    """Of all kinds of products."""
     return sum(amount for kind, amount in work.items() if kind.endswith("_flops"))
 
 

@@ -19,7 +19,7 @@ from tierplan.commands.options import scenario
 from tierplan.commands.options.arguments import actions, existing_file, option
 from tierplan.commands.options.terminal import tell, working
 from tierplan.sim.output.text import columns, digits, format_bytes, format_count, wrapped
-from tierplan.sim.workloads.workload import Training, Unit, Workload, WorkloadError
+from tierplan.sim.workloads.workload import Training, Unit, Workload, WorkloadError, flops_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -160,7 +160,7 @@ def unit_lines(unit: Unit) -> list[str]:
     for t in unit.saved:
         moved = t.recompute.get("elementwise_bytes", 0.0) / 2**30
         source = (", ".join(map(str, t.needs)) or "input") + ("" if t.replayable else " (draws random numbers)")
-        again = f"{flops(t.recompute) / 1e12:.4f}"
+        again = f"{flops_of(t.recompute) / 1e12:.4f}"
         rows.append((str(t.index), format_bytes(t.size_bytes), t.dtype, again, f"{moved:.4f}", t.name, source))
     return [
         f"{unit.name}: {len(unit.saved)} saved tensors, {unit.saved_bytes:,} bytes"
@@ -175,10 +175,6 @@ def _runs(workload: Workload) -> list[list[Unit]]:
     return [list(alike) for _, alike in groupby(workload.units, lambda unit: replace(unit, name=""))]
 
 
-def flops(work: Mapping[str, float]) -> float:
-    return float(sum(amount for kind, amount in work.items() if kind.endswith("_flops")))
-
-
 def effort(work: Mapping[str, float], flop_scale: float) -> float:
     """FLOPs in the table's unit, or milliseconds where a time was measured."""
-    return work["s"] * 1e3 if "s" in work else flops(work) / flop_scale
+    return work["s"] * 1e3 if "s" in work else flops_of(work) / flop_scale
