@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from math import inf
 from typing import Any
@@ -21,7 +22,7 @@ from tierplan.planner.lowering import Lowering
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import compute_s, lower_bound
 from tierplan.planner.milp.program import Solver
-from tierplan.planner.plan import plain_semantics
+from tierplan.planner.plan import UnitwisePlan, plain_semantics
 from tierplan.planner.plan_rules import PLANNER, Order
 from tierplan.planner.planning import plan
 from tierplan.planner.prediction import Prediction, predict, predicted
@@ -58,6 +59,8 @@ class BestPlan:
         return Known.of(self.machine, self.workload, self.result)
 
 
+LOOK_S, NEAR_FRAC = 3.0, 0.02
+"""Fewer GPUs are asked where a look at them of so many seconds comes so near what is known; it mostly takes less."""
 QUICK = "planner, for a moment"
 """In place of a policy: a quick answer."""
 
@@ -158,6 +161,8 @@ def _or_on_fewer(
     if most_tokens_per_s(fewer) <= wanted_per_s:
         return best
     if known is None or not known.is_of(place_of(fewer).machine):
+        if _look_at_fewer(fewer, best) * (1 + NEAR_FRAC) < wanted_per_s:
+            return best
         # one step is the same work for all and for fewer where its sequences are given
         beat_s = min(beat_s, result.step_s) if point.sequences else inf
         try:
@@ -174,6 +179,26 @@ def _or_on_fewer(
     changed: dict[str, Any] = {"lower_bound_s": bound_s, "bound_shares": {COMPUTE: 1.0}, "s_per_gb": {}}
     result = replace(result, prediction=replace(one, idle_why=why), **changed)
     return BestPlan(workload=workload, machine=best.machine, result=result)
+
+
+def _look_at_fewer(fewer: Point, best: BestPlan) -> float:
+    """Tokens/s of fewer GPUs with plans of the kind that is best on all; infinite where that says nothing of them."""
+    known, num_all = best.known, best.machine.num_devices
+    if not isinstance(known.plan, UnitwisePlan) or known.plan.devices < num_all:
+        return inf
+    place = place_of(fewer)
+    num = place.machine.num_devices
+    accumulation = Fraction(known.accumulation * num_all, num) if fewer.sequences else Fraction(known.accumulation)
+    if accumulation.denominator > 1:
+        return inf
+    workload = workload_in(place, fewer, known.batch, int(accumulation))
+    like, drives = replace(known.plan, devices=num), fewer.drive_lifetime_years
+    only: dict[str, Any] = {"batches": "each" if num > 1 else None, "policies": (), "time_limit_s": LOOK_S}
+    try:
+        found = plan(workload, place.machine, like=like, seed=fewer.seed, drive_lifetime_years=drives, **only)
+    except InfeasiblePlan:
+        return inf
+    return found.prediction.tokens_per_s or 0.0
 
 
 def most_tokens_per_s(point: Point, *, by_program: bool = False) -> float:
