@@ -9,8 +9,8 @@ every plan is simulated before it counts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache, partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from tierplan.planner.several_devices.alike import first_for_all
 from tierplan.planner.several_devices.collectives import collective_work
 from tierplan.sim.columns import Float64
 from tierplan.sim.compiled.compiler import compiled
-from tierplan.sim.workloads.workload import Amounts, Training, Unit, Workload, total_work
+from tierplan.sim.workloads.workload import Amounts, Workload, total_work
 
 INFINITE = float("inf")
 STEPS = 3
@@ -55,15 +55,6 @@ class _Pack(NamedTuple):
 """Its fields in a row of an array."""
 
 
-def pack_bytes(training: Training, phase: str, units: Sequence[Unit]) -> int:
-    """What a pack (`fwd` or `bwd`) must hold at its fullest; what enters and leaves it is there twice."""
-    held = sum(map(training.params_bytes, units)) + 2 * units[0].input_bytes + 2 * units[-1].output_bytes
-    does = work_of_pack(units, 0, len(units))
-    if phase == "fwd":
-        return held + does.forward_bytes
-    return held + sum(u.num_trained for u in units) * training.grad_bytes + does.saved_bytes + does.backward_bytes
-
-
 class PackWork(NamedTuple):
     """What a pack does with a micro-batch, and what it holds meanwhile, in bytes."""
 
@@ -74,17 +65,52 @@ class PackWork(NamedTuple):
     backward_bytes: int
 
 
-def work_of_pack(units: Sequence[Unit], first: int, end: int) -> PackWork:
-    """Of the pack from its first unit to the one behind its last."""
-    pack = units[first:end]
-    saved_bytes = [u.saved_bytes for u in pack]
-    return PackWork(
-        forward=total_work(u.forward for u in pack),
-        backward=total_work(u.backward for u in pack),
-        forward_bytes=max(saved + u.forward_work_bytes for u, saved in zip(pack, saved_bytes, strict=True)),
-        saved_bytes=sum(saved_bytes) + sum(u.input_bytes for u in pack[1:]),
-        backward_bytes=max(u.backward_work_bytes for u in pack),
-    )
+class PackSizes:
+    """What the packs of one workload do and hold: each from its first unit to the one behind its last."""
+
+    def __init__(self, workload: Workload) -> None:
+        units, training = workload.units, workload.training
+        saved_bytes = [u.saved_bytes for u in units]
+        self.units = units
+        self._forward_bytes = [saved + u.forward_work_bytes for u, saved in zip(units, saved_bytes, strict=True)]
+        self._backward_bytes = [u.backward_work_bytes for u in units]
+        # sums over all units before each
+        self._saved_bytes = [0, *accumulate(saved_bytes)]
+        self._input_bytes = [0, *accumulate(u.input_bytes for u in units)]
+        self._params_bytes = [0, *accumulate(map(training.params_bytes, units))]
+        self._grads_bytes = [0, *accumulate(u.num_trained * training.grad_bytes for u in units)]
+
+    def forward_bytes(self, first: int, end: int) -> int:
+        """Beside what the forward of a micro-batch reads and hands over."""
+        return max(self._forward_bytes[first:end])
+
+    def saved_bytes(self, first: int, end: int) -> int:
+        """What backward needs of forward: saved tensors, and the inputs of all units but the first."""
+        inputs_bytes = self._input_bytes[end] - self._input_bytes[first + 1]
+        return self._saved_bytes[end] - self._saved_bytes[first] + inputs_bytes
+
+    def backward_bytes(self, first: int, end: int) -> int:
+        """Beside what backward reads and hands over."""
+        return max(self._backward_bytes[first:end])
+
+    def held_bytes(self, phase: str, first: int, end: int) -> int:
+        """What a pack (`fwd` or `bwd`) must hold at its fullest; what enters and leaves it is there twice."""
+        held = self._params_bytes[end] - self._params_bytes[first]
+        held += 2 * self.units[first].input_bytes + 2 * self.units[end - 1].output_bytes
+        if phase == "fwd":
+            return held + self.forward_bytes(first, end)
+        grads_bytes = self._grads_bytes[end] - self._grads_bytes[first]
+        return held + grads_bytes + self.saved_bytes(first, end) + self.backward_bytes(first, end)
+
+    def work(self, first: int, end: int) -> PackWork:
+        pack = self.units[first:end]
+        return PackWork(
+            forward=total_work(u.forward for u in pack),
+            backward=total_work(u.backward for u in pack),
+            forward_bytes=self.forward_bytes(first, end),
+            saved_bytes=self.saved_bytes(first, end),
+            backward_bytes=self.backward_bytes(first, end),
+        )
 
 
 class PackEstimate:
@@ -92,6 +118,7 @@ class PackEstimate:
 
     def __init__(self, workload: Workload, machine: Machine) -> None:
         self.machine, self.training, self.units = machine, workload.training, workload.units
+        self.sizes = PackSizes(workload)
         self.capacity_bytes = machine.tier(DEVICE).capacity_bytes
         update_s = [
             machine.cost(HOST_ADAM, workload.training.host_work(u)).alone_s if u.num_trained else 0.0
@@ -104,7 +131,7 @@ class PackEstimate:
         self._of_all = cache(partial(first_for_all, machine))
 
     def _fits(self, phase: str, first: int, end: int) -> bool:
-        return pack_bytes(self.training, phase, self.units[first:end]) <= self.capacity_bytes
+        return self.sizes.held_bytes(phase, first, end) <= self.capacity_bytes
 
     def step_s(self, packs: Packs) -> float:
         """Seconds of a step among others like it; infinite where a pack does not fit."""

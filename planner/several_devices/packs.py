@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise, product
 from typing import Any
 
@@ -22,7 +22,7 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import HOST, HOST_ADAM, compute, d2h, device, h2d, p2p, parse_stream
 from tierplan.planner.plan import PackPlan, facts_of, shared_micro_batches
 from tierplan.planner.several_devices.collectives import add_all_reduce
-from tierplan.planner.several_devices.pack_estimate import work_of_pack
+from tierplan.planner.several_devices.pack_estimate import PackSizes
 from tierplan.sim.builder import Builder, tiers_of
 from tierplan.sim.contents import (
     NORM_BYTES,
@@ -110,7 +110,7 @@ class PackLowering(Builder):
         self.brought: dict[tuple[str, int, int], str] = {}  # as `handed`: host memory that is free when it has come
         self.stash_at = {a for a, _ in self.packs.backward[:-1]}
         self.links = {stream.name for stream in machine.streams}
-        self.does = cache(partial(work_of_pack, self.units))
+        self.does = cache(PackSizes(workload).work)
         """With one micro-batch, by a pack's first unit and the one behind its last."""
         self.has_peers = any(parse_stream(link).task == "p2p" for link in self.links)
         self.at, self.first = 0, 0  # the turn's device and first unit

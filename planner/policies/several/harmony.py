@@ -26,7 +26,7 @@ from tierplan.planner.plan import PackPlan, Packs
 from tierplan.planner.plan_rules import PackForm, PlanError, Runs
 from tierplan.planner.policies.options import OptionError, Options, Policy
 from tierplan.planner.several_devices.known import known_columns
-from tierplan.planner.several_devices.pack_estimate import PackEstimate, pack_bytes
+from tierplan.planner.several_devices.pack_estimate import PackEstimate, PackSizes
 from tierplan.planner.several_devices.packs import pack_schedule
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.ordering import refine_columns
@@ -88,10 +88,13 @@ def _policy(
         )
         return PackPlan(policy=name, packs=packs, options={**options, "devices": devices})
 
-    tried = SEARCHED if devices > 1 else SEARCHED_ALONE
-    backwards = [_by_size(len(workload.units), wanted)] if wanted else _equal_time(workload, capacity, "bwd", tried)
+    sizes, tried = PackSizes(workload), SEARCHED if devices > 1 else SEARCHED_ALONE
+    if wanted:
+        backwards = [_by_size(len(workload.units), wanted)]
+    else:
+        backwards = _equal_time(workload, sizes, capacity, "bwd", tried)
     if not backwards:
-        least = min(max(backward_bytes(workload, workload.units[a:b]) for a, b in r) for r in _splits(workload, "bwd"))
+        least = min(max(backward_bytes(sizes, a, b) for a, b in r) for r in _splits(workload, "bwd"))
         raise PlanError(
             f"policy {name!r} needs {least:,} bytes or more on a device for the largest of its packs, which take equal "
             f"time, but may use {capacity:,}; "
@@ -105,7 +108,7 @@ def _policy(
         return with_packs(_by_size(end, wanted_forward), backward)
     if wanted or not end:
         return plan
-    forwards = _equal_time(replace(workload, units=workload.units[:end]), capacity, "fwd", tried)
+    forwards = _equal_time(replace(workload, units=workload.units[:end]), sizes, capacity, "fwd", tried)
     return _quickest([plan, *(with_packs(runs, backward) for runs in forwards)], workload, machine, seconds)
 
 
@@ -155,14 +158,10 @@ def _by_size(count: int, size: int) -> Runs:
     return tuple(pairwise(borders))
 
 
-def _equal_time(workload: Workload, capacity: int, phase: str, tried: int) -> list[Runs]:
+def _equal_time(workload: Workload, sizes: PackSizes, capacity: int, phase: str, tried: int) -> list[Runs]:
     """The fewest packs of about equal compute that fit, and a few with more; an empty list when none does."""
     held = backward_bytes if phase == "bwd" else _forward_bytes
-    fitting = (
-        runs
-        for runs in _splits(workload, phase)
-        if all(held(workload, workload.units[a:b]) <= capacity for a, b in runs)
-    )
+    fitting = (runs for runs in _splits(workload, phase) if all(held(sizes, a, b) <= capacity for a, b in runs))
     return list(islice(fitting, tried))
 
 
@@ -189,12 +188,13 @@ def _split(weights: list[float], count: int) -> Runs:
     return tuple(pairwise(borders))
 
 
-def backward_bytes(workload: Workload, units: tuple[Unit, ...]) -> int:
+def backward_bytes(sizes: PackSizes, first: int, end: int) -> int:
     """Harmony's estimate for a backward task, which has its input twice more."""
-    return pack_bytes(workload.training, "bwd", units) + 2 * units[0].input_bytes
+    return sizes.held_bytes("bwd", first, end) + 2 * sizes.units[first].input_bytes
 
 
-def _forward_bytes(workload: Workload, units: tuple[Unit, ...]) -> int:
+def _forward_bytes(sizes: PackSizes, first: int, end: int) -> int:
     """And for a forward task, with its input once more, and twice the largest output in place of the last."""
+    units = sizes.units[first:end]
     more = max(u.output_bytes for u in units) - units[-1].output_bytes
-    return pack_bytes(workload.training, "fwd", units) + units[0].input_bytes + 2 * more
+    return sizes.held_bytes("fwd", first, end) + units[0].input_bytes + 2 * more

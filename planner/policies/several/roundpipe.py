@@ -25,6 +25,7 @@ from tierplan.planner.plan import PackPlan, Packs
 from tierplan.planner.plan_rules import PlanError, Runs
 from tierplan.planner.policies.options import Options, Policy
 from tierplan.planner.policies.several.harmony import backward_bytes
+from tierplan.planner.several_devices.pack_estimate import PackSizes
 from tierplan.sim.workloads.workload import Unit, Workload, total_work
 
 SHARES_BATCHES = True
@@ -61,11 +62,12 @@ def equal_packs(name: str, workload: Workload, machine: Machine) -> tuple[Runs, 
     each_s = seconds(block, backward=True)
     per_backward = max(round(seconds(head, backward=True) / each_s), 1)
     capacity = machine.tier(DEVICE).capacity_bytes
-    while backward_bytes(workload, units[1 : 1 + per_backward]) > capacity:
+    sizes = PackSizes(workload)
+    while backward_bytes(sizes, 1, min(1 + per_backward, num)) > capacity:
         per_backward -= 1
         if not per_backward:
             raise PlanError(
-                f"policy {name!r} needs {backward_bytes(workload, units[1:2]):,} bytes on a device for one block, but "
+                f"policy {name!r} needs {backward_bytes(sizes, 1, 2):,} bytes on a device for one block, but "
                 f"it has {capacity:,}; use a smaller micro-batch or a larger device"
             )
     per_forward = max(round(per_backward * each_s / seconds(block, backward=False)), 1)
