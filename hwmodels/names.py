@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 DEVICE_PREFIX = "gpu"
 HOST = "host"
@@ -17,6 +18,7 @@ LINK = "link"
 """Of a description, the section of what is between a device and the host."""
 
 
+@cache
 def device(index: int) -> str:
     """The tier of one device: `gpu1`."""
     return f"{DEVICE_PREFIX}{index}"
@@ -28,21 +30,25 @@ def device_index(tier: str) -> int | None:
     return int(index) if tier.startswith(DEVICE_PREFIX) and index.isdecimal() else None
 
 
+@cache
 def compute(index: int) -> str:
     """The stream of a device's computations."""
     return f"{device(index)}.compute"
 
 
+@cache
 def h2d(index: int) -> str:
     """Copies from the host to a device."""
     return f"{device(index)}.h2d"
 
 
+@cache
 def d2h(index: int) -> str:
     """Copies from a device to the host."""
     return f"{device(index)}.d2h"
 
 
+@cache
 def p2p(source: int, target: int) -> str:
     """Copies from one device to another."""
     return f"{device(source)}.p2p.{device(target)}"
