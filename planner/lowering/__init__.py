@@ -22,11 +22,11 @@ from tierplan.planner.plan import PackPlan, PagedPlan, Plan, Sharing, UnitwisePl
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.several_devices.alike import do_the_same, first_for_all
 from tierplan.planner.several_devices.known import known_columns
-from tierplan.planner.several_devices.packs import pack_schedule
-from tierplan.planner.several_devices.packs_unitwise import unitwise_pack_schedule
-from tierplan.planner.several_devices.paged import paged_schedule
+from tierplan.planner.several_devices.packs import pack_columns
+from tierplan.planner.several_devices.packs_unitwise import unitwise_pack_columns
+from tierplan.planner.several_devices.paged import paged_columns
 from tierplan.planner.several_devices.partition import partition
-from tierplan.planner.several_devices.resident import resident_schedule
+from tierplan.planner.several_devices.resident import resident_columns
 from tierplan.sim.analysis.ordering import refine_columns
 from tierplan.sim.builder import tiers_of
 from tierplan.sim.columns import ScheduleColumns, Work
@@ -74,11 +74,11 @@ class Lowering:
                 if plan.parts:
                     columns = _held_back(columns, self.machine, with_parts(self.machine, plan.parts))
             case PackPlan():
-                make = unitwise_pack_schedule if plan.packs.is_executed else pack_schedule
-                make = resident_schedule if plan.packs.stays else make
+                make = unitwise_pack_columns if plan.packs.is_executed else pack_columns
+                make = resident_columns if plan.packs.stays else make
                 columns = known_columns(make, plan, workload, self.machine)
             case PagedPlan():
-                columns = known_columns(paged_schedule, plan, workload, self.machine)
+                columns = known_columns(paged_columns, plan, workload, self.machine)
         if not refine:
             return columns
         return refine_columns(columns, self.machine, num_devices=plan.devices, overtakes=plan.overtaking)

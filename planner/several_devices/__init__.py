@@ -1,5 +1,6 @@
 """Plans for several devices:
 
+builder         a schedule in the making, as columns: names are made when somebody asks for them
 collectives     what devices do together, as work of a ring
 partition       one device's schedule on each of several, with states cut into shards (ZeRO-3)
 dividing        its ops and buffers, compiled

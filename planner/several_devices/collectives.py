@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from tierplan.hwmodels.names import HOPS, collective, device, ring
-from tierplan.sim.builder import Builder
+from tierplan.planner.several_devices.builder import ColumnBuilder, Said
 from tierplan.sim.workloads.workload import Amounts
 
 PASSES = {"gather": 1, "reduce": 1, "all_reduce": 2}
 
 
-def add_all_reduce(builder: Builder, key: str, own: str, every: Collection[str], *, unit: str = "") -> str:
+def add_all_reduce(builder: ColumnBuilder, key: Said, own: int, every: Collection[int], *, unit: str = "") -> int:
     """Adds a device's part in summing what every device has, of which this is its own; its buffer with the sum."""
-    target, size_bytes = builder.owner(own), builder.buffers[own].size_bytes
+    target, size_bytes = builder.owner(own), builder.sizes_bytes[own]
     assert target is not None
     total, work = builder.like(own, device(target)), collective_work("all_reduce", size_bytes, len(every))
     builder.op(key, collective(target), "all_reduce", work=work, reads=every, writes=(total,), unit=unit)

@@ -13,21 +13,22 @@ runtime.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise, product
+from operator import attrgetter
 from typing import Any
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import HOST, HOST_ADAM, compute, d2h, device, h2d, p2p, parse_stream
 from tierplan.planner.plan import PackPlan, facts_of, shared_micro_batches
+from tierplan.planner.several_devices.builder import ColumnBuilder, Said
 from tierplan.planner.several_devices.collectives import add_all_reduce
 from tierplan.planner.several_devices.pack_estimate import PackSizes
-from tierplan.sim.builder import Builder, tiers_of
+from tierplan.sim.columns import ScheduleColumns, collector_paused
 from tierplan.sim.contents import (
     NORM_BYTES,
     Clip,
-    Content,
     Frozen,
     Gradients,
     Input,
@@ -46,12 +47,10 @@ from tierplan.sim.contents import (
     pack_name,
     recompute_key,
 )
-from tierplan.sim.schedule import Schedule
-from tierplan.sim.step import StepSpec
 from tierplan.sim.workloads.workload import Amounts, Unit, Workload
 
 
-def pack_schedule(plan: PackPlan, workload: Workload, machine: Machine) -> Schedule:
+def pack_columns(plan: PackPlan, workload: Workload, machine: Machine) -> ScheduleColumns:
     """The schedule of one step of a plan that has been checked, with one op for each pack and micro-batch."""
     return PackLowering(plan, workload, machine).lowered()
 
@@ -70,16 +69,18 @@ class Task:
     batches: Sequence[int] = ()
     is_final: bool = False
     """Backward in the last round: the pack is updated when its gradients have arrived."""
-    computes: list[str] = field(default_factory=list)
-    """Key of the last compute op of each micro-batch."""
-    again: list[str] = field(default_factory=list)
-    """Key of the recomputation of each micro-batch, in backward."""
-    params: list[str] = field(default_factory=list)
+    computes: list[int] = field(default_factory=list)
+    """The last compute op of each micro-batch."""
+    again: list[int] = field(default_factory=list)
+    """The recomputation of each micro-batch, in backward."""
+    params: list[int] = field(default_factory=list)
     """Buffers of its parameters on the device."""
-    grads: str | None = None
+    grads: int | None = None
     """The buffer with its gradients on the device, in backward."""
-    gone: str = ""
-    """Key of the op that ends the turn."""
+    sent: list[int] = field(default_factory=list)
+    """The ops that take those to host memory."""
+    gone: int = -1
+    """The op that ends the turn, when it has been added."""
     left: Task | None = None
     """The one that the device had before."""
 
@@ -88,35 +89,37 @@ class Task:
         return self.first + len(self.units)
 
     @property
-    def pack(self) -> str:
-        return pack_name(self.units[0].name, self.units[-1].name)
+    def pack(self) -> Said:
+        return pack_name, self.units[0].name, self.units[-1].name
 
 
-class PackLowering(Builder):
+class PackLowering(ColumnBuilder):
     """Builds the schedule turn by turn, with one op per pack; `packs_unitwise` overrides what differs unit by unit."""
 
     def __init__(self, plan: PackPlan, workload: Workload, machine: Machine) -> None:
-        super().__init__()
-        self.plan, self.packs, self.workload, self.machine = plan, plan.packs, workload, machine
+        super().__init__(plan, workload, machine)
+        self.plan: PackPlan = plan
+        self.packs = plan.packs
         self.units, self.training = workload.units, workload.training
-        self.params_home: dict[str, str] = {}
-        self.frozen_home: dict[str, str] = {}
-        self.states_home: dict[str, str] = {}
-        self.stash: dict[tuple[int, int], str] = {}  # (unit, micro-batch) -> its input in host memory
-        self.handed: dict[tuple[str, int, int], str] = {}  # ("y" or "dx", unit, micro-batch) -> where it waits
-        self.arrived_grads: dict[int, list[str]] = {}  # by first unit of the backward pack
-        self.flushed: list[str] = []  # keys of the turns that a round comes after
-        self.sums: dict[int, str] = {}  # by first unit of a backward pack: its gradients in host memory
-        self.brought: dict[tuple[str, int, int], str] = {}  # as `handed`: host memory that is free when it has come
-        self.stash_at = {a for a, _ in self.packs.backward[:-1]}
+        self.params_home: dict[str, int] = {}
+        self.frozen_home: dict[str, int] = {}
+        self.states_home: dict[str, int] = {}
+        self.stash: dict[tuple[int, int], int | None] = {}  # (unit, micro-batch) -> its input in host memory
+        self.handed: dict[tuple[str, int, int], int] = {}  # ("y" or "dx", unit, micro-batch) -> where it waits
+        self.arrived_grads: dict[int, list[int]] = {}  # by first unit of the backward pack
+        self.flushed: list[int] = []  # ends of the turns that a round comes after
+        self.sums: dict[int, int] = {}  # by first unit of a backward pack: its gradients in host memory
+        self.brought: dict[tuple[str, int, int], int | None] = {}  # as `handed`: host memory that is free when it came
+        self.stash_at = dict.fromkeys(a for a, _ in self.packs.backward[:-1])  # first units, rising
         self.links = {stream.name for stream in machine.streams}
         self.does = cache(PackSizes(workload).work)
         """With one micro-batch, by a pack's first unit and the one behind its last."""
         self.has_peers = any(parse_stream(link).task == "p2p" for link in self.links)
+        self.leaving = {"s": self.packs.cleanup_s}
         self.at, self.first = 0, 0  # the turn's device and first unit
-        self.may_begin: dict[int, list[str]] = {}  # device -> keys that its next op comes after, beside what it reads
-        self.norms: list[str] = []
-        self.coefficients: list[str] = []  # of clipping, one in each host memory
+        self.may_begin: dict[int, list[int]] = {}  # device -> ops that its next one comes after, beside what it reads
+        self.norms: list[int] = []
+        self.coefficients: list[int] = []  # of clipping, one in each host memory
         self.num_memories = 1
         self.takes_backward: dict[int, int] = {}  # first unit of a backward pack -> device, in pipelines
 
@@ -142,12 +145,11 @@ class PackLowering(Builder):
             )
         return rounds
 
-    def lowered(self) -> Schedule:
-        self._declare_homes()
-        self._take_turns()
-        name = f"{self.plan.policy} {self.workload.name}"
-        schedule = self.schedule(name, tiers_of(self.machine), step=self.step(), meta=self.meta())
-        return replace(schedule, next_devices=self._next_devices())
+    def lowered(self) -> ScheduleColumns:
+        with collector_paused():
+            self._declare_homes()
+            self._take_turns()
+            return self.columns(next_devices=self._next_devices())
 
     def _next_devices(self) -> tuple[int, ...]:
         """Turned by the turns of one step, where the next one goes on behind its last."""
@@ -181,24 +183,20 @@ class PackLowering(Builder):
     def meta(self) -> dict[str, object]:
         return facts_of(self.plan, self.workload, self.machine, devices=self.packs.devices, form=self.packs.form)
 
-    def step(self) -> StepSpec | None:
-        """What the runtime has to know; nothing where it executes no such schedule."""
-        return None
-
     def _declare_homes(self) -> None:
         for unit in self.units:
             if unit.frozen_bytes:
-                self.frozen_home[unit.name] = self.home(Frozen(unit.name), HOST, unit.frozen_bytes, "params")
+                self.frozen_home[unit.name] = self.home((Frozen, unit.name), HOST, unit.frozen_bytes, "params")
             if size := unit.num_trained * self.training.param_bytes:
-                self.params_home[unit.name] = self.home(Params(unit.name), HOST, size, "params")
+                self.params_home[unit.name] = self.home((Params, unit.name), HOST, size, "params")
             if size := self.training.states_bytes(unit):
-                self.states_home[unit.name] = self.home(States(unit.name), HOST, size, "states")
+                self.states_home[unit.name] = self.home((States, unit.name), HOST, size, "states")
 
     # ---- names and units ----
 
-    def name(self, task: Task) -> str:
-        name = device_name(task.pack, task.device) if self.packs.devices > 1 else task.pack
-        return op_key(name, micro_batch_name(task.batches[0])) if self.packs.rounds > 1 else name
+    def name(self, task: Task) -> Said:
+        name = (device_name, task.pack, task.device) if self.packs.devices > 1 else task.pack
+        return (op_key, name, micro_batch_name(task.batches[0])) if self.packs.rounds > 1 else name
 
     def shared_params(self, task: Task) -> list[str]:
         """Units whose parameters the task needs: its own, and those that it shares with a unit outside (tied head)."""
@@ -212,7 +210,6 @@ class PackLowering(Builder):
         """The ops of one task but for its end."""
         self.at, self.first = task.device, task.first
         params_first = task.left is None or (self._goes_round and (task.phase == "fwd" or task.is_last))
-        task.gone = op_key("leave", task.phase, self.name(task))
         if params_first:
             self._fetch_params(task)
         if task.phase == "bwd":
@@ -239,19 +236,17 @@ class PackLowering(Builder):
 
     def _fetch_params(self, task: Task) -> None:
         ended = (task.left.computes[:1] if self.packs.streams else task.left.computes[-1:]) if task.left else []
-        homes_of = {Params: self.params_home, Frozen: self.frozen_home}
-        for unit, (content, homes) in product(self.shared_params(task), homes_of.items()):
-            if unit in homes:
-                label = op_key(content(unit), task.phase, self.name(task))
-                task.params.append(self._fetch(label, homes[unit], after=[*ended, *self.flushed]))
+        after, name = [*ended, *self.flushed], self.name(task)
+        for unit in self.shared_params(task):
+            for homes in (self.params_home, self.frozen_home):
+                if (home := homes.get(unit)) is not None:
+                    label = (op_key, self.contents[home], task.phase, name)
+                    task.params.append(self._fetch(label, home, after=after))
 
-    def _label(self, what: str, unit: int, m: int) -> str:
-        return op_key(what, self.units[unit].name, micro_batch_name(m))
+    def _label(self, what: str, unit: int, m: int) -> Said:
+        return op_key, what, self.units[unit].name, (micro_batch_name, m)
 
-    def _offload_key(self, task: Task) -> str:
-        return op_key(copy_key("offload", "grads"), self.name(task))
-
-    def _one_ahead(self, task: Task, i: int) -> list[str]:
+    def _one_ahead(self, task: Task, i: int) -> list[int]:
         """What has to end before micro-batch i's input may come: one buffer is in use, the other one is filled."""
         left = task.left
         if i >= 2:
@@ -264,7 +259,7 @@ class PackLowering(Builder):
             return [left.computes[-2]]
         return [left.left.gone] if left.left else []
 
-    def _gradient_ahead(self, task: Task, i: int) -> list[str]:
+    def _gradient_ahead(self, task: Task, i: int) -> list[int]:
         left = task.left
         if i >= 1:
             return [task.again[i - 1]]
@@ -274,120 +269,124 @@ class PackLowering(Builder):
             return left.again[-1:] or left.computes[-1:]
         return self._one_ahead(task, 0)
 
-    def _stash_arrives(self, task: Task, m: int, after: list[str]) -> str | None:
+    def _stash_arrives(self, task: Task, m: int, after: list[int]) -> int | None:
         """Brings the input from which a backward task recomputes; None where there is nothing to bring."""
         stashed = self.brought["dx", task.first, m] = self.stash.pop((task.first, m))
+        assert stashed is not None
         return self._fetch(self._label("stash", task.first, m), stashed, after=after, m=m)
 
-    def _fetch(self, label: Content | str, source: str, **more: Any) -> str:
+    def _fetch(self, label: Said, source: int, *, after: Sequence[int] = (), m: int = 0) -> int:
         """Brings a buffer from host memory to the turn's device."""
-        return self.copy(copy_key("fetch", label), h2d(self.at), source, device(self.at), **more)
+        return self.copy((copy_key, "fetch", label), h2d(self.at), source, device(self.at), after=after, m=m)
 
-    def _arrives(self, what: str, unit: int, m: int, task: Task, after: list[str]) -> str | None:
+    def _arrives(self, what: str, unit: int, m: int, task: Task, after: list[int]) -> int | None:
         """Brings a micro-batch's activation or gradient to the task's device; None where there is nothing to bring."""
         if unit == 0:
             return None
         source, label = self.handed.pop((what, unit, m)), self._label(what, unit, m)
-        if self.buffers[source].tier == HOST:
+        if self.tiers[source] == HOST:
             if what == "y" and task.is_last:
                 self.brought["dx", task.first, m] = source
             return self._fetch(label, source, after=after, m=m)
-        return self._send(copy_key("send", label), source, task.device, after=after, m=m)
+        return self._send((copy_key, "send", label), source, task.device, after=after, m=m)
 
-    def _send(self, key: str, buffer: str, target: int, **more: Any) -> str:
+    def _send(self, key: Said, buffer: int, target: int, **more: Any) -> int:
         """Adds the send of a buffer to another device; the buffer there."""
         source = self.owner(buffer)
         assert source is not None
         return self.copy(key, p2p(source, target), buffer, device(target), **more)
 
-    def _leaves(self, what: str, unit: int, m: int, buffer: str, task: Task) -> None:
+    def _leaves(self, what: str, unit: int, m: int, buffer: int, task: Task) -> None:
         """Over host memory to a later task on the same device; another device takes it itself where it can."""
         if not self._goes_round or not self.has_peers:
             # may take the place of the input that has been brought from there
             room = self.brought.get((what, unit, m)) if self.packs.streams else None
-            key = copy_key("offload", self._label(what, unit, m))
+            key = (copy_key, "offload", self._label(what, unit, m))
             buffer = self.copy(key, d2h(task.device), buffer, HOST, over=room, m=m)
         self.handed[what, unit, m] = buffer
 
-    def _forward(self, task: Task, i: int, m: int, x: str | None) -> None:
-        cuts = sorted({task.first, *(a for a in self.stash_at if task.first < a < task.end), task.end})
-        key = ""
+    def _forward(self, task: Task, i: int, m: int, x: int | None) -> None:
+        first, end = task.first, task.end
+        cuts = [first, *(a for a in self.stash_at if first < a < end), end]
         for start, end in pairwise(cuts):
             if start in self.stash_at and x is not None:
                 self._stash(task, start, i, m, x)
             elif start in self.stash_at:
                 self.stash[start, m] = self._no_input(start, m)
-            key, x = self._run_forward(task, start, end, m, x)
-        task.computes.append(key)
+            op, x = self._run_forward(task, start, end, m, x)
+        task.computes.append(op)
         assert x is not None
         self._leaves("y", task.end, m, x, task)
 
-    def _run_forward(self, task: Task, start: int, end: int, m: int, x: str | None) -> tuple[str, str | None]:
-        """The forward of these units: the last op's key, and the input of the unit behind them."""
+    def _run_forward(self, task: Task, start: int, end: int, m: int, x: int | None) -> tuple[int, int | None]:
+        """The forward of these units: the last op, and the input of the unit behind them."""
         gpu, units = device(self.at), self.units[start:end]
-        key = forward_key(pack_name(units[0].name, units[-1].name), m)
-        y = self.buffer(Input(self.units[end].name, m), gpu, units[-1].output_bytes, "acts")
+        key = (forward_key, (pack_name, units[0].name, units[-1].name), m)
+        y = self.buffer((Input, self.units[end].name, m), gpu, units[-1].output_bytes, "acts")
         does = self.does(start, end)
-        work = self.buffer(Transient(key), gpu, does.forward_bytes, "work")
-        self._op(key, "forward", does.forward, [*task.params, x], [y, work], units[0], m)
-        return key, y
+        work = self.buffer((Transient, key), gpu, does.forward_bytes, "work")
+        return self._compute(key, "forward", does.forward, [*task.params, x], [y, work], units[0], m), y
 
-    def _no_input(self, unit: int, m: int) -> str:
+    def _no_input(self, unit: int, m: int) -> int | None:
         """The first unit reads token ids, which are in host memory anyway and cost nothing."""
-        return self.home(Input(self.units[unit].name, m), HOST, 0, "acts")
+        return self.home((Input, self.units[unit].name, m), HOST, 0, "acts")
 
-    def _stash(self, task: Task, unit: int, i: int, m: int, x: str) -> None:
+    def _stash(self, task: Task, unit: int, i: int, m: int, x: int) -> None:
         """Keeps the input of a backward pack in host memory; that of the turn itself when compute has come to it."""
         before = task.computes[i - 1 : i] if i else [task.left.gone] if task.left else []
         label, after = self._label("stash", unit, m), before if unit == task.first else []
-        stashed = self._to_host(copy_key("offload", label), x, unit, m=m, after=after)
+        stashed = self._to_host((copy_key, "offload", label), x, unit, m=m, after=after)
         rate = self.packs.host_copy_bytes_per_s if self.num_memories == 1 else 0.0
         if rate and self.takes_backward.get(unit, task.device) != task.device:
-            size = self.buffers[stashed].size_bytes
+            size = self.sizes_bytes[stashed]
             again = self.like(stashed, HOST)
             seconds = 2 * size * self.packs.devices / rate
-            self.op(
-                copy_key("pass", label), HOST_ADAM, "copy", work={"s": seconds}, reads=(stashed,), writes=(again,), m=m
-            )
+            key, work = (copy_key, "pass", label), {"s": seconds}
+            self.op(key, HOST_ADAM, "copy", work=work, reads=(stashed,), writes=(again,), m=m)
             stashed = again
         self.stash[unit, m] = stashed
 
-    def _to_host(self, key: str, buffer: str, u: int, *, m: int = 0, after: Sequence[str] = ()) -> str:
+    def _to_host(self, key: Said, buffer: int, u: int, *, m: int = 0, after: Sequence[int] = ()) -> int:
         """Takes what the turn has made to host memory, for the backward of a unit."""
         return self.copy(key, d2h(self.at), buffer, HOST, m=m, after=after)
 
-    def _backward(self, task: Task, m: int, x: str | None, dy: str | None) -> None:
+    def _backward(self, task: Task, m: int, x: int | None, dy: int | None) -> None:
         gpu, units, pack = device(task.device), task.units, task.pack
         does = self.does(task.first, task.end)
-        acts = self.buffer(PackActs(pack, m), gpu, does.saved_bytes, "acts")
-        again = self._op(recompute_key(pack, m), "recompute", does.forward, [*task.params, x], [acts], units[0], m)
-        task.again.append(again)
-        reads = [*task.params, x, acts, dy, task.grads]
-        size = sum(u.num_trained for u in units) * self.training.grad_bytes
-        backward = backward_key(pack, m)
-        writes = [self.buffer(Transient(backward), gpu, does.backward_bytes, "work")]
+        acts = self.buffer((PackActs, pack, m), gpu, does.saved_bytes, "acts")
+        again = (recompute_key, pack, m)
+        task.again.append(self._compute(again, "recompute", does.forward, [*task.params, x], [acts], units[0], m))
+        reads, backward = [*task.params, x, acts, dy, task.grads], (backward_key, pack, m)
+        writes = [self.buffer((Transient, backward), gpu, does.backward_bytes, "work")]
         if task.grads is None:
+            size = sum(u.num_trained for u in units) * self.training.grad_bytes
             task.grads = self.buffer(self._pack_gradients(task), gpu, size, "grads")
         else:
             task.grads = self.over(task.grads)
         writes.append(task.grads)
         if task.first > 0:
-            dx = self.buffer(InputGradient(units[0].name, m), gpu, units[0].input_bytes, "acts")
+            dx = self.buffer((InputGradient, units[0].name, m), gpu, units[0].input_bytes, "acts")
             writes.append(dx)
-        task.computes.append(self._op(backward, "backward", does.backward, reads, writes, units[0], m))
+        task.computes.append(self._compute(backward, "backward", does.backward, reads, writes, units[0], m))
         if task.first > 0:
             self._leaves("dx", task.first, m, dx, task)
 
-    def _pack_gradients(self, task: Task) -> Gradients:
-        return Gradients(task.pack, device=task.device if self.packs.devices > 1 else None)
+    def _pack_gradients(self, task: Task) -> Said:
+        return Gradients, task.pack, None, task.device if self.packs.devices > 1 else None
 
-    def _op(
-        self, key: str, kind: str, work: Amounts, reads: Iterable[str | None], writes: Iterable[str], unit: Unit, m: int
-    ) -> str:
-        """Adds an op that computes; its key."""
-        read, after = filter(None, reads), self.may_begin.pop(self.at, ())
-        stream = compute(self.at)
-        return self.op(key, stream, kind, work=work, reads=read, writes=writes, after=after, unit=unit.name, m=m)
+    def _compute(
+        self,
+        key: Said,
+        kind: str,
+        work: Amounts,
+        reads: Iterable[int | None],
+        writes: Sequence[int],
+        unit: Unit,
+        m: int,
+    ) -> int:
+        """Adds an op that computes."""
+        after, stream = self.may_begin.pop(self.at, ()), compute(self.at)
+        return self.op(key, stream, kind, work=work, reads=reads, writes=writes, after=after, unit=unit.name, m=m)
 
     # ---- the end of a turn ----
 
@@ -395,41 +394,40 @@ class PackLowering(Builder):
         """All-reduces the gradients of a round (data) and takes them to host memory."""
         grads = reduced = [task.grads for task in tasks if task.grads is not None]
         if len(tasks) > 1:
-            keys = [op_key("all_reduce", self.name(task)) for task in tasks]
+            keys = [(op_key, "all_reduce", self.name(task)) for task in tasks]
             reduced = [add_all_reduce(self, key, own, grads) for key, own in zip(keys, grads, strict=True)]
         first = tasks[0].first
-        self.arrived_grads[first] = [
-            self.copy(self._offload_key(task), d2h(task.device), buffer, HOST, over=self.sums.get(first))
-            for task, buffer in zip(tasks, reduced, strict=True)
-        ]
+        self.arrived_grads[first] = []
+        for task, buffer in zip(tasks, reduced, strict=True):
+            key, over = (op_key, copy_key("offload", "grads"), self.name(task)), self.sums.get(first)
+            self.arrived_grads[first].append(self.copy(key, d2h(task.device), buffer, HOST, over=over))
+            task.sent.append(self.last_op)
         if self.packs.rounds > 1 or self.packs.late_updates:
             self.sums[first] = self.arrived_grads[first][0]
 
-    def _earlier_gradients(self, task: Task) -> str | None:
+    def _earlier_gradients(self, task: Task) -> int | None:
         """Brings the sum of earlier rounds' gradients to the device, which adds to it."""
         if not task.batches[0] or task.first not in self.sums:
             return None
-        return self._fetch(op_key("grads", self.name(task)), self.sums[task.first])
+        return self._fetch((op_key, "grads", self.name(task)), self.sums[task.first])
 
     def _clean_up(self, task: Task) -> None:
         """Ends the turn: the pack's parameters are freed, and in backward its gradients have left."""
         waits = task.phase == "bwd" and not self.packs.streams
-        after = [task.computes[-1], *(self._gradients_gone(task) if waits else [])]
-        work = {"s": self.packs.cleanup_s}
-        self.op(task.gone, compute(task.device), "leave", work=work, reads=task.params, after=after)
-
-    def _gradients_gone(self, task: Task) -> list[str]:
-        """Keys of the ops that have taken the gradients of a turn to host memory."""
-        return [self._offload_key(task)]
+        after, key = (
+            [task.computes[-1], *(task.sent if waits else [])],
+            (op_key, "leave", task.phase, self.name(task)),
+        )
+        task.gone = self.op(key, compute(task.device), "leave", work=self.leaving, reads=task.params, after=after)
 
     def _norms(self, task: Task) -> None:
         """The norms of the pack's gradients in host memory, which wait there."""
         for unit in task.units:
             if unit.num_trained:
                 reads, after = self._arrived(task, unit)
-                self.norms.append(self.buffer(Norm(unit.name), HOST, NORM_BYTES, "work"))
+                self.norms.append(self.buffer((Norm, unit.name), HOST, NORM_BYTES, "work"))
                 work = {"elementwise_bytes": unit.num_trained * self.training.grad_bytes}
-                key, writes = self._key_on(task.device, op_key("norm", unit.name)), self.norms[-1:]
+                key, writes = self._key_on(task.device, (op_key, "norm", unit.name)), self.norms[-1:]
                 stream = self._updates_on(task.device)
                 self.op(key, stream, "norm", work=work, reads=reads[:1], writes=writes, after=after, unit=unit.name)
 
@@ -437,7 +435,7 @@ class PackLowering(Builder):
         """The coefficient of exact clipping, from the norms of all units."""
         for d in range(self.num_memories):
             self.coefficients.append(self.buffer(Clip(), HOST, NORM_BYTES, "work"))
-            key, writes = self._key_on(d, op_key("clip")), self.coefficients[-1:]
+            key, writes = self._key_on(d, op_key(Clip())), self.coefficients[-1:]
             self.op(key, HOST_ADAM, "clip", work={}, reads=self.norms, writes=writes)
 
     def _update(self, task: Task) -> None:
@@ -446,7 +444,7 @@ class PackLowering(Builder):
             if not unit.num_trained:
                 continue
             reads, after = self._arrived(task, unit)
-            writes = []
+            writes = list[int]()
             for homes in (self.params_home, self.states_home):
                 if unit.name in homes:
                     reads.append(homes[unit.name])
@@ -454,7 +452,7 @@ class PackLowering(Builder):
                     writes.append(homes[unit.name])
             if self.coefficients:
                 reads.append(self.coefficients[task.device % self.num_memories])
-            stream, key = self._updates_on(task.device), self._key_on(task.device, States(unit.name).update_key)
+            stream, key = self._updates_on(task.device), self._key_on(task.device, _update_key(unit))
             work = (self.training.host_work if stream == HOST_ADAM else self.training.update_work)(unit)
             self.op(key, stream, "update", work=work, reads=reads, writes=writes, after=after, unit=unit.name)
 
@@ -462,9 +460,9 @@ class PackLowering(Builder):
         """The stream of updates, and of what they wait for."""
         return HOST_ADAM
 
-    def _key_on(self, device: int, key: str) -> str:
+    def _key_on(self, device: int, key: Said) -> Said:
         """What the host does for a device: said where each has host memory of its own."""
-        return key if self.num_memories == 1 else device_name(key, device)
+        return key if self.num_memories == 1 else (device_name, key, device)
 
     def _update_late(self, tasks: list[Task]) -> None:
         """Applies the gradients of the step before, in host memory, and makes new parameters beside those in use.
@@ -480,19 +478,23 @@ class PackLowering(Builder):
                 if not unit.num_trained:
                     continue
                 used = self.params_home[unit.name]
-                spare = self.home(Params(unit.name), HOST, self.buffers[used].size_bytes, "params")
+                spare = self.home((Params, unit.name), HOST, self.sizes_bytes[used], "params")
                 params = self.over(spare)
                 self.replaces(params, used)
                 self.replaces(used, spare)
                 reads, writes = [old, spare], [params]
-                if home := self.states_home.get(unit.name):
+                if (home := self.states_home.get(unit.name)) is not None:
                     new = self.states_home[unit.name] = self.over(home)
                     reads, writes = [old, home, spare], [new, params]
                 if not self.training.has_master:
                     reads.append(used)
-                work, key = self.training.host_work(unit), States(unit.name).update_key
+                work, key = self.training.host_work(unit), _update_key(unit)
                 self.op(key, HOST_ADAM, "update", work=work, reads=reads, writes=writes, unit=unit.name)
 
-    def _arrived(self, task: Task, unit: Unit) -> tuple[list[str], list[str]]:
+    def _arrived(self, task: Task, unit: Unit) -> tuple[list[int], list[int]]:
         """Gradients in host memory that a unit's update reads, and the ops that it comes after."""
         return [*self.arrived_grads[task.first]], []
+
+
+def _update_key(unit: Unit) -> Said:
+    return attrgetter("update_key"), (States, unit.name)

@@ -20,9 +20,10 @@ from typing import Any
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import HOPS, HOST, collective, d2h, device, p2p, ring
 from tierplan.planner.plan import PackPlan, Sharing
+from tierplan.planner.several_devices.builder import Said
 from tierplan.planner.several_devices.packs import PackLowering, Task
 from tierplan.planner.several_devices.partition import partition
-from tierplan.sim.columns import columns_of
+from tierplan.sim.columns import ScheduleColumns
 from tierplan.sim.contents import (
     Gradients,
     Input,
@@ -32,6 +33,7 @@ from tierplan.sim.contents import (
     RecomputedActs,
     States,
     TiedGradients,
+    Transient,
     backward_key,
     copy_key,
     forward_key,
@@ -39,19 +41,18 @@ from tierplan.sim.contents import (
     recompute_key,
 )
 from tierplan.sim.ranks import SEND
-from tierplan.sim.schedule import Schedule
 from tierplan.sim.step import StepSpec, unit_spec
 from tierplan.sim.workloads.workload import Amounts, Unit, Workload
 
 
-def unitwise_pack_schedule(plan: PackPlan, workload: Workload, machine: Machine) -> Schedule:
+def unitwise_pack_columns(plan: PackPlan, workload: Workload, machine: Machine) -> ScheduleColumns:
     """The schedule of one step of a plan that has been checked, as the runtime executes it."""
     packs, training = plan.packs, workload.training
     if packs.form == "data" and packs.devices > 1:
         batches = training.gradient_accumulation_steps // packs.devices
         workload = replace(workload, training=replace(training, gradient_accumulation_steps=batches))
         one = _UnitwiseLowering(replace(plan, packs=replace(packs, devices=1)), workload, machine).lowered()
-        return partition(columns_of(one), packs.devices, Sharing(divided="gradients")).schedule()
+        return partition(one, packs.devices, Sharing(divided="gradients"))
     lowering = _UnitwiseLowering if packs.devices == 1 else Pipeline
     return lowering(plan, workload, machine).lowered()
 
@@ -61,8 +62,8 @@ class _UnitwiseLowering(PackLowering):
 
     def __init__(self, plan: PackPlan, workload: Workload, machine: Machine) -> None:
         super().__init__(plan, workload, machine)
-        self.grads: dict[str, str] = {}  # of a unit, accumulated so far
-        self.tied: dict[tuple[str, int], str] = {}
+        self.grads: dict[str, int] = {}  # of a unit, accumulated so far
+        self.tied: dict[tuple[str, int], int] = {}
         self.by_name = {unit.name: unit for unit in self.units}
 
     def step(self) -> StepSpec:
@@ -73,10 +74,10 @@ class _UnitwiseLowering(PackLowering):
     def meta(self) -> dict[str, object]:
         return {**super().meta(), "config": dict(self.workload.config)}
 
-    def _no_input(self, unit: int, m: int) -> str:
-        return ""  # token ids are where they are
+    def _no_input(self, unit: int, m: int) -> None:
+        return None  # token ids are where they are
 
-    def _stash_arrives(self, task: Task, m: int, after: list[str]) -> str | None:
+    def _stash_arrives(self, task: Task, m: int, after: list[int]) -> int | None:
         if task.first:
             return super()._stash_arrives(task, m, after)
         self.may_begin[self.at] = after  # nothing to bring, but the turn is the same
@@ -88,86 +89,91 @@ class _UnitwiseLowering(PackLowering):
 
     # ---- compute ----
 
-    def _params_of(self, unit: Unit, params: list[str]) -> list[str]:
-        wanted = {str(Params(name)) for name in (unit.name, unit.shares) if name}
-        return [name for name in params if self.buffers[name].content in wanted]
+    def _params_of(self, unit: Unit, params: list[int]) -> list[int]:
+        wanted = [(Params, name) for name in (unit.name, unit.shares) if name]
+        return [number for number in params if self.contents[number] in wanted]
 
     def _run(
         self,
         kind: str,
         u: int,
         m: int,
-        reads: list[str | None],
+        reads: list[int | None],
         *,
         work: Amounts | None = None,
-        writes: Iterable[str] = (),
+        writes: Iterable[int] = (),
         saved: type[KeptActs | RecomputedActs] | None = None,
         hands_over: bool = True,
-    ) -> tuple[str, str | None, str | None]:
-        """A unit's forward or recomputation: the op's key, the next unit's input, and what is saved."""
+    ) -> tuple[int, int | None, int | None]:
+        """A unit's forward or recomputation: the op, the next unit's input, and what is saved."""
         unit, gpu = self.units[u], device(self.at)
-        key = (forward_key if kind == "forward" else recompute_key)(unit.name, m)
+        key = (forward_key if kind == "forward" else recompute_key, unit.name, m)
         acts = y = None
         if hands_over and u + 1 < len(self.units):
-            y = self.buffer(Input(self.units[u + 1].name, m), gpu, unit.output_bytes, "acts")
+            y = self.buffer((Input, self.units[u + 1].name, m), gpu, unit.output_bytes, "acts")
         if saved and unit.saved_bytes:
-            acts = self.buffer(saved(unit.name, m), gpu, unit.saved_bytes, "acts")
+            acts = self.buffer((saved, unit.name, m), gpu, unit.saved_bytes, "acts")
         work_bytes = max(unit.forward_work_bytes + (0 if saved else unit.saved_bytes), self._beside(u, kind))
-        writes = [*writes, *filter(None, (y, acts)), *self.work(key, work_bytes, gpu)]
-        return self._op(key, kind, work or unit.forward, reads, writes, unit, m), y, acts
+        writes = [*writes, *(b for b in (y, acts) if b is not None), *self._work(key, work_bytes)]
+        return self._compute(key, kind, work or unit.forward, reads, writes, unit, m), y, acts
 
-    def _run_forward(self, task: Task, start: int, end: int, m: int, x: str | None) -> tuple[str, str | None]:
+    def _work(self, key: Said, size_bytes: int) -> list[int]:
+        """The transient of an op: the op writes it and nobody reads it, so it is freed when the op ends."""
+        return [self.buffer((Transient, key), device(self.at), size_bytes, "work")] if size_bytes else []
+
+    def _run_forward(self, task: Task, start: int, end: int, m: int, x: int | None) -> tuple[int, int | None]:
         for u in range(start, end):
-            key, x, _ = self._run("forward", u, m, [*self._params_of(self.units[u], task.params), x])
-        return key, x
+            op, x, _ = self._run("forward", u, m, [*self._params_of(self.units[u], task.params), x])
+        return op, x
 
-    def _backward(self, task: Task, m: int, x: str | None, dy: str | None) -> None:
-        inputs: dict[int, str | None] = {task.first: x}
-        acts: dict[int, str | None] = {}
+    def _backward(self, task: Task, m: int, x: int | None, dy: int | None) -> None:
+        inputs: dict[int, int | None] = {task.first: x}
+        acts: dict[int, int | None] = {}
         kind, saved = ("forward", KeptActs) if task.is_last else ("recompute", RecomputedActs)
         own_params = {u: self._params_of(unit, task.params) for u, unit in enumerate(task.units, task.first)}
         for u in range(task.first, task.end):
             hands_over, reads = u + 1 < task.end, [*own_params[u], inputs[u]]
-            key, inputs[u + 1], acts[u] = self._run(kind, u, m, reads, saved=saved, hands_over=hands_over)
-        task.again.append(key)
+            op, inputs[u + 1], acts[u] = self._run(kind, u, m, reads, saved=saved, hands_over=hands_over)
+        task.again.append(op)
         for u in reversed(range(task.first, task.end)):
             reads = [*(own_params[u] if self.units[u].saves_parameters else []), inputs[u], acts[u], dy]
-            key, dy = self._unit_backward(u, m, reads)
-        task.computes.append(key)
-        if dy:
+            op, dy = self._unit_backward(u, m, reads)
+        task.computes.append(op)
+        if dy is not None:
             self._leaves("dx", task.first, m, dy, task)
         for (owner, batch), tied in self.tied.items():
-            if batch == m and self.buffers[tied].tier != HOST:
-                label, u = copy_key("offload", TiedGradients(owner, m)), self.units.index(self.by_name[owner])
+            if batch == m and self.tiers[tied] != HOST:
+                label, u = (copy_key, "offload", (TiedGradients, owner, m)), self.units.index(self.by_name[owner])
                 self.tied[owner, batch] = self._to_host(label, tied, u, m=m)
 
-    def _unit_backward(self, u: int, m: int, reads: list[str | None]) -> tuple[str, str | None]:
-        """A unit's backward: the op's key, and the gradient of its input."""
+    def _unit_backward(self, u: int, m: int, reads: list[int | None]) -> tuple[int, int | None]:
+        """A unit's backward: the op, and the gradient of its input."""
         unit, grad_bytes, gpu = self.units[u], self.training.grad_bytes, device(self.at)
-        key = backward_key(unit.name, m)
-        writes, dx, work_bytes = [], None, unit.backward_work_bytes
+        key = (backward_key, unit.name, m)
+        writes, dx, work_bytes = list[int](), None, unit.backward_work_bytes
         if u > 0:
-            dx = self.buffer(InputGradient(unit.name, m), gpu, unit.input_bytes, "acts")
+            dx = self.buffer((InputGradient, unit.name, m), gpu, unit.input_bytes, "acts")
             writes.append(dx)
         if unit.shares and unit.adds_to_shared:
             size = self.by_name[unit.shares].num_trained * grad_bytes
-            self.tied[unit.shares, m] = self.buffer(TiedGradients(unit.shares, m), gpu, size, "grads")
+            self.tied[unit.shares, m] = self.buffer((TiedGradients, unit.shares, m), gpu, size, "grads")
             writes.append(self.tied[unit.shares, m])
         if unit.num_trained:
             tied = self.tied.pop((unit.name, m), None)
-            if tied and self.buffers[tied].tier == HOST:
-                tied = self._fetch(TiedGradients(unit.name, m), tied, m=m)
+            if tied is not None and self.tiers[tied] == HOST:
+                tied = self._fetch((TiedGradients, unit.name, m), tied, m=m)
             old = self.grads.get(unit.name)
             reads = [*reads, tied, old]
-            if earlier := old or tied:  # gradients are added to: these are there throughout, the new beside them
-                grads = self.over(earlier, Gradients(unit.name, m))
+            earlier, content = tied if old is None else old, (Gradients, unit.name, m)
+            if earlier is not None:  # gradients are added to: these are there throughout, the new beside them
+                grads = self.over(earlier, content)
                 work_bytes = max(work_bytes, unit.accumulating_work_bytes)
             else:
-                grads = self.buffer(Gradients(unit.name, m), gpu, unit.num_trained * grad_bytes, "grads")
+                grads = self.buffer(content, gpu, unit.num_trained * grad_bytes, "grads")
             self.grads[unit.name] = grads
             writes.append(grads)
-        writes += self.work(key, work_bytes, gpu)
-        return self._op(key, "backward", unit.backward, reads, writes, unit, m), dx
+        writes += self._work(key, work_bytes)
+        return self._compute(key, "backward", unit.backward, reads, writes, unit, m), dx
 
     # ---- the end of a turn ----
 
@@ -175,15 +181,12 @@ class _UnitwiseLowering(PackLowering):
         (task,) = tasks
         for u, unit in enumerate(task.units, task.first):
             if unit.num_trained:
-                label, on_device = copy_key("offload", Gradients(unit.name)), self.grads[unit.name]
+                label, on_device = (copy_key, "offload", (Gradients, unit.name)), self.grads[unit.name]
                 self.grads[unit.name] = self._to_host(label, on_device, u, after=task.computes[-1:])
+                task.sent.append(self.last_op)
 
-    def _gradients_gone(self, task: Task) -> list[str]:
-        units = task.units
-        return [copy_key("offload", Gradients(unit.name)) for unit in units if unit.num_trained]
-
-    def _arrived(self, task: Task, unit: Unit) -> tuple[list[str], list[str]]:
-        return [self.grads[unit.name]], self._gradients_gone(task)
+    def _arrived(self, task: Task, unit: Unit) -> tuple[list[int], list[int]]:
+        return [self.grads[unit.name]], task.sent
 
 
 class Pipeline(_UnitwiseLowering):
@@ -197,7 +200,7 @@ class Pipeline(_UnitwiseLowering):
     def __init__(self, plan: PackPlan, workload: Workload, machine: Machine) -> None:
         super().__init__(plan, workload, machine)
         self.num_memories = self.packs.devices
-        self.homes: list[dict[str, str]] = [{} for _ in range(self.num_memories)]
+        self.homes: list[dict[str, int]] = [{} for _ in range(self.num_memories)]
         self.own: list[int] = []  # by unit: the device that makes its gradients
 
     def _declare_homes(self) -> None:
@@ -210,9 +213,9 @@ class Pipeline(_UnitwiseLowering):
         for unit, own in zip(self.units, self.own, strict=True):
             if size := unit.num_trained * self.training.param_bytes:
                 for d in dict.fromkeys((own, *wanted_by[unit.name])):
-                    self.homes[d][unit.name] = self.home(Params(unit.name), HOST, size, "params", owner=d)
+                    self.homes[d][unit.name] = self.home((Params, unit.name), HOST, size, "params", owner=d)
             if size := self.training.states_bytes(unit):
-                self.states_home[unit.name] = self.home(States(unit.name), HOST, size, "states", owner=own)
+                self.states_home[unit.name] = self.home((States, unit.name), HOST, size, "states", owner=own)
 
     def _turn(self, task: Task) -> None:
         self.params_home = self.homes[task.device]
@@ -223,24 +226,26 @@ class Pipeline(_UnitwiseLowering):
         return embed.forward_work_bytes + embed.saved_bytes + embed.output_bytes if u == self.first > 0 else 0
 
     def _send(
-        self, key: str, buffer: str, target: int, *, tier: str | None = None, over: str | None = None, **more: Any
-    ) -> str:
+        self, key: Said, buffer: int, target: int, *, tier: str | None = None, over: int | None = None, **more: Any
+    ) -> int:
         """The same, or into the memory of the device's process (`tier`), over what that has of the same. By the link
         between the two, or through the host at the rate of a ring of two."""
-        size_bytes, source = float(self.buffers[buffer].size_bytes), self.owner(buffer)
+        size_bytes, source = float(self.sizes_bytes[buffer]), self.owner(buffer)
         assert source is not None
-        arrived = self.over(over) if over else self.like(buffer, tier or device(target), target if tier else None)
+        if over is None:
+            arrived = self.like(buffer, tier or device(target), target if tier else None)
+        else:
+            arrived = self.over(over)
         stream, work = p2p(source, target), {"bytes": size_bytes}
         if stream not in self.links:
             stream, work = collective(source), {ring(2): size_bytes, HOPS: 1.0}
-        reads = [buffer, *([over] if over else [])]
-        self.op(key, stream, SEND, work=work, reads=reads, writes=(arrived,), **more)
+        self.op(key, stream, SEND, work=work, reads=(buffer, over), writes=(arrived,), **more)
         return arrived
 
-    def _leaves(self, what: str, unit: int, m: int, buffer: str, task: Task) -> None:
+    def _leaves(self, what: str, unit: int, m: int, buffer: int, task: Task) -> None:
         self.handed[what, unit, m] = buffer
 
-    def _to_host(self, key: str, buffer: str, u: int, *, m: int = 0, after: Sequence[str] = ()) -> str:
+    def _to_host(self, key: Said, buffer: int, u: int, *, m: int = 0, after: Sequence[int] = ()) -> int:
         if (own := self.own[u]) != self.at:
             return self._send(key, buffer, own, tier=HOST, m=m, after=after)
         return self.copy(key, d2h(self.at), buffer, HOST, owner=own, m=m, after=after)
@@ -251,8 +256,8 @@ class Pipeline(_UnitwiseLowering):
         for unit in task.units:
             for d, homes in enumerate(self.homes):
                 if d != task.device and unit.name in homes:
-                    key, new = copy_key("send", self._new_params(unit, d)), self.params_home[unit.name]
+                    key, new = (copy_key, "send", self._new_params(unit, d)), self.params_home[unit.name]
                     homes[unit.name] = self._send(key, new, d, over=homes[unit.name])
 
-    def _new_params(self, unit: Unit, d: int) -> str:
-        return op_key(Params(unit.name), f"for{d}")
+    def _new_params(self, unit: Unit, d: int) -> Said:
+        return op_key, (Params, unit.name), f"for{d}"

@@ -8,11 +8,14 @@ page fault comes when the op before has ended.
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import HOST, compute, d2h, device, h2d
 from tierplan.planner.plan import PagedPlan, facts_of, shared_micro_batches
+from tierplan.planner.several_devices.builder import NONE, ColumnBuilder, Said
 from tierplan.planner.several_devices.collectives import add_all_reduce
-from tierplan.sim.builder import Builder, tiers_of
+from tierplan.sim.columns import ScheduleColumns, collector_paused
 from tierplan.sim.contents import (
     Gradients,
     Input,
@@ -27,93 +30,97 @@ from tierplan.sim.contents import (
     micro_batch_name,
     op_key,
 )
-from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Amounts, Unit, Workload, total_work
 
-Names = tuple[str, ...]
+Numbers = tuple[int, ...]
 
 
-def paged_schedule(plan: PagedPlan, workload: Workload, machine: Machine) -> Schedule:
+def paged_columns(plan: PagedPlan, workload: Workload, machine: Machine) -> ScheduleColumns:
     """The schedule of one step of a plan that has been checked."""
-    return _Paged(plan, workload).lowered(machine)
+    with collector_paused():
+        return _Paged(plan, workload, machine).lowered()
 
 
-class _Paged(Builder):
+class _Paged(ColumnBuilder):
     """Builds the schedule in list order, device by device."""
 
-    def __init__(self, plan: PagedPlan, workload: Workload) -> None:
-        super().__init__()
-        self.plan, self.workload = plan, workload
+    def __init__(self, plan: PagedPlan, workload: Workload, machine: Machine) -> None:
+        super().__init__(plan, workload, machine)
         self.n = plan.devices
-        self.homes: dict[tuple[str, str, int], str] = {}  # (kind, unit, device) -> buffer in host memory
-        self.last: list[str] = [""] * self.n
+        self.homes: dict[tuple[str, str, int], int] = {}  # (kind, unit, device) -> buffer in host memory
+        self.last: list[list[int]] = [[]] * self.n  # by device: the last op that computed, if there was one
 
-    def lowered(self, machine: Machine) -> Schedule:
+    def meta(self) -> dict[str, object]:
+        return facts_of(self.plan, self.workload, self.machine, devices=self.n)
+
+    def lowered(self) -> ScheduleColumns:
         t = self.workload.training
         for unit in self.workload.units:
             for r in range(self.n):
                 if size := t.params_bytes(unit):
-                    self.homes["params", unit.name, r] = self.home(Params(unit.name, device=r), HOST, size, "params")
+                    self.homes["params", unit.name, r] = self.home((Params, unit.name, r), HOST, size, "params")
                 if size := t.states_bytes(unit):
-                    self.homes["states", unit.name, r] = self.home(States(unit.name, device=r), HOST, size, "states")
+                    self.homes["states", unit.name, r] = self.home((States, unit.name, 0, 1, r), HOST, size, "states")
         for r, batches in enumerate(shared_micro_batches(self.workload, self.n)):
             for m in batches:
                 self._micro_batch(r, m)
         for unit in self.workload.units:
             self._update(unit)
-        meta = facts_of(self.plan, self.workload, machine, devices=self.n)
-        return self.schedule(f"{self.plan.policy} {self.workload.name}", tiers_of(machine), meta=meta)
+        return self.columns()
 
-    def _page_in(self, kind: str, unit: Unit, r: int, *use: str) -> list[str]:
+    def _page_in(self, kind: str, unit: Unit, r: int, *use: str) -> list[int]:
         """The unit's bytes of this kind on the device; none where it has none."""
         home = self.homes.get((kind, unit.name, r))
         if home is None:
             return []
-        key = device_name(op_key(copy_key("fetch", kind), unit.name, *use), r)
-        return [self.copy(key, h2d(r), home, device(r), after=(self.last[r],), unit=unit.name)]
+        key = (device_name, (op_key, (copy_key, "fetch", kind), unit.name, *use), r)
+        return [self.copy(key, h2d(r), home, device(r), after=self.last[r], unit=unit.name)]
 
-    def _page_out(self, kind: str, unit: Unit, r: int, pages: list[str], *use: str) -> None:
+    def _page_out(self, kind: str, unit: Unit, r: int, pages: list[int], *use: str) -> None:
         """Takes bytes on the device home, over what is there if anything is."""
         for here in pages:
-            key = device_name(op_key(copy_key("offload", kind), unit.name, *use), r)
+            key = (device_name, (op_key, (copy_key, "offload", kind), unit.name, *use), r)
             over = self.homes.get((kind, unit.name, r))
             self.homes[kind, unit.name, r] = self.copy(
-                key, d2h(r), here, HOST, over=over, after=(self.last[r],), unit=unit.name
+                key, d2h(r), here, HOST, over=over, after=self.last[r], unit=unit.name
             )
 
-    def _op(self, key: str, r: int, kind: str, work: Amounts, reads: Names, writes: Names, unit: Unit, m: int) -> None:
+    def _compute(
+        self, key: Said, r: int, kind: str, work: Amounts, reads: Numbers, writes: Numbers, unit: Unit, m: int
+    ) -> None:
         """An op that computes on a device, the last one there."""
-        self.last[r] = self.op(key, compute(r), kind, work=work, reads=reads, writes=writes, unit=unit.name, m=m)
+        op = self.op(key, compute(r), kind, work=work, reads=reads, writes=writes, unit=unit.name, m=m)
+        self.last[r] = [op]
 
     def _micro_batch(self, r: int, m: int) -> None:
         units, gpu = self.workload.units, device(r)
-        x: list[str] = []  # inputs of units 1, 2, ...
+        x: list[int] = []  # inputs of units 1, 2, ...
         use = ("fwd", micro_batch_name(m))
         for u, unit in enumerate(units):
             pages = self._page_in("params", unit, r, *use)
-            out = [self.buffer(Input(v.name, m), gpu, unit.output_bytes, "acts") for v in units[u + 1 : u + 2]]
-            key = forward_key(unit.name, m)
-            work = self.buffer(Transient(key), gpu, unit.saved_bytes + unit.forward_work_bytes, "work")
-            self._op(key, r, "forward", unit.forward, (*pages, *x[-1:]), (*out, work), unit, m)
+            out = [self.buffer((Input, v.name, m), gpu, unit.output_bytes, "acts") for v in units[u + 1 : u + 2]]
+            key = (forward_key, unit.name, m)
+            work = self.buffer((Transient, key), gpu, unit.saved_bytes + unit.forward_work_bytes, "work")
+            self._compute(key, r, "forward", unit.forward, (*pages, *x[-1:]), (*out, work), unit, m)
             self._page_out("params", unit, r, pages, *use)
             x += out
-        dy: list[str] = []
+        dy: list[int] = []
         for u, unit in reversed(list(enumerate(units))):
             dy = self._backward(unit, r, m, x[u - 1 : u] if u else [], dy)
 
-    def _backward(self, unit: Unit, r: int, m: int, x: list[str], dy: list[str]) -> list[str]:
+    def _backward(self, unit: Unit, r: int, m: int, x: list[int], dy: list[int]) -> list[int]:
         """One unit's recomputation and backward; the buffer with the gradient of its input."""
-        gpu, key, use = device(r), backward_key(unit.name, m), ("bwd", micro_batch_name(m))
+        gpu, key, use = device(r), (backward_key, unit.name, m), ("bwd", micro_batch_name(m))
         pages, old = self._page_in("params", unit, r, *use), self._page_in("grads", unit, r, *use)
-        dx = [self.buffer(InputGradient(unit.name, m), gpu, unit.input_bytes, "acts")] if x else []
+        dx = [self.buffer((InputGradient, unit.name, m), gpu, unit.input_bytes, "acts")] if x else []
         size = unit.num_parameters * self.workload.training.grad_bytes
         grads = []
         if size:
-            content = Gradients(unit.name, device=r)
-            grads = [self.buffer(content, gpu, size, "grads", reuses=old[0] if old else None)]
-        work = self.buffer(Transient(key), gpu, unit.saved_bytes + unit.backward_work_bytes, "work")
+            content = (Gradients, unit.name, None, r)
+            grads = [self.buffer(content, gpu, size, "grads", reuses=old[0] if old else NONE)]
+        work = self.buffer((Transient, key), gpu, unit.saved_bytes + unit.backward_work_bytes, "work")
         both = total_work((unit.forward, unit.backward))
-        self._op(key, r, "backward", both, (*pages, *x, *dy, *old), (*dx, *grads, work), unit, m)
+        self._compute(key, r, "backward", both, (*pages, *x, *dy, *old), (*dx, *grads, work), unit, m)
         self._page_out("params", unit, r, pages, *use)
         self._page_out("grads", unit, r, grads, *use)
         return dx
@@ -124,13 +131,14 @@ class _Paged(Builder):
         own = {r: self._page_in("grads", unit, r, "update")[0] for r in ranks}
         update_work = self.workload.training.update_work(unit)
         for r in ranks:
-            grads, key = own[r], device_name(op_key("all_reduce", unit.name), r)
+            grads, key = own[r], (device_name, op_key("all_reduce", unit.name), r)
             if len(ranks) > 1:
                 grads = add_all_reduce(self, key, grads, own.values(), unit=unit.name)
             pages = {kind: self._page_in(kind, unit, r, "update") for kind in ("params", "states")}
             old = [*pages["params"], *pages["states"]]
             new = {kind: [self.over(page) for page in old_pages] for kind, old_pages in pages.items()}
-            key, writes = States(unit.name, device=r).update_key, (*new["params"], *new["states"])
-            self._op(key, r, "update", update_work, (grads, *old), writes, unit, 0)
+            writes = (*new["params"], *new["states"])
+            update = (attrgetter("update_key"), (States, unit.name, 0, 1, r))
+            self._compute(update, r, "update", update_work, (grads, *old), writes, unit, 0)
             for kind, new_pages in new.items():
                 self._page_out(kind, unit, r, new_pages, "update")

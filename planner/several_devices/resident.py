@@ -15,15 +15,16 @@ from itertools import product
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import compute, device
 from tierplan.planner.plan import PackPlan, facts_of
+from tierplan.planner.several_devices.builder import Said
 from tierplan.planner.several_devices.packs import Task
 from tierplan.planner.several_devices.packs_unitwise import Pipeline
+from tierplan.sim.columns import ScheduleColumns
 from tierplan.sim.contents import Clip, KeptActs, Params, RecomputedActs, Shared, States, copy_key, device_name, op_key
-from tierplan.sim.schedule import Schedule
 from tierplan.sim.step import StepSpec, unit_spec
 from tierplan.sim.workloads.workload import Unit, Workload
 
 
-def resident_schedule(plan: PackPlan, workload: Workload, machine: Machine) -> Schedule:
+def resident_columns(plan: PackPlan, workload: Workload, machine: Machine) -> ScheduleColumns:
     """The schedule of one step of a plan that has been checked, with ops of each unit and micro-batch."""
     return _Resident(plan, workload, machine).lowered()
 
@@ -35,18 +36,18 @@ class _Resident(Pipeline):
         super().__init__(plan, workload, machine)
         self.stages, self.n = [range(a, b) for a, b in self.packs.backward], self.packs.devices
         self.own = [d for d, stage in enumerate(self.stages) for _ in stage]
-        self.arrived: dict[tuple[str, int, int], str] = {}  # forward or backward, device, micro-batch -> its border
-        self.kept: dict[tuple[str, int], list[str | None]] = {}  # unit, micro-batch -> its input, and what it has saved
-        self.shared: dict[tuple[int, int], str] = {}
+        self.arrived: dict[tuple[str, int, int], int] = {}  # forward or backward, device, micro-batch -> its border
+        self.kept: dict[tuple[str, int], list[int | None]] = {}  # unit, micro-batch -> its input, and what it has saved
+        self.shared: dict[tuple[int, int], int] = {}
 
     def _declare_homes(self) -> None:
         own = {unit.name: d for unit, d in zip(self.units, self.own, strict=True)}
         for d, unit in product(range(self.n), self.units):
             is_lent = any(own[other.name] == d for other in self.units if other.shares == unit.name)
             if (size := self.training.params_bytes(unit)) and (is_lent or own[unit.name] == d):
-                self.homes[d][unit.name] = self.home(Params(unit.name), device(d), size, "params")
+                self.homes[d][unit.name] = self.home((Params, unit.name), device(d), size, "params")
             if (size := self.training.states_bytes(unit)) and own[unit.name] == d:
-                self.states_home[unit.name] = self.home(States(unit.name), device(d), size, "states")
+                self.states_home[unit.name] = self.home((States, unit.name), device(d), size, "states")
 
     def step(self) -> StepSpec:
         units = tuple(unit_spec(u, "recompute" if u.kind == "block" else "keep") for u in self.units)
@@ -87,29 +88,29 @@ class _Resident(Pipeline):
         border, self.first = self.arrived.get((phase, self.at, m)), self.stages[self.at].start
         for u in self.stages[self.at][::step]:
             border = run(u, m, border)
-        if border:
+        if border is not None:
             self.arrived[phase, self.at + step, m] = self._hand_over(border, self.at + step, m)
 
-    def _reads(self, unit: Unit, m: int) -> list[str | None]:
+    def _reads(self, unit: Unit, m: int) -> list[int | None]:
         params = [self.homes[self.at].get(name) for name in (unit.name, unit.shares) if name]
         return [*params, *([self.shared.get((self.at, m))] if unit.kind == "block" else [])]
 
     def _beside(self, u: int, kind: str) -> int:
         return super()._beside(u, kind) if kind == "forward" else 0
 
-    def _unit_forward(self, u: int, m: int, x: str | None) -> str | None:
+    def _unit_forward(self, u: int, m: int, x: int | None) -> int | None:
         """Adds a unit's forward; the next unit's input."""
-        unit, shared_bytes, writes = self.units[u], self.workload.shared_bytes, []
+        unit, shared_bytes, writes = self.units[u], self.workload.shared_bytes, list[int]()
         reads = [*self._reads(unit, m), x]
         if u == self.first and shared_bytes:
-            self.shared[self.at, m] = self.buffer(Shared(m), device(self.at), shared_bytes, "acts")
+            self.shared[self.at, m] = self.buffer((Shared, m), device(self.at), shared_bytes, "acts")
             writes.append(self.shared[self.at, m])
         saved = None if unit.kind == "block" else KeptActs
         _, y, acts = self._run("forward", u, m, reads, writes=writes, saved=saved)
         self.kept[unit.name, m] = [x, acts]
         return y
 
-    def _stage_backward(self, u: int, m: int, dy: str | None) -> str | None:
+    def _stage_backward(self, u: int, m: int, dy: int | None) -> int | None:
         """Adds a unit's backward, and what it makes again for that; the gradient of its input."""
         unit, params = self.units[u], self._reads(self.units[u], m)
         x, acts = self.kept.pop((unit.name, m))
@@ -124,21 +125,21 @@ class _Resident(Pipeline):
             del self.may_begin[self.at]  # compute need not wait for what is needed much later
         return dx
 
-    def _hand_over(self, buffer: str, target: int, m: int) -> str:
-        key = copy_key("send", self.buffers[buffer].content)
-        self.may_begin[self.at] = [key]
-        return self._send(key, buffer, target, m=m)
+    def _hand_over(self, buffer: int, target: int, m: int) -> int:
+        there = self._send((copy_key, "send", self.contents[buffer]), buffer, target, m=m)
+        self.may_begin[self.at] = [self.last_op]
+        return there
 
     # ---- updates ----
 
     def _updates_on(self, device: int) -> str:
         return compute(device)
 
-    def _arrived(self, task: Task, unit: Unit) -> tuple[list[str], list[str]]:
+    def _arrived(self, task: Task, unit: Unit) -> tuple[list[int], list[int]]:
         return [self.grads[unit.name]], []
 
-    def _key_on(self, device: int, key: str) -> str:
-        return device_name(key, device) if key == op_key(Clip()) else key
+    def _key_on(self, device: int, key: Said) -> Said:
+        return device_name(str(key), device) if key == op_key(Clip()) else key
 
-    def _new_params(self, unit: Unit, d: int) -> str:
-        return str(Params(unit.name))
+    def _new_params(self, unit: Unit, d: int) -> Said:
+        return Params, unit.name

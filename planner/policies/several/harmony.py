@@ -27,9 +27,10 @@ from tierplan.planner.plan_rules import PackForm, PlanError, Runs
 from tierplan.planner.policies.options import OptionError, Options, Policy
 from tierplan.planner.several_devices.known import known_columns
 from tierplan.planner.several_devices.pack_estimate import PackEstimate, PackSizes
-from tierplan.planner.several_devices.packs import pack_schedule
+from tierplan.planner.several_devices.packs import pack_columns
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.ordering import refine_columns
+from tierplan.sim.columns import collector_paused
 from tierplan.sim.compiled.simulation import prices_on, simulate_columns
 from tierplan.sim.workloads.workload import Unit, Workload
 
@@ -131,8 +132,9 @@ def _simulated(workload: Workload, machine: Machine) -> Seconds:
     return seconds
 
 
+@collector_paused()  # nothing of it is kept, so none of it need be collected
 def _seconds(plan: PackPlan, workload: Workload, machine: Machine) -> float:
-    columns = known_columns(pack_schedule, plan, workload, machine)
+    columns = known_columns(pack_columns, plan, workload, machine)
     prices = prices_on(columns, machine)
     columns = refine_columns(columns, machine, num_devices=plan.devices, prices=prices)
     try:
