@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from tierplan.cli import main
 from tierplan.hwmodels.machine import Machine
+from tierplan.planner.plan import UnitwisePlan
 from tierplan.planner.search.batches import Division, plan_sequences
 from tierplan.studies import evaluate
 from tierplan.studies.advise import QUICKER_FRAC, advise
@@ -179,7 +181,25 @@ def test_fewer_gpus_are_asked_only_for_what_all_cannot(monkeypatch: pytest.Monke
         asked.append(machine.num_devices)
         return plan_sequences(make, machine, **more)
 
+    looks = [1.0, 0.99, 0.9]
     monkeypatch.setattr(evaluate, "most_tokens_per_s", lambda p: promised[p.devices])
     monkeypatch.setattr(evaluate, "plan_sequences", noted)
-    assert best_plan(point).result.prediction.tokens_per_s == all_per_s
-    assert asked == [4, 2]
+    for look, devices in zip(looks, ([4, 2], [4, 2], [4]), strict=True):  # a look says whether they come near
+        monkeypatch.setattr(evaluate, "_look_at_fewer", lambda *_, found=look * all_per_s: found)
+        assert best_plan(point).result.prediction.tokens_per_s == all_per_s
+        assert asked == devices
+        asked.clear()
+
+
+def test_a_look_at_fewer_gpus_is_a_plan_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the same work, no quicker than the best that is known of them by more than a search for a moment is worth;
+    and where packs are best on all, it says nothing."""
+    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 2_000)
+    point = Point(model="gpt2", machine="server-8xh100", sequences=8, devices=4)
+    best = best_plan(point)
+    assert isinstance(best.result.plan, UnitwisePlan)
+    found = evaluate._look_at_fewer(replace(point, devices=2), best)
+    searched = best_plan(replace(point, devices=2)).result.prediction.tokens_per_s
+    assert searched is not None
+    assert 0.5 * searched < found < 1.1 * searched
+    assert evaluate._look_at_fewer(replace(point, devices=3), best) == inf, "8 sequences of 4 devices are none of 3"
