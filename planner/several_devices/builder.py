@@ -15,7 +15,7 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import device_index
 from tierplan.planner.plan import PackPlan, PagedPlan
 from tierplan.sim.builder import tiers_of
-from tierplan.sim.columns import BufferLabel, Labels, OpLabel, ScheduleColumns, Works, lists_of
+from tierplan.sim.columns import BufferLabel, Int32, Labels, OpLabel, ScheduleColumns, Works, lists_of
 from tierplan.sim.contents import Content, buffer_name, device_name
 from tierplan.sim.step import StepSpec
 from tierplan.sim.workloads.workload import Workload
@@ -24,6 +24,8 @@ Said = str | Content | tuple[Any, ...]
 """A text, or a function and what it takes, each of which may be another such tuple. None is a method of the builder: it
 would be kept, with all of its schedule, until cycles are collected."""
 NONE = -1
+_Op = tuple[int, Sequence[int], Sequence[int], Sequence[int], Said, str, str, int]
+"""Its work, what it reads and writes, what it comes after, its key, kind, unit and micro-batch."""
 
 
 def said(text: Any) -> Any:
@@ -41,17 +43,13 @@ class ColumnBuilder:
         self.sizes_bytes: list[int] = []
         self.contents: list[Said] = []
         self._kinds: list[str] = []
-        self._reuses: list[int] = []
         # of some
         self._initial: list[int] = []
+        self._reuses: dict[int, int] = {}
         self._becomes: dict[int, int] = {}
         self._owners: dict[int, int] = {}
         # one entry each per op
-        self._op_work: list[int] = []
-        self._op_reads: list[Sequence[int]] = []
-        self._op_writes: list[Sequence[int]] = []
-        self._op_after: list[Sequence[int]] = []
-        self._op_labels: list[tuple[Said, str, str, int]] = []
+        self._ops: list[_Op] = []
         self._works = Works()
         self._numbers: dict[tuple[str, int], tuple[int, Mapping[str, float]]] = {}  # by stream, and which amounts
         self._copies: dict[tuple[str, int], int] = {}  # by stream and bytes
@@ -70,7 +68,8 @@ class ColumnBuilder:
         self.sizes_bytes.append(size_bytes)
         self.contents.append(content)
         self._kinds.append(kind)
-        self._reuses.append(reuses)
+        if reuses != NONE:
+            self._reuses[number] = reuses
         if owner is not None:
             self._owners[number] = owner
         return number
@@ -127,7 +126,9 @@ class ColumnBuilder:
             known = self._numbers[stream, id(work)] = number, work
         read = dict.fromkeys(reads)
         read.pop(None, None)
-        return self._op(known[0], (key, kind, unit, m), [*read], writes, after)  # type: ignore[list-item]
+        after = after if len(after) < 2 else [*dict.fromkeys(after)]
+        self._ops.append((known[0], [*read], writes, after, key, kind, unit, m))  # type: ignore[list-item]
+        return len(self._ops) - 1
 
     def copy(
         self,
@@ -144,34 +145,23 @@ class ColumnBuilder:
     ) -> int:
         """Adds a copy of `source` into `tier`, over the buffer `over` if one is given; the new buffer."""
         size_bytes = self.sizes_bytes[source]
-        reads: tuple[int, ...] = (source,) if over is None else (source, over)
-        target = self.like(source, tier, owner) if over is None else self.over(over, self.contents[source])
+        content, reads = self.contents[source], (source,) if over is None else (source, over)
+        if over is None:
+            target = self.buffer(content, tier, size_bytes, self._kinds[source], owner=owner)
+        else:
+            target = self.over(over, content)
         number = self._copies.get((stream, size_bytes))
         if number is None:
             work = {"bytes": size_bytes} if size_bytes else {}
             number = self._copies[stream, size_bytes] = self._works.number(stream, work)
-        self._op(number, (key, "copy", unit, m), reads, (target,), after)
+        after = after if len(after) < 2 else [*dict.fromkeys(after)]
+        self._ops.append((number, reads, (target,), after, key, "copy", unit, m))
         return target
-
-    def _op(
-        self,
-        work: int,
-        label: tuple[Said, str, str, int],
-        reads: Sequence[int],
-        writes: Sequence[int],
-        after: Sequence[int],
-    ) -> int:
-        self._op_work.append(work)
-        self._op_labels.append(label)
-        self._op_reads.append(reads)
-        self._op_writes.append(writes)
-        self._op_after.append(after if len(after) < 2 else [*dict.fromkeys(after)])
-        return len(self._op_work) - 1
 
     @property
     def last_op(self) -> int:
         """The one that was added last."""
-        return len(self._op_work) - 1
+        return len(self._ops) - 1
 
     # ---- all of it ----
 
@@ -187,21 +177,21 @@ class ColumnBuilder:
         """All of it, in list order."""
         tiers, num = tiers_of(self.machine), len(self.tiers)
         number = {t.name: i for i, t in enumerate(tiers)}
-        initial, becomes = np.zeros(num, np.bool_), np.full(num, NONE, np.int32)
+        initial = np.zeros(num, np.bool_)
         initial[self._initial] = True
-        becomes[[*self._becomes]] = [*self._becomes.values()]
+        work, reads, writes, after, *_ = zip(*self._ops, strict=True)
         return ScheduleColumns(
             tiers=tiers,
             works=tuple(self._works.listed),
-            op_work=np.array(self._op_work, np.int32),
-            reads=lists_of(self._op_reads),
-            writes=lists_of(self._op_writes),
-            after=lists_of(self._op_after),
+            op_work=np.array(work, np.int32),
+            reads=lists_of(reads),
+            writes=lists_of(writes),
+            after=lists_of(after),
             buffer_tier=np.array([number[tier] for tier in self.tiers], np.int32),
             buffer_bytes=np.array(self.sizes_bytes, np.int64),
             buffer_initial=initial,
-            buffer_reuses=np.array(self._reuses, np.int32),
-            buffer_becomes=becomes,
+            buffer_reuses=_column(self._reuses, num),
+            buffer_becomes=_column(self._becomes, num),
             labels=self._labels,
             next_devices=next_devices,
         )
@@ -217,8 +207,15 @@ class ColumnBuilder:
             buffers.append(BufferLabel(name, content, kind))
         return Labels(
             name=f"{self.plan.policy} {self.workload.name}",
-            ops=[OpLabel(str(said(key)), kind, unit, m) for key, kind, unit, m in self._op_labels],
+            ops=[OpLabel(str(said(key)), kind, unit, m) for *_, key, kind, unit, m in self._ops],
             buffers=buffers,
             step=self.step(),
             meta=self.meta(),
         )
+
+
+def _column(numbers: Mapping[int, int], length: int) -> Int32:
+    """One entry for each buffer: of some a number, of others `NONE`."""
+    column = np.full(length, NONE, np.int32)
+    column[[*numbers]] = [*numbers.values()]
+    return column
