@@ -11,8 +11,9 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -49,8 +50,14 @@ class Works:
         signature = (stream, *amounts.items(), *map(type, amounts.values()))
         number = self._numbers.setdefault(signature, len(self.listed))
         if number == len(self.listed):
-            self.listed.append(Work(stream, amounts))
+            self.listed.append(_work(signature, len(amounts)))
         return number
+
+
+@lru_cache(maxsize=2**13)
+def _work(signature: tuple[Any, ...], num_amounts: int) -> Work:
+    """The same object for the same work, so that what it costs on a machine is known for the next schedule too."""
+    return Work(signature[0], dict(signature[1 : 1 + num_amounts]))
 
 
 class Lists(NamedTuple):

@@ -31,7 +31,7 @@ from tierplan.planner.several_devices.packs import pack_columns
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.ordering import refine_columns
 from tierplan.sim.columns import collector_paused
-from tierplan.sim.compiled.simulation import prices_on, simulate_columns
+from tierplan.sim.compiled.simulation import KnownRows, prices_on, simulate_columns
 from tierplan.sim.workloads.workload import Unit, Workload
 
 Seconds = Callable[[PackPlan], float]
@@ -122,20 +122,20 @@ def _quickest(plans: list[PackPlan], workload: Workload, machine: Machine, secon
 
 
 def _simulated(workload: Workload, machine: Machine) -> Seconds:
-    known_s: dict[Packs, float] = {}
+    known_s, known_rows = dict[Packs, float](), KnownRows()
 
     def seconds(plan: PackPlan) -> float:
         if plan.packs not in known_s:
-            known_s[plan.packs] = _seconds(plan, workload, machine)
+            known_s[plan.packs] = _seconds(plan, workload, machine, known_rows)
         return known_s[plan.packs]
 
     return seconds
 
 
 @collector_paused()  # nothing of it is kept, so none of it need be collected
-def _seconds(plan: PackPlan, workload: Workload, machine: Machine) -> float:
+def _seconds(plan: PackPlan, workload: Workload, machine: Machine, known_rows: KnownRows) -> float:
     columns = known_columns(pack_columns, plan, workload, machine)
-    prices = prices_on(columns, machine)
+    prices = prices_on(columns, machine, known_rows)
     columns = refine_columns(columns, machine, num_devices=plan.devices, prices=prices)
     try:
         return float(simulate_columns(columns, machine, prices).end_ns.max()) / 1e9

@@ -55,3 +55,11 @@ def test_what_made_a_schedule_goes_with_it() -> None:
         assert maker() is not None
         del columns
         assert maker() is None
+
+
+def test_the_same_work_is_one_object_in_all_schedules() -> None:
+    """So what it costs on a machine need not be found again, which a search keeps by identity."""
+    plans = [PLANS["pipeline"], PLANS["unit by unit"]]
+    one, other = ({id(w): w for w in Lowering(WORKLOAD, two_gpus()).columns(plan).works} for plan in plans)
+    copies = {work.stream for number, work in one.items() if number in other}
+    assert {"gpu0.h2d", "gpu1.h2d", "host.adam"} <= copies
