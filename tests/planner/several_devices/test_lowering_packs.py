@@ -79,6 +79,20 @@ def test_frozen_parameters_come_with_a_pack_and_have_neither_gradients_nor_state
     assert steady_state(columns_of(schedule), two_gpus()).period_s > 0
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_gradients_of_several_rounds_wait_for_a_late_update_whichever_devices_made_them(goes_on: bool) -> None:
+    """Five turns a round: each pack is on another device in the second round, whose sums are those of the first."""
+    packs = Packs(form="pipeline", devices=2, forward=((0, 2), (2, 4)), backward=((0, 2), (2, 4), (4, 6)), rounds=2,
+                  streams=True, late_updates=True, goes_on=goes_on)  # fmt: skip
+    schedule = lower(PackPlan(policy="test", packs=packs), WORKLOAD, two_gpus())
+    sums = [b for b in schedule.buffers if b.kind == "grads" and b.initial]
+    assert sorted(b.becomes or "" for b in schedule.buffers if b.kind == "grads" and b.becomes) == sorted(
+        b.name for b in sums
+    )
+    assert len(sums) == 3
+    assert steady_state(schedule, two_gpus()).period_s > 0
+
+
 def test_a_stash_that_another_device_will_use_passes_through_host_memory_for_all_devices_at_once() -> None:
     """L0 goes forward on the second device and backward on the first: read and written, at the shared rate."""
     forward, backward = ((0, 1), (1, 3)), ((0, 1), (1, 2), (2, 3), (3, 6))
