@@ -161,9 +161,7 @@ class PackLowering(ColumnBuilder):
         rounds = self._rounds()
         updated = [tasks[0] for tasks in rounds if tasks[0].is_final]
         if self.packs.late_updates:
-            self._update_late(
-                [t[0] for t in rounds if t[0].phase == "bwd" and not t[0].batches[0]]
-            )  # others add to them
+            self._update_late([t[0] for t in rounds if t[0].phase == "bwd" and not t[0].batches[0]])
         for tasks in rounds:
             if self.packs.flushes and tasks[0].phase == "fwd" and tasks[0].first == 0:
                 self.flushed = [done.gone for done in before.values()]

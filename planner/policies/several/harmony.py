@@ -133,7 +133,7 @@ def _simulated(workload: Workload, machine: Machine) -> Seconds:
 
 
 @collector_paused()  # nothing of it is kept, so none of it need be collected
-def _seconds(plan: PackPlan, workload: Workload, machine: Machine, known_rows: KnownRows) -> float:
+def _seconds(plan: PackPlan, workload: Workload, machine: Machine, known_rows: KnownRows | None = None) -> float:
     columns = known_columns(pack_columns, plan, workload, machine)
     prices = prices_on(columns, machine, known_rows)
     columns = refine_columns(columns, machine, num_devices=plan.devices, prices=prices)
