@@ -34,6 +34,7 @@ from tierplan.planner.search.race import GOOD_FRAC, MOST_OPS, OrderSearch, Racer
 from tierplan.planner.search.shape import tried
 from tierplan.planner.several_devices.search import (
     NEAR_ON_ALL,
+    SHARE_OF_ONE,
     bound_by_compute,
     bound_of_packs,
     exchanging,
@@ -155,10 +156,10 @@ class Search:
     def go_on(self) -> None:
         """Until the budget is spent."""
         try:
-            if self.num_devices > 1 and bound_of_packs(self.posed("horizontal", 1), self.num_devices) < self.beat_s:
+            packed = self.seeds.packed if self.num_devices > 1 else None
+            if packed and bound_of_packs(self.posed("horizontal", 1), packed.plan.packs) < self.beat_s:
                 search_packs(self.seeds, self.simulate_plan, num_ops=self.budget.ops_left, seed=self.seed)
-                if self.seeds.packed is not None:
-                    self.incumbents.consider(self.seeds.packed)
+                self.incumbents.consider(self.seeds.packed or packed)
             looks = looks_on_all(self.budget) if self.num_devices > 1 else []
             while next(self.in_rounds, self) is not self and not self.budget.is_out_of_time:
                 if looks and self.budget.spent_frac >= looks[0]:
@@ -404,7 +405,7 @@ class Search:
         for the best. So all orders together do all that one alone does, and more work does all that less does.
         """
         goal_ops = 0.0
-        for ops in rounds(self.budget.ops_left if self.num_devices > 1 else self.budget.num_ops):
+        for ops in rounds(self.budget.ops_left * SHARE_OF_ONE if self.num_devices > 1 else self.budget.num_ops):
             goal_ops += ops
             able = [c for c in self.chains if not c.is_over and c.least_s < self._to_beat_s()]
             for chain in able:

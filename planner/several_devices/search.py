@@ -13,7 +13,7 @@ from typing import Literal
 from tierplan.hwmodels.names import COMPUTE
 from tierplan.planner.milp.amounts import Problem
 from tierplan.planner.milp.bounds import Bound, compute_s
-from tierplan.planner.plan import Plan, UnitwisePlan
+from tierplan.planner.plan import Packs, Plan, UnitwisePlan
 from tierplan.planner.plan_rules import PLANNER
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
@@ -25,10 +25,12 @@ from tierplan.planner.several_devices.pack_search import improve_packs
 
 SHARE_OF_PACKS, SHARE_OF_PACKS_ALONE = 0.6, 0.95
 """Of the budget, what the search over packs may take: beside other plans, and where only packs are allowed."""
-SHARE_OF_MOVES, SHARE_OF_PATTERNS = 0.5, 0.5
+SHARE_OF_ONE = 0.25
+"""Of the budget, what plans of one device may take, which are but starts for plans on all."""
+SHARE_OF_MOVES, SHARE_OF_PATTERNS = 1.0, 0.5
 """Of a budget, beyond it: what moves of the best plan on all devices may take; and of that, what regular plans may."""
 LOOKS = (0.1, 0.25, 0.5)
-"""Parts of a budget after which the best plan of one device so far is tried on all: the last is not always the best
+"""Parts of their share after which the best plan of one device so far is tried on all: the last is not always the best
 there, and where it is far behind, the search ends."""
 NEAR_ON_ALL = 1.5
 """A plan on all devices is searched and moved where it takes at most so many times the best step."""
@@ -47,16 +49,17 @@ def search_packs(incumbents: Incumbents, simulate_plan: PlanSimulator, *, num_op
         incumbents.consider(improve_packs(incumbents.packed, simulate_plan, spent_frac=end, seed=seed))
 
 
-def bound_of_packs(problem: Problem, num_devices: int) -> float:
-    """No step in packs is shorter, in seconds: compute is shared, and every parameter is updated in host memory."""
+def bound_of_packs(problem: Problem, packs: Packs) -> float:
+    """No step in packs of this form is shorter, in seconds: compute is shared, and where packs visit devices, every
+    parameter is updated in host memory."""
     parameters, adam = sum(unit.gparams for unit in problem.units), problem.rates.adam
-    return max(compute_s(problem) / num_devices, parameters / adam if adam else 0.0)
+    return max(compute_s(problem) / packs.devices, parameters / adam if adam and not packs.stays else 0.0)
 
 
 def looks_on_all(budget: Budget) -> list[float]:
     """Parts of the budget after which the best plan of one device is tried on all, of what is left of it now."""
     spent = budget.spent_frac
-    return [spent + look * (1 - spent) for look in LOOKS]
+    return [spent + look * SHARE_OF_ONE * (1 - spent) for look in LOOKS]
 
 
 def on_all_devices(incumbents: Incumbents, simulate_plan: PlanSimulator, num_devices: int) -> None:

@@ -11,7 +11,9 @@ import pytest
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner import loop
 from tierplan.planner.infeasible import InfeasiblePlan
-from tierplan.planner.plan import Plan
+from tierplan.planner.milp.amounts import problem
+from tierplan.planner.milp.bounds import compute_s
+from tierplan.planner.plan import PackPlan, Plan, plain_semantics
 from tierplan.planner.plan_rules import PLANNER, PlanError
 from tierplan.planner.planning import plan
 from tierplan.planner.policies import POLICIES, SHARED, decide
@@ -20,6 +22,7 @@ from tierplan.planner.search.batches import plan_sequences
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.incumbents import Batches
 from tierplan.planner.search.lesser import Known
+from tierplan.planner.several_devices.search import bound_of_packs
 from tierplan.sim.workloads.workload import Workload
 from tierplan.studies.evaluate import machine_of, workload_at
 from tierplan.studies.study import Point
@@ -101,12 +104,30 @@ def test_a_search_far_behind_the_best_on_all_devices_ends(monkeypatch: pytest.Mo
     machine = machine_of(point)
     workload = workload_at(point, machine)
     monkeypatch.setattr(loop.Search, "move", lambda _: None)
-    whole = plan(workload, machine, batches="each", time_limit_s=1.0)
+    whole = plan(workload, machine, batches="each", time_limit_s=4.0)
     monkeypatch.setattr(loop, "NEAR_ON_ALL", 0.0)
-    cut = plan(workload, machine, batches="each", time_limit_s=1.0)
+    cut = plan(workload, machine, batches="each", time_limit_s=4.0)
     assert cut.num_simulated < whole.num_simulated
     assert whole.step_s <= cut.step_s
     assert cut.step_s <= min(p.step_s for p in cut.policies.values() if p.step_s is not None and p.num_batches == 2)
+
+
+def test_packs_that_stay_are_bound_by_compute_alone() -> None:
+    """They are updated where they are: what the host could update at most is no bound."""
+    point = Point(model="gpt2-large", machine="fsdp-qlora-2x4090", overrides={"host.adam": "0.1 G/s"}, accumulation=8)
+    machine = machine_of(point)
+    workload = workload_at(point, machine)
+    posed = problem(workload, machine, semantics=plain_semantics(workload.training))
+    staying, visiting = (decide(name, workload, machine, {}) for name in ("megatron-pp", "roundpipe"))
+    assert isinstance(staying, PackPlan)
+    assert isinstance(visiting, PackPlan)
+    assert bound_of_packs(posed, staying.packs) == pytest.approx(compute_s(posed) / 2)
+    assert bound_of_packs(posed, visiting.packs) == pytest.approx(
+        sum(u.num_trained for u in workload.units) / 1e8, 1e-3
+    )
+    result = predict("megatron-pp", workload, machine)
+    assert result.step_s is not None
+    assert bound_of_packs(posed, staying.packs) <= result.step_s < bound_of_packs(posed, visiting.packs)
 
 
 def test_more_than_a_lesser_machine_has_is_searched_in_its_division(monkeypatch: pytest.MonkeyPatch) -> None:
