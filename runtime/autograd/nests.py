@@ -30,20 +30,25 @@ def flatten(values: object) -> tuple[list[Any], Callable[[Sequence[object]], Any
         return [values], itemgetter(0)
     if type(values) is tuple and [*map(type, values)] == [tuple, dict]:  # arguments of a call
         args, kwargs = values
-        if all(map(_is_leaf, (*args, *kwargs.values()))):
+        flat = [*args, *kwargs.values()]
+        if _are_leaves(flat):
             num = len(args)
-            return [*args, *kwargs.values()], lambda flat: (
-                tuple(flat[:num]),
-                dict(zip(kwargs, flat[num:], strict=True)),
-            )
-    if isinstance(values, tuple | list) and type(values) in (tuple, list) and all(map(_is_leaf, values)):
+            return flat, lambda flat: (tuple(flat[:num]), dict(zip(kwargs, flat[num:], strict=True)))
+    if isinstance(values, tuple | list) and type(values) in (tuple, list) and _are_leaves(values):
         return [*values], type(values)
     flat, spec = tree_flatten(values)
     return flat, lambda flat: tree_unflatten(flat, spec)
 
 
+def _are_leaves(values: Iterable[object]) -> bool:
+    return _LEAVES.issuperset(map(type, values)) or all(map(_is_leaf, values))
+
+
 def _is_leaf(value: object) -> bool:
     return isinstance(value, torch.Tensor) or value is None or tree_is_leaf(value)
+
+
+_LEAVES = {torch.Tensor, nn.Parameter, type(None), bool, int, float, str}
 
 
 def batch_addresses(batch: Mapping[str, object], modules: Iterable[nn.Module]) -> set[int]:

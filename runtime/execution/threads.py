@@ -18,10 +18,12 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
+
+_ENOUGH = nullcontext()
 
 
 @functools.cache
@@ -55,13 +57,14 @@ def let_helpers_go() -> None:
         library.omp_pause_resource_all(1)
 
 
-@contextmanager
-def threads_here(num_threads: int) -> Iterator[None]:
+def threads_here(num_threads: int) -> AbstractContextManager[None]:
     """So many threads for a while. One that has so many keeps its helpers: to start others takes some 50 us."""
     before = torch.get_num_threads()
-    if before == num_threads:
-        yield
-        return
+    return _ENOUGH if before == num_threads else _other_threads(num_threads, before)
+
+
+@contextmanager
+def _other_threads(num_threads: int, before: int) -> Iterator[None]:
     limit_this_thread(num_threads)
     try:
         yield

@@ -278,7 +278,8 @@ def _check_finite(grads: Sequence[torch.Tensor], label: str, chunk_elements: int
 
     On a device the host waits for it once.
     """
-    chunks = (grad[k : k + chunk_elements] for grad in grads for k in range(0, grad.numel(), chunk_elements))
+    is_in_one = len(grads) == 1 and 0 < grads[0].numel() <= chunk_elements
+    chunks = grads if is_in_one else [chunk for grad in grads for chunk in grad.split(chunk_elements) if len(chunk)]
     extremes = [extreme for chunk in chunks for extreme in torch.aminmax(chunk)]
     if grads and grads[0].is_cuda:
         extremes = torch.stack(extremes).tolist()
