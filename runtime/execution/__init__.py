@@ -4,6 +4,7 @@ instances   buffers and ops in one step, and steps, each joined to the one befor
 rules       what comes next, grants in list order, ends
 executor    streams as threads
 ops         what the ops do, by kind
+roles       what an op's buffers are to it, worked out once for all steps
 places      where the bytes of buffers are: pools and drives, and what a commit keeps there
 values      what a buffer holds: flat memory, an extent of a drive, autograd's tensors
 gradients   a unit's gradients, on the device and away from it

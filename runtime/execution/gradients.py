@@ -8,15 +8,16 @@ there, a unit's gradients are one flat buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import torch
+from torch._utils import _flatten_dense_tensors
 
 from tierplan.runtime.autograd.units import ModelUnit
 from tierplan.runtime.execution.instances import Call
-from tierplan.runtime.execution.values import BufferValue, content_of, value_of
-from tierplan.sim.contents import Gradients, TiedGradients
+from tierplan.runtime.execution.roles import GradientRole
+from tierplan.runtime.execution.values import BufferValue, value_of
+from tierplan.runtime.optim.adam import CHUNK_ELEMENTS
 
 
 def gradients_of(value: BufferValue, unit: ModelUnit) -> list[torch.Tensor | None]:
@@ -41,11 +42,16 @@ def _lend(value: BufferValue, unit: ModelUnit) -> None:
 
 def _take_back(value: BufferValue, unit: ModelUnit, which: Iterable[int]) -> None:
     """Takes the gradients of these parameters from autograd, which has added to them, or made them."""
+    parameters, own = unit.parameters, value.gradients
     for k in which:
-        _, p = unit.parameters[k]
-        if (gradient := p.grad) is not None:
+        _, p = parameters[k]
+        if (gradient := p.grad) is None:
+            continue
+        if own is not None:
+            own[k] = gradient
+        else:
             _put(value, unit, k, gradient)
-            p.grad = None
+        p.grad = None
 
 
 def _put(value: BufferValue, unit: ModelUnit, k: int, gradient: torch.Tensor) -> None:
@@ -82,11 +88,15 @@ def _complete(value: BufferValue, unit: ModelUnit) -> None:
 
 
 def flat_gradients(value: BufferValue, unit: ModelUnit, part: range) -> list[torch.Tensor]:
-    """What the gradients of a unit on the device have of a part of its elements: flat, one after the other."""
+    """What the gradients of a unit on the device have of a part of its elements: flat, one after the other.
+
+    Small ones in one: a call of the optimizer's kernel takes longer than this copy.
+    """
     gradients = [gradient for gradient in value.gradients or () if gradient is not None]
     assert len(gradients) == len(unit.parameters), "a gradient that is complete has all of its unit's"
     if len(part) == unit.num_trained:
-        return [gradient.view(-1) for gradient in gradients]
+        is_small = len(part) <= CHUNK_ELEMENTS and not gradients[0].is_cuda
+        return [_flatten_dense_tensors(gradients)] if is_small else [gradient.view(-1) for gradient in gradients]
     pieces, begin = [], 0
     for gradient in gradients:
         length = gradient.numel()
@@ -108,37 +118,34 @@ def gather(value: BufferValue, unit: ModelUnit, flat: BufferValue) -> None:
     flat.filled = None if len(have) == len(views) else set(have)
 
 
-@contextmanager
-def adding_gradients(call: Call, unit_of: Callable[[Gradients | TiedGradients], ModelUnit]) -> Iterator[None]:
-    """Inside, autograd adds to the gradients that a backward reads, or makes those that it writes.
+def begin_gradients(call: Call, roles: Iterable[GradientRole]) -> None:
+    """From now on, autograd adds to the gradients that a backward reads, or makes those that it writes.
 
     Gradients of one micro-batch are complete (those of a tied head included) before they are added to those of the
     micro-batches before, as in plain training.
     """
-    taken: list[tuple[ModelUnit, BufferValue, BufferValue | None, bool]] = []
-    for instance in call.writes:
-        content = content_of(instance)
-        if not isinstance(content, Gradients | TiedGradients):
-            continue
-        unit, tied, is_whole = unit_of(content), None, isinstance(content, Gradients)
-        for x in call.reads if is_whole else ():
-            if isinstance(read := content_of(x), TiedGradients) and read.unit == content.unit:
-                tied = value_of(x)
+    for role in roles:
+        instance, unit = call.writes[role.at], role.unit
         if instance.over is None:
-            own = BufferValue(gradients=[None] * len(unit.parameters))
+            instance.value = BufferValue(gradients=[None] * len(unit.parameters))
         else:
-            own = value_of(instance.over)
-            _lend(own, unit)
-        instance.value = own
-        if tied is not None:
-            _lend(tied, unit)
-        taken.append((unit, own, None if tied is own else tied, is_whole))
-    yield
-    for unit, own, tied, is_whole in taken:
+            instance.value = value_of(instance.over)
+            _lend(instance.value, unit)
+        if role.tied_at is not None:
+            _lend(value_of(call.reads[role.tied_at]), unit)
+
+
+def end_gradients(call: Call, roles: Iterable[GradientRole]) -> None:
+    """Takes them from autograd."""
+    for role in roles:
+        own, unit = value_of(call.writes[role.at]), role.unit
+        tied = None if role.tied_at is None else value_of(call.reads[role.tied_at])
+        if tied is own:
+            tied = None
         if tied is not None:
             _take_back(tied, unit, _given(tied, unit))
         _take_back(own, unit, range(len(unit.parameters)))
         if tied is not None:
             _take_over(own, unit, tied)
-        if is_whole:
+        if role.is_whole:
             _complete(own, unit)

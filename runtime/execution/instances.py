@@ -55,7 +55,7 @@ class Call:
     step: int
     reads: Sequence[Instance]
     writes: Sequence[Instance]
-    at_end: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    at_end: Sequence[Callable[[], None]] = field(default=(), repr=False)
     """Called when what the body has put on a stream is done. Must be quick."""
 
 
@@ -64,10 +64,10 @@ class OpRun(Call):
     """As the executor sees it."""
 
     waiting_for: int = 0
-    followers: list[OpRun] = field(default_factory=list, repr=False)
-    """Ops that wait for it."""
     needs: Mapping[str, int] = field(default_factory=dict)
     grants_left: int = 0
+    followers: Sequence[OpRun] = field(default=(), repr=False)
+    """Ops that wait for it."""
     is_reached: bool = False
     is_eligible: bool = False
     is_started: bool = False
@@ -78,11 +78,11 @@ class OpRun(Call):
     start_ns: int = 0
     is_issued: bool = False
     """Its body has put it on a stream of the device, where it may not be done yet."""
-    behind: list[OpRun] = field(default_factory=list, repr=False)
+    behind: Sequence[OpRun] = field(default=(), repr=False)
     """Ops that were issued, and that its stream has to wait for."""
     begun: Event | None = None
     ended: Event | None = None
-    freed: list[Instance] = field(default_factory=list, repr=False)
+    freed: Sequence[Instance] = field(default=(), repr=False)
     """What its stream has back already, and others when it has ended."""
     end_ns: int = 0
     coreless_ns: int = 0
@@ -97,7 +97,7 @@ class OpRun(Call):
         self.start_ns = max(self.begun.time_ns() - zero_ns, self.free_ns, self.ready_ns)
         self.end_ns = max(self.ended.time_ns() - zero_ns, self.start_ns)
         self.granted_ns = min(max(self.granted_ns, self.free_ns, self.ready_ns), self.start_ns)
-        self.behind = []
+        self.behind = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ class Unrolling:
         for plan in self._plans:
             op, needs = plan.op, plan.needs
             reads, writes = [*map(names.__getitem__, op.reads)], list[Instance]()
-            node = OpRun(op, step, reads, writes, waiting_for=plan.num_inputs, needs=needs, grants_left=len(needs))
+            node = OpRun(op, step, reads, writes, (), plan.num_inputs, needs, len(needs))
             nodes.append(node)
             for b, num, private_to, is_reused, outlives in plan.writes:
                 instance = names[b.name] = Instance(b, None, num, num, private_to, is_reused, outlives)
@@ -210,12 +210,12 @@ class Unrolling:
                     continue
                 earlier = before[ago - 1][k]
                 if earlier.is_issued and not earlier.has_ended and plan.is_ahead:
-                    node.behind.append(earlier)
+                    node.behind = (*node.behind, earlier)
                 elif not earlier.has_ended:
-                    earlier.followers.append(node)
+                    earlier.followers = (*earlier.followers, node)
                     node.waiting_for += 1
         for node, plan in zip(nodes, self._plans, strict=True):
-            node.followers.extend(map(nodes.__getitem__, plan.followers))
+            node.followers = [*map(nodes.__getitem__, plan.followers)]
         self._before = [nodes, *before][: self._most_ago]
         return nodes
 

@@ -31,14 +31,17 @@ class Ledger:
         self._private_bytes: dict[str, dict[str, int]] = {name: {} for name in tiers}
         """By tier and stream, bytes that are that stream's again, and nobody else's yet."""
 
-    def hold(self, now_ns: int, instance: Instance) -> None:
-        tier = instance.buffer.tier
+    def hold(self, now_ns: int, instance: Instance) -> int:
+        """The bytes that it holds from now on."""
+        b = instance.buffer
+        tier, held_bytes = b.tier, self.held_bytes[b.name]
         self.held[instance] = None
-        used_bytes = self.used_bytes[tier] = self.used_bytes[tier] + self.held_bytes[instance.buffer.name]
+        used_bytes = self.used_bytes[tier] = self.used_bytes[tier] + held_bytes
         if used_bytes > self.peak_bytes[tier]:
             self.peak_bytes[tier] = used_bytes
         if self.is_noted:
             self._note(now_ns, instance, 1)
+        return held_bytes
 
     def drop(self, now_ns: int, instance: Instance) -> None:
         self.held.pop(instance, None)  # an empty one was never granted
@@ -60,7 +63,9 @@ class Ledger:
         self.held[instance] = None
 
     def has_room(self, tier: str, node: OpRun) -> bool:
-        return node.needs[tier] <= self._free_bytes(tier, node.op.stream)
+        if self._private_bytes[tier]:
+            return node.needs[tier] <= self._free_bytes(tier, node.op.stream)
+        return node.needs[tier] + self.used_bytes[tier] <= self.capacity_bytes[tier]
 
     def _free_bytes(self, tier: str, stream: str) -> int:
         """For an op of this stream."""

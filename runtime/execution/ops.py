@@ -15,9 +15,16 @@ from tierplan.runtime.autograd.flow import Flow, flow_of
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun
 from tierplan.runtime.autograd.units import ModelError, ModelUnit, first_trained
 from tierplan.runtime.execution.device import TORCH_DTYPES, Device
-from tierplan.runtime.execution.gradients import adding_gradients, flat_gradients, gather, gradients_of
+from tierplan.runtime.execution.gradients import (
+    begin_gradients,
+    end_gradients,
+    flat_gradients,
+    gather,
+    gradients_of,
+)
 from tierplan.runtime.execution.instances import Call, Instance
 from tierplan.runtime.execution.places import Places
+from tierplan.runtime.execution.roles import Roles, UpdateRole, roles_of, update_role_of
 from tierplan.runtime.execution.threads import threads_here
 from tierplan.runtime.execution.values import (
     REMEDY,
@@ -46,16 +53,11 @@ from tierplan.runtime.ranks.collectives import (
 )
 from tierplan.runtime.ranks.group import Ranks
 from tierplan.sim.contents import (
-    CastGradients,
-    Clip,
     Frozen,
     Gradients,
     Input,
     InputGradient,
-    KeptActs,
     Params,
-    RecomputedActs,
-    SavedActs,
     States,
     TiedGradients,
 )
@@ -138,6 +140,13 @@ class Bodies:
             if all(amount <= QUICK_AMOUNTS.get(kind, 0) for kind, amount in op.work.items())
         }
         """Ops that wait for nobody, and of which another thread would hardly be awake before they are done."""
+        buffers = self.schedule.buffers_by_name()
+        self._roles = {
+            op.key: roles_of(op, buffers, lambda name: self.units[self._index[name]])
+            for op in self.schedule.ops
+            if op.kind in ("forward", "recompute", "backward")
+        }
+        self._update_roles: dict[str, UpdateRole] = {}
         self._has_shards = False  # norms are those of a rank's shards
         self._kinds: Mapping[str, Callable[[Call], None]] = {
             "forward": self._forward, "recompute": self._recompute, "backward": self._backward,
@@ -289,17 +298,18 @@ class Bodies:
                         leaf.grad = t
                 InputHandle(leaves, is_gradient=wanted is InputGradient).begin(value)
 
-    def _bind(self, call: Call) -> None:
+    def _bind(self, call: Call) -> Roles:
         """Makes the parameters that the op reads those of the model, and what else it reads autograd's."""
         for instance in call.reads:
-            content = content_of(instance)
             if isinstance(value := instance.value, BufferValue) and value.handle is not None:
                 value.handle.use(value)
-            if isinstance(content, Params | Frozen):
-                block, unit = value_of(instance).block, self.unit_of(content)
-                part = unit if isinstance(content, Params) else unit.frozen
+        roles = self._roles[call.op.key]
+        for k, part in roles.parameters:
+            block = value_of(call.reads[k]).block
+            if part.bound is not block.data or block.unbind is None:
                 block.unbind = part.unbind
                 part.bind(*part.views_in(block))
+        return roles
 
     def _compute_with(self, batch_run: MicroBatchRun | None) -> None:
         """The thread of this micro-batch, or the stream's own, computes now and is the one with helpers."""
@@ -317,37 +327,35 @@ class Bodies:
         self._compute_with(batch_run)
         if index == turn.units.start:
             self._arrive(call, batch_run, Input, index)
-        self._bind(call)
+        roles = self._bind(call)
 
         def goes_on() -> bool:
-            nonlocal call
+            nonlocal call, roles
             if call.op.key not in self.flow.followed:
                 return False
-            self._end_forward(call, batch_run)
+            self._end_forward(call, roles, batch_run)
             call = self.go_on(call.op.stream)
-            self._bind(call)
+            roles = self._bind(call)
             return True
 
         batch_run.run_forward(index, goes_on, is_in_one=call.op.micro_batch in self.flow.in_one)
-        self._end_forward(call, batch_run)
+        self._end_forward(call, roles, batch_run)
 
-    def _end_forward(self, call: Call, batch_run: MicroBatchRun) -> None:
+    def _end_forward(self, call: Call, roles: Roles, batch_run: MicroBatchRun) -> None:
         index, turn = self._index[call.op.unit], self._turn(call)
         recorder = batch_run.runs[index].recorder
         assert recorder is not None
         kept = recorder.kept_bytes
-        for instance in call.writes:
-            match content_of(instance):
-                case Input():
-                    value = begin_input(instance, batch_run.hand_over(index + 1, instance.buffer.size_bytes))
-                    value.rng = batch_run.rng if turn.is_visit or index + 1 == turn.units.stop else ()
-                case KeptActs() | RecomputedActs():
-                    expect(instance, kept)
-                    kept = 0
-                case SavedActs(indices=indices):
-                    saved = [recorder.away.pop(k) for k in indices if k in recorder.away]
-                    expect(instance, sum([each.size_bytes for each in saved]))
-                    instance.value = SavedTensorsHandle(saved).begin()
+        for k in roles.outputs:
+            value = begin_input(call.writes[k], batch_run.hand_over(index + 1, call.writes[k].buffer.size_bytes))
+            value.rng = batch_run.rng if turn.is_visit or index + 1 == turn.units.stop else ()
+        for k in roles.kept:
+            expect(call.writes[k], kept)
+            kept = 0
+        for k, indices in roles.saved:
+            saved = [recorder.away.pop(i) for i in indices if i in recorder.away]
+            expect(call.writes[k], sum([each.size_bytes for each in saved]))
+            call.writes[k].value = SavedTensorsHandle(saved).begin()
         if kept:
             raise SizeError(
                 f"op {call.op.key!r} saved {kept:,} bytes for backward that no buffer of the schedule is declared for; "
@@ -355,7 +363,7 @@ class Bodies:
             )
         if batch_run.runs[-1].recorder is not None and index + 1 == len(self.units):
             loss, step, m = batch_run.loss, call.step, call.op.micro_batch
-            call.at_end.append(lambda: self.on_loss(step, m, loss.item()))
+            call.at_end = [*call.at_end, lambda: self.on_loss(step, m, loss.item())]
         if turn.is_visit and not turn.goes_back and index + 1 == turn.units.stop:
             self._runs.pop((call.step, call.op.micro_batch)).cancel()
 
@@ -367,14 +375,12 @@ class Bodies:
             self._forward(call)
             return
         index, batch_run = self._index[call.op.unit], self._runs[call.step, call.op.micro_batch]
-        self._bind(call)
-        outputs = [x for x in call.writes if isinstance(content_of(x), Input)]
-        made_bytes = batch_run.run_again(index, makes_output=bool(outputs))
-        for instance in call.writes:
-            if isinstance(content_of(instance), RecomputedActs):
-                expect(instance, made_bytes)
-        for instance in outputs:
-            begin_input(instance, batch_run.runs[index + 1].leaves)
+        roles = self._bind(call)
+        made_bytes = batch_run.run_again(index, makes_output=bool(roles.outputs))
+        for k in roles.kept:
+            expect(call.writes[k], made_bytes)
+        for k in roles.outputs:
+            begin_input(call.writes[k], batch_run.runs[index + 1].leaves)
 
     def _backward(self, call: Call) -> None:
         index, units = self._index[call.op.unit], self._turn(call).units
@@ -382,12 +388,12 @@ class Bodies:
         batch_run = self._runs[key]
         if index + 1 == units.stop:
             self._arrive(call, batch_run, InputGradient, index + 1)
-        self._bind(call)
-        with adding_gradients(call, self.unit_of):
-            batch_run.run_backward(index)
-        for instance in call.writes:
-            if isinstance(content_of(instance), InputGradient):
-                begin_input(instance, batch_run.runs[index].leaves, is_gradient=True)
+        roles = self._bind(call)
+        begin_gradients(call, roles.gradients)
+        batch_run.run_backward(index)
+        end_gradients(call, roles.gradients)
+        for k in roles.input_gradients:
+            begin_input(call.writes[k], batch_run.runs[index].leaves, is_gradient=True)
         if index == max(self._first_trained, units.start):
             self._runs.pop(key)
             if units.stop < len(self.units):
@@ -435,47 +441,38 @@ class Bodies:
     # ---- update ----
 
     def _update(self, call: Call) -> None:
-        unit = self.unit_of(call.op)
-        layout = self.layouts[unit.name]
-        grads, params, states, part = value_of(call.reads[0]), None, None, layout.whole
-        clip = next((value_of(x).clip for x in call.reads[1:] if content_of(x) == Clip()), None)
+        role = self._update_roles.get(call.op.key) or self._update_role(call)
+        unit, layout, part = role.unit, role.layout, role.part
         for instance in call.writes:
-            value = self.places.place(instance)
-            content = content_of(instance)
-            if isinstance(content, States):
-                states, part = value, layout.part(content)
-            else:
-                params = value
-                if instance.over is None and not layout.has_master:
-                    raise ModelError(
-                        f"op {call.op.key!r} writes new parameters, but there is no master copy to make them from"
-                    )
-        assert params is not None
-        if len(part) == unit.num_trained:
-            part = own_part(call.reads[0], unit, self.ranks)
-
-        def of_part(flat: torch.Tensor) -> torch.Tensor:
-            return flat if flat.numel() == len(part) else flat[part.start : part.stop]
-
-        def views_of(memory: torch.Tensor) -> list[View]:
-            return list(layout.views(memory, part))
-
-        flat = of_part(params.block.data.view(self.dtype))
-        views = [] if states is None else states.block.once((unit.name, part), views_of)
+            self.places.place(instance)
+        grads, params = value_of(call.reads[0]), value_of(call.writes[role.params_at])
+        flat = params.block.data.view(self.dtype)
+        flat = flat if flat.numel() == len(part) else flat[part.start : part.stop]
+        views: Sequence[View] = ()
+        if role.states_at is not None:
+            block = value_of(call.writes[role.states_at]).block
+            views = block.once(role, lambda memory: list(layout.views(memory, part)))
         if grads.is_absent:
             for view in views if layout.has_master else ():
                 flat[view.begin - part.start :][: view.length].copy_(view.tensors["master"])
             return
-        is_fp32 = isinstance(content_of(call.reads[0]), CastGradients)
         gradient: torch.Tensor | list[torch.Tensor]
         if grads.gradients is not None:
             gradient = flat_gradients(grads, unit, part)
         else:
-            flat_gradient = grads.block.data.view(torch.float32 if is_fp32 else self.dtype)
-            gradient = of_part(flat_gradient).to(self.dtype)  # exact either way
+            gradient = grads.block.data.view(torch.float32 if role.is_fp32 else self.dtype)
+            gradient = gradient if gradient.numel() == len(part) else gradient[part.start : part.stop]
+            gradient = gradient.to(self.dtype)  # exact either way
         step = call.step - (unit.name in self._updated_late)
+        clip = None if role.clip_at is None else value_of(call.reads[role.clip_at]).clip
         with threads_here(self.num_threads) if layout.optimizer.grain is None else nullcontext():
             self.update(unit.name, flat, gradient, views, part, step, clip)
+
+    def _update_role(self, call: Call) -> UpdateRole:
+        unit = self.unit_of(call.op)
+        own = own_part(call.reads[0], unit, self.ranks)
+        role = self._update_roles[call.op.key] = update_role_of(call, unit, self.layouts[unit.name], own)
+        return role
 
     def update(
         self,

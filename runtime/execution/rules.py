@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import KW_ONLY, dataclass
 
 from tierplan.runtime.execution.instances import Instance, OpRun, Unrolling
@@ -110,32 +110,28 @@ class Rules:
         if node.waiting_for == 0:
             self._make_eligible(node, now_ns)
 
-    def _come_closer(self, node: OpRun, now_ns: int) -> None:
-        """One thing less to wait for."""
-        node.waiting_for -= 1
-        if node.waiting_for == 0 and node.is_reached:
-            self._make_eligible(node, now_ns)
-
     def _make_eligible(self, node: OpRun, now_ns: int) -> None:
         node.is_eligible = True
         if node.grants_left == 0:
             self._start(node, now_ns)
         else:
-            for tier in node.needs:
-                self._grant(tier, now_ns)
+            self._grant(node.needs, now_ns)
 
-    def _grant(self, tier: str, now_ns: int) -> None:
-        """Grants memory of one tier in list order, as far as the next op is eligible and fits."""
-        queue = self._grants[tier]
-        while queue and queue[0].is_eligible and self.ledger.has_room(tier, queue[0]):
-            node = queue.popleft()
-            for instance in node.writes:
-                if instance.buffer.tier == tier and instance.buffer.reuses is None:
-                    self.ledger.hold(now_ns, instance)
-                    self.on_grant(node.op, instance, self.ledger.held_bytes[instance.buffer.name])
-            node.grants_left -= 1
-            if node.grants_left == 0:
-                self._start(node, now_ns)
+    def _grant(self, tiers: Iterable[str], now_ns: int) -> None:
+        """Grants memory of each tier in list order, as far as the next op is eligible and fits."""
+        for tier in tiers:
+            queue = self._grants[tier]
+            while queue and queue[0].is_eligible and self.ledger.has_room(tier, queue[0]):
+                self._grant_next(tier, queue.popleft(), now_ns)
+
+    def _grant_next(self, tier: str, node: OpRun, now_ns: int) -> None:
+        for instance in node.writes:
+            b = instance.buffer
+            if b.tier == tier and b.reuses is None:
+                self.on_grant(node.op, instance, self.ledger.hold(now_ns, instance))
+        node.grants_left -= 1
+        if node.grants_left == 0:
+            self._start(node, now_ns)
 
     def _start(self, node: OpRun, now_ns: int) -> None:
         node.is_started = True
@@ -168,17 +164,19 @@ class Rules:
             if instance.is_dead_to_its_stream:
                 self._free(instance, now_ns)
                 self.ledger.keep_private(instance, node.op.stream, 1)
-                node.freed.append(instance)
-        followers, node.followers = node.followers, []
-        for later in followers:
+                node.freed = (*node.freed, instance)
+        on_host = list[OpRun]()
+        for later in node.followers:
             if later.op.stream in self.streams_ahead:
-                later.behind.append(node)
-                self._come_closer(later, now_ns)
+                later.behind = (*later.behind, node)
+                later.waiting_for -= 1
+                if later.waiting_for == 0 and later.is_reached:
+                    self._make_eligible(later, now_ns)
             else:
-                node.followers.append(later)
+                on_host.append(later)
+        node.followers = on_host
         self.num_running += 1  # until it has ended
-        for tier in {instance.buffer.tier: None for instance in node.freed}:
-            self._grant(tier, now_ns)
+        self._grant({instance.buffer.tier: None for instance in node.freed}, now_ns)
 
     def end_issued(self, node: OpRun) -> None:
         """An op that was issued has ended, and has its times."""
@@ -217,18 +215,21 @@ class Rules:
         for instance in node.reads:
             instance.num_left -= 1
         for instance in (*node.reads, *node.writes):
-            if instance.num_left == 0 and not (instance.is_reused or instance.outlives or instance.is_free):
-                self._free(instance, now_ns)
-                self.on_free(instance)
-                tiers[instance.buffer.tier] = None
+            if instance.num_left or instance.is_reused or instance.outlives or instance.is_free:
+                continue
+            self._free(instance, now_ns)
+            self.on_free(instance)
+            tiers[instance.buffer.tier] = None
         for later in node.followers:
             if end_ns > later.ready_ns:
                 later.ready_ns = end_ns
-            self._come_closer(later, now_ns)
-        for tier in tiers:
-            self._grant(tier, now_ns)
-        node.followers, node.freed = [], []
-        self._latest_ns[node.step] = max(end_ns, self._latest_ns[node.step])
+            later.waiting_for -= 1
+            if later.waiting_for == 0 and later.is_reached:
+                self._make_eligible(later, now_ns)
+        self._grant(tiers, now_ns)
+        node.followers = node.freed = ()
+        if end_ns > self._latest_ns[node.step]:
+            self._latest_ns[node.step] = end_ns
         self._ops_left[node.step] -= 1
         if self._ops_left[node.step] == 0:
             del self._ops_left[node.step]

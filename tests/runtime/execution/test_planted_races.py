@@ -59,7 +59,8 @@ RACES: dict[str, tuple[Any, str, str, str]] = {
         Bodies, "__call__", "self.device.on(call.op.stream)", "self.device.on('nvme.read')",
     ),
     "a loss is read when its forward is issued": (
-        Bodies, "_end_forward", "call.at_end.append(lambda: ", "(lambda f: f())(lambda: ",
+        Bodies, "_end_forward", "[*call.at_end, lambda: self.on_loss(step, m, loss.item())]",
+        "call.at_end or self.on_loss(step, m, loss.item()) or ()",
     ),
     "an op uses the copy that is on its way out": (
         Bodies, "_bind", "value.handle.use(value)", "value.handle._at or value.handle.use(value)",
