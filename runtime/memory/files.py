@@ -223,8 +223,10 @@ def _move(
     while done < size:
         with naming(f"{verb} {size - done:,} bytes at {offset + done:,} of", path):
             moved = call(fd, left, offset + done)
-        if moved == 0:
-            raise StoreError(errno.EIO, f"{path} ended at {offset + done:,}, before the data that it should hold")
+        is_end = moved == 0 or (direct and verb == "read" and moved < min(PAGE_BYTES, size - done))
+        if is_end:  # inside the page that it would go on at, too
+            end = offset + done + moved
+            raise StoreError(errno.EIO, f"{path} ended at {end:,}, before the data that it should hold")
         if direct and done + moved < size:
             moved -= moved % PAGE_BYTES
         done += moved

@@ -129,6 +129,17 @@ def test_without_direct_access_it_says_so_and_works(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("left_bytes", [0, 1, 3 * PAGE_BYTES, 3 * PAGE_BYTES + 1])
+def test_a_file_that_another_program_cut_ends_a_read(tmp_path: Path, left_bytes: int) -> None:
+    """Inside a page, too, where direct access cannot go on."""
+    store = Store([tmp_path])
+    extent = store.allocate(8 * PAGE_BYTES)
+    store.write(extent, noise(8 * PAGE_BYTES, 1))
+    os.truncate(store.paths[0], HEADER_BYTES + left_bytes)
+    with pytest.raises(StoreError, match="ended at"):
+        store.read(extent, map_host(8 * PAGE_BYTES))
+
+
 @pytest.mark.parametrize("num_folders", [1, 2])
 @pytest.mark.parametrize("most_bytes", [PAGE_BYTES, 3 * PAGE_BYTES + 512])
 def test_short_transfers_are_completed(tmp_path: Path, num_folders: int, most_bytes: int) -> None:
