@@ -131,10 +131,9 @@ class _Saver:
                 self._sources[part.bound.untyped_storage().data_ptr()] = part
                 self._whole.update(part.references)
 
-    def find(self, t: torch.Tensor, storage: torch.UntypedStorage) -> object | None:
+    def find(self, t: torch.Tensor, storage: torch.UntypedStorage, address: int) -> object | None:
         """How to find the tensor again if it is a reference; what `know` was told about its storage, and not about
         another one that had its address; None if it is a saved tensor that is seen first."""
-        address = storage.data_ptr()
         source = self._sources.get(address)
         if source is not None:
             reference = _Reference(source, t)
@@ -148,8 +147,8 @@ class _Saver:
             return known[1]
         return t.detach() if address in self.external or address == 0 else None
 
-    def know(self, storage: torch.UntypedStorage, what: object) -> None:
-        self._known[storage.data_ptr()] = weakref.ref(storage), what
+    def know(self, storage: torch.UntypedStorage, address: int, what: object) -> None:
+        self._known[address] = weakref.ref(storage), what
 
     def close(self) -> None:
         """After the forward: what the graph does not hold may die."""
@@ -180,14 +179,14 @@ class Recorder(_Saver):
             self.saves_parameters = True
             return whole
         storage = t.untyped_storage()
-        known = self.find(t, storage)
+        known = self.find(t, storage, address := storage.data_ptr())
         if known is None:
-            return self._begin(t, storage)
+            return self._begin(t, storage, address)
         if known is True:
             return t.detach()
         return known if type(known) is not SavedStorage or known.is_all(t) else _Reference(known, t)
 
-    def _begin(self, t: torch.Tensor, storage: torch.UntypedStorage) -> object:
+    def _begin(self, t: torch.Tensor, storage: torch.UntypedStorage, address: int) -> object:
         """A saved tensor: what autograd's graph is to hold for it, the tensor where nobody else asks for it."""
         index, size_bytes = self.num_saved, storage.nbytes()
         is_recomputed, is_moved = index in self.recomputed, index in self.moved
@@ -196,12 +195,12 @@ class Recorder(_Saver):
         if not is_recomputed and not is_moved:
             self.kept_bytes += size_bytes
             if not self.recomputed:
-                self.know(storage, True)
+                self.know(storage, address, True)
                 return t.detach()
         is_all = t.nbytes == size_bytes and t.is_contiguous()
         shape, stride = (t.shape, t.stride()) if is_all else ((size_bytes // t.itemsize,), (1,))
         saved = SavedStorage(index, size_bytes, t.dtype, shape, stride)
-        self.know(storage, saved)
+        self.know(storage, address, saved)
         if not is_recomputed:
             saved.tensor = t.detach() if is_all else t.detach().as_strided(shape, stride, 0)
         if self.recomputed:
@@ -234,8 +233,8 @@ class Recreator(_Saver):
 
     def pack(self, t: torch.Tensor) -> object:
         storage = t.untyped_storage()
-        if self.is_on and self.find(t, storage) is None:
-            self.know(storage, True)
+        if self.is_on and self.find(t, storage, address := storage.data_ptr()) is None:
+            self.know(storage, address, True)
             self.on_saved(self.num_saved, t)
             saved = self.wanted.pop(self.num_saved, None)
             self.num_saved += 1

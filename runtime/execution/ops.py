@@ -209,7 +209,7 @@ class Bodies:
         elif isinstance(old.place, Extent):
             self.places.drives.read(old.place, new.block.pages)
         elif old.place is None and old.handle is not None:
-            expect(source, sum(old.handle.sizes_bytes))
+            expect(source, old.handle.forms.size_bytes)
             torch._foreach_copy_(old.handle.parts_of(new.block), old.handle.parts(), non_blocking=True)
         else:
             copy_bytes(new.block.data, self._memory(source), call.op.unit, self.units, self.ranks)

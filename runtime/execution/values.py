@@ -32,13 +32,21 @@ class SizeError(ValueError):
     """An op made more or fewer bytes than its buffer declares: the schedule is not of this model and these shapes."""
 
 
-Forms = tuple[tuple[torch.dtype, Sequence[int]], ...]
-"""Types and shapes of tensors that lie one behind the other."""
+class Forms:
+    """Types and shapes of tensors that lie one behind the other. Equal ones are one object (`_forms`), since to tell
+    whether two are equal takes long."""
+
+    __slots__ = ("each", "size_bytes", "sizes_bytes")
+
+    def __init__(self, each: tuple[tuple[torch.dtype, Sequence[int]], ...]) -> None:
+        self.each = each
+        self.sizes_bytes = [dtype.itemsize * prod(shape) for dtype, shape in each]
+        self.size_bytes = sum(self.sizes_bytes)
 
 
 @functools.lru_cache(maxsize=4096)
-def _sizes_bytes(forms: Forms) -> list[int]:
-    return [dtype.itemsize * prod(shape) for dtype, shape in forms]
+def _forms(each: tuple[tuple[torch.dtype, Sequence[int]], ...]) -> Forms:
+    return Forms(each)
 
 
 class AutogradHandle(ABC):
@@ -62,12 +70,8 @@ class AutogradHandle(ABC):
     @functools.cached_property
     def dtype(self) -> torch.dtype:
         """Of its values; uint8 where they are of several."""
-        types = {dtype for dtype, _ in self.forms}
+        types = {dtype for dtype, _ in self.forms.each}
         return types.pop() if len(types) == 1 else torch.uint8
-
-    @property
-    def sizes_bytes(self) -> list[int]:
-        return _sizes_bytes(self.forms)
 
     def begin(self, value: BufferValue | None = None) -> BufferValue:
         """The value of the buffer that autograd has made, or of one that has come from another rank."""
@@ -102,7 +106,7 @@ class AutogradHandle(ABC):
         return block.once(self.forms, self.split)  # type: ignore[no-any-return]
 
     def split(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        parts = zip(memory.split(self.sizes_bytes), self.forms, strict=True)
+        parts = zip(memory.split(self.forms.sizes_bytes), self.forms.each, strict=True)
         return [part.view(dtype).view(shape) for part, (dtype, shape) in parts]
 
     def memory(self) -> torch.Tensor:
@@ -126,9 +130,11 @@ class AutogradHandle(ABC):
 def _forms_of_saved(looks: Sequence[tuple[torch.dtype, Sequence[int], int]]) -> Forms:
     """As they were saved; bytes, where values would not be aligned."""
     begins = itertools.accumulate((size_bytes for *_, size_bytes in looks), initial=0)
-    return tuple(
-        (dtype, shape) if begin % dtype.itemsize == 0 else (torch.uint8, (size_bytes,))
-        for begin, (dtype, shape, size_bytes) in zip(begins, looks, strict=False)
+    return _forms(
+        tuple(
+            (dtype, shape) if begin % dtype.itemsize == 0 else (torch.uint8, (size_bytes,))
+            for begin, (dtype, shape, size_bytes) in zip(begins, looks, strict=False)
+        )
     )
 
 
@@ -145,7 +151,7 @@ class SavedTensorsHandle(AutogradHandle):
 
     def parts(self) -> list[torch.Tensor]:
         parts = []
-        for each, (dtype, _) in zip(self._saved, self.forms, strict=True):
+        for each, (dtype, _) in zip(self._saved, self.forms.each, strict=True):
             saved = each()
             assert saved is not None
             assert saved.tensor is not None
@@ -170,7 +176,7 @@ class InputHandle(AutogradHandle):
     def _forms(self) -> Forms:
         tensors = self._tensors()
         self._strides = [None if t.is_contiguous() else t.stride() for t in tensors]
-        return tuple([(t.dtype, t.shape) for t in tensors])
+        return _forms(tuple([(t.dtype, t.shape) for t in tensors]))
 
     def _tensors(self) -> list[torch.Tensor]:
         if not self._is_gradient:

@@ -17,7 +17,7 @@ def test_bytes_that_are_not_aligned_and_parts_of_a_storage_come_back() -> None:
     packed = [recorder.pack(t) for t in looks]
     handle = SavedTensorsHandle([recorder.away.pop(k) for k in range(3)])
     begun = handle.begin()
-    block = Pool(map_host, 1 << 20).take(sum(handle.sizes_bytes))
+    block = Pool(map_host, 1 << 20).take(handle.forms.size_bytes)
     torch._foreach_copy_(handle.parts_of(block), handle.parts())
     assert block.data[3:27].tolist() == list(looks[1].t().numpy().tobytes()), "parts lie behind each other, as stored"
     handle.leave(begun)
