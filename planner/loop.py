@@ -418,7 +418,7 @@ class Search:
                 break
             yield
         else:
-            for chain in self.chains:
+            for chain in self.chains if self.num_devices == 1 or self.best_s == self.beat_s == inf else ():
                 if chain.found.plain is None and chain.least_s < self._to_beat_s():
                     self._go_on_with(chain, inf)
             yield from self._more()

@@ -122,10 +122,6 @@ def tried(
         for trials in programs:
             while best_s() == inf and next(trials, None) is not None:
                 yield best_s()
-                if simulate_plan.machine.num_devices > 1 and best_s() == inf:
-                    yield from frugal()  # of several devices, plans of one are but a start: if need be, any
-                    if best_s() == inf:
-                        return
         yield from frugal()
         first = found.by_shape.get(shape)
         if back is not None and first is not None and any(u.returns_grads for u in first.plan.units):
