@@ -27,7 +27,7 @@ from tierplan.planner.results import PlanResult, PolicyResult, Status
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.from_program import ProgramPlans
-from tierplan.planner.search.incumbents import Batches, Incumbents, Shape, is_start, per_batch_s
+from tierplan.planner.search.incumbents import Batches, Incumbents, Shape, is_start, per_batch_s, step_of
 from tierplan.planner.search.lesser import Known, needs_no_drives, without_excess
 from tierplan.planner.search.moves import loosened, off_drives, with_shape_of
 from tierplan.planner.search.race import GOOD_FRAC, MOST_OPS, OrderSearch, Racer, race, rounds
@@ -178,8 +178,8 @@ class Search:
         return per_batch_s(on_all) <= NEAR_ON_ALL * min(best_s, self.beat_s / on_all.plan.num_batches)
 
     def move(self) -> None:
-        """Moves of the best plan on several devices, where it is near the best of all. Of several searches that have
-        gone on, the best one does."""
+        """Moves of the best plan on all devices, where it is near the best of all. Of several searches, the one that has
+        the best such plan does."""
         start = self.incumbents.on_all
         if self.is_interrupted or start is None or not self._is_near(start):
             return
@@ -243,8 +243,7 @@ class Search:
     @property
     def best_s(self) -> float:
         """The shortest step so far."""
-        best = self.incumbents.best
-        return inf if best is None or best.step_s is None else best.step_s
+        return step_of(self.incumbents.best)
 
     def result(self) -> PlanResult:
         """The best plan so far. Raises `InfeasiblePlan` where there is none."""

@@ -34,7 +34,7 @@ Ints: TypeAlias = NDArray[np.int32]
 SOLVER = "HiGHS"
 TOLERANCE = 1e-4
 """Of a row, relative to its largest coefficient: an answer that breaks one by more is none."""
-LP_TIME_LIMIT_S = 60.0
+LP_TIME_LIMIT_S = 10.0
 """Of a program without integers; the largest take a second, so only a solver that is stuck meets it."""
 MOST_NODES = 100
 """At which branching ends, so that no clock decides what is found."""

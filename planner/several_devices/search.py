@@ -32,7 +32,7 @@ SHARE_OF_MOVES, SHARE_OF_PATTERNS = 1.0, 0.5
 LOOKS = (0.1, 0.25, 0.5)
 """Parts of their share after which the best plan of one device so far is tried on all: the last is not always the best
 there, and where it is far behind, the search ends."""
-NEAR_ON_ALL = 1.5
+NEAR_ON_ALL = 2.0
 """A plan on all devices is searched and moved where it takes at most so many times the best step."""
 WAYS_TO_EXCHANGE: Sequence[tuple[Literal["last", "each"], Literal["nothing", "all"]]] = (
     ("last", "nothing"), ("last", "all"), ("each", "nothing"), ("each", "all"),
