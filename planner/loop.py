@@ -160,14 +160,15 @@ class Search:
             if packed and bound_of_packs(self.posed("horizontal", 1), packed.plan.packs) < self.beat_s:
                 search_packs(self.seeds, self.simulate_plan, num_ops=self.budget.ops_left, seed=self.seed)
                 self.incumbents.consider(self.seeds.packed or packed)
-            looks = looks_on_all(self.budget) if self.num_devices > 1 else []
+            is_for_all = self.num_devices > 1 and self.batches != "shared"
+            looks = looks_on_all(self.budget) if is_for_all else []
             while next(self.in_rounds, self) is not self and not self.budget.is_out_of_time:
                 if looks and self.budget.spent_frac >= looks[0]:
                     looks.pop(0)
                     on_all_devices(self.incumbents, self.simulate_plan, self.num_devices)
                     if self.incumbents.on_all is not None and not self._is_near(self.incumbents.on_all):
                         break
-            if self.num_devices > 1:
+            if is_for_all:
                 on_all_devices(self.incumbents, self.simulate_plan, self.num_devices)
         except KeyboardInterrupt:
             self.interrupt()
@@ -178,8 +179,8 @@ class Search:
         return per_batch_s(on_all) <= NEAR_ON_ALL * min(best_s, self.beat_s / on_all.plan.num_batches)
 
     def move(self) -> None:
-        """Moves of the best plan on all devices, where it is near the best of all. Of several searches, the one that has
-        the best such plan does."""
+        """Moves of the best plan on all devices, where it is near the best of all. Of several searches, that with the
+        best such plan does so."""
         start = self.incumbents.on_all
         if self.is_interrupted or start is None or not self._is_near(start):
             return

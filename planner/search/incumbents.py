@@ -53,9 +53,11 @@ class Incumbents:
                 self.by_shape[shape] = candidate
         if _is_packed(candidate) and (self.packed is None or per_batch_s(candidate) < per_batch_s(self.packed)):
             self.packed = candidate
+        if not allowed:
+            return
         if _is_on_all(candidate) and (self.on_all is None or per_batch_s(candidate) < per_batch_s(self.on_all)):
             self.on_all = candidate
-        if allowed and (self.best is None or per_batch_s(candidate) < per_batch_s(self.best)):
+        if self.best is None or per_batch_s(candidate) < per_batch_s(self.best):
             self.best = candidate
 
 
