@@ -27,7 +27,7 @@ from tierplan.planner.results import PlanResult, PolicyResult, Status
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.from_program import ProgramPlans
-from tierplan.planner.search.incumbents import Batches, Incumbents, Shape, is_start, per_batch_s, step_of
+from tierplan.planner.search.incumbents import Batches, Incumbents, Shape, is_start, per_batch_s, step_s_of
 from tierplan.planner.search.lesser import Known, needs_no_drives, without_excess
 from tierplan.planner.search.moves import loosened, off_drives, with_shape_of
 from tierplan.planner.search.race import GOOD_FRAC, MOST_OPS, OrderSearch, Racer, race, rounds
@@ -244,7 +244,7 @@ class Search:
     @property
     def best_s(self) -> float:
         """The shortest step so far."""
-        return step_of(self.incumbents.best)
+        return step_s_of(self.incumbents.best)
 
     def result(self) -> PlanResult:
         """The best plan so far. Raises `InfeasiblePlan` where there is none."""

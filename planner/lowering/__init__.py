@@ -93,7 +93,7 @@ class Lowering:
 def _partitioned(plan: UnitwisePlan, workload: Workload, machine: Machine, drawn: int | None = None) -> ScheduleColumns:
     step = unitwise_step(plan, workload, chains_of(workload))
     one, is_vertical = step.columns(machine), plan.order == "vertical"
-    return partition(one, plan.devices, plan.sharing, is_vertical=is_vertical, roles=step.roles(), drawn=drawn)
+    return partition(one, plan.devices, plan.sharing, is_vertical=is_vertical, kinds=step.kinds(), drawn=drawn)
 
 
 def _of_the_first(plan: UnitwisePlan, workload: Workload, machine: Machine) -> ScheduleColumns:

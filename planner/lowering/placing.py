@@ -18,7 +18,7 @@ from tierplan.sim.compiled.compiler import compiled
 COMPUTE, READ, HOME = range(3)
 """As in `listing`: marked ops of a turn, which others come after."""
 NUM_MARKS = 3
-OP_FIELDS, BUFFER_FIELDS, PUT_FIELDS, CELL_FIELDS, ROLE_FIELDS = 6, 4, 3, 4, 3
+OP_FIELDS, BUFFER_FIELDS, PUT_FIELDS, CELL_FIELDS, KIND_FIELDS = 6, 4, 3, 4, 3
 NO_REF = 2**40
 """As `sketch.NO_REF`: no buffer at all, where a buffer is expected."""
 
@@ -274,8 +274,8 @@ def written(
 
 
 @compiled
-def told(step: Step, op_kinds: Rows, roles: Rows) -> tuple[Int32, Int32, Int32, Int32, Int32, Int32]:
-    """What the ops and buffers of a step are, in the order of its turns: `Roles` from `op_kind` to `unit`."""
+def told(step: Step, op_kinds: Rows, buffer_kinds: Rows) -> tuple[Int32, Int32, Int32, Int32, Int32, Int32]:
+    """What the ops and buffers of a step are, in the order of its turns: `Kinds` from `op_kind` to `unit`."""
     num_ops, num_buffers = step.first_op[-1], step.first_buffer[-1]
     op_kind, op_unit, op_batch = np.empty(num_ops, np.int32), np.empty(num_ops, np.int32), np.empty(num_ops, np.int32)
     kind, content = np.empty(num_buffers, np.int32), np.empty(num_buffers, np.int32)
@@ -288,8 +288,8 @@ def told(step: Step, op_kinds: Rows, roles: Rows) -> tuple[Int32, Int32, Int32, 
         for k in range(op_kinds.begins[t], op_kinds.begins[t + 1]):
             op_kind[i], op_unit[i], op_batch[i] = op_kinds.items[k], u, step.turns.batch[p]
             i += 1
-        for k in range(roles.begins[t], roles.begins[t + 1], ROLE_FIELDS):
-            own_kind, own_content, whose = roles.items[k], roles.items[k + 1], roles.items[k + 2]
+        for k in range(buffer_kinds.begins[t], buffer_kinds.begins[t + 1], KIND_FIELDS):
+            own_kind, own_content, whose = buffer_kinds.items[k], buffer_kinds.items[k + 1], buffer_kinds.items[k + 2]
             unit[b] = u + whose if whose < 2 else step.owner_of[u]
             if own_content < 0:
                 held = step.held[step.first_held[p] - 1 - own_content]

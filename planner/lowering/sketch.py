@@ -20,7 +20,7 @@ import numpy as np
 from tierplan.hwmodels.names import D2H, DEVICE, H2D, HOST, NVME, NVME_READ, NVME_WRITE
 from tierplan.planner.lowering.placing import NO_REF
 from tierplan.planner.plan import UnitwisePlan
-from tierplan.planner.several_devices.roles import BUFFER_KINDS, CONTENTS, OP_KINDS, OTHER
+from tierplan.planner.several_devices.kinds import BUFFER_KINDS, CONTENTS, OP_KINDS, OTHER
 from tierplan.sim.builder import Builder
 from tierplan.sim.columns import BufferLabel, Float64, OpLabel, Works
 from tierplan.sim.contents import Content, copy_key, parse_content
@@ -77,9 +77,9 @@ class Template:
     marks: Mapping[str, int]
     """Ops that others come after."""
     op_kinds: list[int]
-    """As in `Roles`."""
-    roles: list[int]
-    """Of each buffer kind and content, as in `Roles`, or the cell that holds the like; and whose it is."""
+    """As in `Kinds`."""
+    buffer_kinds: list[int]
+    """Of each buffer kind and content, as in `Kinds`, or the cell that holds the like; and whose it is."""
 
 
 class Terms(NamedTuple):
@@ -240,11 +240,11 @@ class Sketch(Builder):
             puts=[n for cell, b in self._puts.items() for n in (self.cells[cell], number[b], _form(self.buffers[b]))],
             marks=self._marks,
             op_kinds=[OP_KINDS.get(op.kind, OTHER) for op in self._ops],
-            roles=[n for b in made for n in self._role(b)],
+            buffer_kinds=[n for b in made for n in self._kinds_of(b)],
         )
 
-    def _role(self, buffer: Buffer) -> tuple[int, int, int]:
-        """As in `Template.roles`."""
+    def _kinds_of(self, buffer: Buffer) -> tuple[int, int, int]:
+        """As in `Template.buffer_kinds`."""
         kind = self._cell_of(buffer.kind)
         kind = BUFFER_KINDS.get(buffer.kind, OTHER) if kind is None else kind
         if (of_cell := self._cell_of(buffer.content)) is not None:

@@ -117,7 +117,7 @@ class Chain:
         """Of turns that were drawn for their names, by template, unit, micro-batch and what their cells hold."""
         self._patterns, self._keys, self._puts, self._totals = Growing(), Growing(), Growing(), Growing()
         self._parts = {name: Growing() for name in ("ops", "reads", "writes", "after", "buffers")}
-        self._roles = {name: Growing() for name in ("op_kinds", "roles")}
+        self._kinds = {name: Growing() for name in ("op_kinds", "buffer_kinds")}
         self._slots = np.full(1024, -1, np.int64)
 
     # ---- what is known of units and choices ----
@@ -201,7 +201,7 @@ class Chain:
         self._puts.add(template.puts)
         marks = [template.marks.get(mark, -1) for mark in MARKS]
         self._totals.add([len(template.ops) // OP_FIELDS, len(template.buffers) // BUFFER_FIELDS, *marks])
-        for name, rows in (self._parts | self._roles).items():
+        for name, rows in (self._parts | self._kinds).items():
             rows.add(getattr(template, name))
         first = number
         if 2 * len(self.templates) > len(self._slots):
@@ -224,9 +224,9 @@ class Chain:
         return tuple(rows.rows for rows in self._parts.values())
 
     @property
-    def roles(self) -> tuple[Rows, ...]:
-        """Kinds of ops and roles of buffers by template."""
-        return tuple(rows.rows for rows in self._roles.values())
+    def kinds(self) -> tuple[Rows, ...]:
+        """Kinds of ops and of buffers by template."""
+        return tuple(rows.rows for rows in self._kinds.values())
 
 
 def _names(turn: TurnKind, flag: int, num_moved: int, num_parts: int) -> Iterator[tuple[str, str, str]]:

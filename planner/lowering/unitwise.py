@@ -18,7 +18,7 @@ from tierplan.planner.lowering.templates import TURNS, Chain
 from tierplan.planner.lowering.tiling import cut_batches, cut_operators
 from tierplan.planner.plan import UnitwisePlan, facts_of
 from tierplan.planner.plan_rules import WriteBack
-from tierplan.planner.several_devices.roles import ENDS, OTHER, Roles
+from tierplan.planner.several_devices.kinds import ENDS, OTHER, Kinds
 from tierplan.sim.builder import tiers_of
 from tierplan.sim.columns import BufferLabel, Int32, Int64, Labels, OpLabel, ScheduleColumns
 from tierplan.sim.compiled.graph_columns import graph_columns
@@ -182,11 +182,11 @@ class UnitwiseStep:
         self.order = consistent_order(wanted, graph_columns(columns))
         return columns.reordered(self.order)
 
-    def roles(self) -> Roles:
+    def kinds(self) -> Kinds:
         """What the ops and buffers of its `columns` are, which have been made."""
-        op_kind, op_unit, op_batch, kind, content, unit = told(self.step, *self.chain.roles)
+        op_kind, op_unit, op_batch, kind, content, unit = told(self.step, *self.chain.kinds)
         units, order = self.workload.units, self.order
-        return Roles(
+        return Kinds(
             op_kind=op_kind[order],
             op_unit=op_unit[order],
             op_batch=op_batch[order],

@@ -25,7 +25,7 @@ from tierplan.planner.planning import budget_of, known_of_lesser, plan, refuse_l
 from tierplan.planner.questions.endurance import allowed_bytes_per_s
 from tierplan.planner.results import PlanResult, PolicyResult
 from tierplan.planner.search.budget import Budget
-from tierplan.planner.search.incumbents import Batches, step_of
+from tierplan.planner.search.incumbents import Batches, step_s_of
 from tierplan.planner.search.lesser import Known
 from tierplan.planner.search.moves import with_shape_of
 from tierplan.planner.search.race import GOOD_FRAC, Racer, race
@@ -155,7 +155,7 @@ def plan_sequences(
             others += searched(rest)
         searches += others
     if not any(s.is_interrupted for s in searches):
-        min(searches, key=lambda s: step_of(s.incumbents.on_all)).move()
+        min(searches, key=lambda s: step_s_of(s.incumbents.on_all)).move()
     for search in searches:
         search.hold()
     best = min(searches, key=lambda s: s.best_s)

@@ -82,11 +82,11 @@ def _is_on_all(candidate: Candidate[Any]) -> TypeGuard[Candidate[UnitwisePlan]]:
     return isinstance(plan, UnitwisePlan) and plan.devices > 1 and plan.sharing.divided != "tensors"
 
 
-def step_of(candidate: Candidate[Any] | None) -> float:
+def step_s_of(candidate: Candidate[Any] | None) -> float:
     """Its step in seconds; infinite for none, or one that does not fit."""
     return float("inf") if candidate is None or candidate.step_s is None else candidate.step_s
 
 
 def per_batch_s(candidate: Candidate[Plan]) -> float:
     """Seconds per step for the workload's micro-batches: of those that one device has, where each has its own."""
-    return step_of(candidate) / candidate.plan.num_batches
+    return step_s_of(candidate) / candidate.plan.num_batches

@@ -4,7 +4,7 @@ builder         a schedule in the making, as columns: names are made when somebo
 collectives     what devices do together, as work of a ring
 partition       one device's schedule on each of several, with states cut into shards (ZeRO-3)
 dividing        its ops and buffers, compiled
-roles           what decides how a schedule is divided, as numbers in place of names
+kinds           what decides how a schedule is divided, as numbers in place of names
 alike           one device for several that all do the same at once
 packs           runs of units that visit devices in turn (Harmony)
 packs_unitwise  the same unit by unit, as the runtime executes it

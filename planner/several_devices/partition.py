@@ -24,7 +24,7 @@ from tierplan.planner.plan import Sharing
 from tierplan.planner.several_devices import dividing
 from tierplan.planner.several_devices.collectives import collective_work
 from tierplan.planner.several_devices.dividing import NONE, Made, SharingNumbers, State, Table
-from tierplan.planner.several_devices.roles import Roles, content_of, roles_of
+from tierplan.planner.several_devices.kinds import Kinds, content_of, kinds_of
 from tierplan.sim.columns import BufferLabel, Labels, Lists, OpLabel, ScheduleColumns, Works
 from tierplan.sim.contents import buffer_name, copy_key, device_name, micro_batch_name, op_key
 
@@ -42,16 +42,16 @@ def partition(
     sharing: Sharing,
     *,
     is_vertical: bool = False,
-    roles: Roles | None = None,
+    kinds: Kinds | None = None,
     drawn: int | None = None,
 ) -> ScheduleColumns:
     """The schedule of `devices` devices, given that of one. Their tiers and the links between them must exist.
 
-    `is_vertical` says that a unit has all its micro-batches in one turn, and `roles` what its ops and buffers are,
+    `is_vertical` says that a unit has all its micro-batches in one turn, and `kinds` what its ops and buffers are,
     which else is read from their names. With `drawn=1` the first device stands for all, which is enough where all do
     the same at once (`alike`); what they have elsewhere is there in one buffer.
     """
-    roles, num_drawn = roles_of(columns.labels()) if roles is None else roles, drawn or devices
+    kinds, num_drawn = kinds_of(columns.labels()) if kinds is None else kinds, drawn or devices
     terms = SharingNumbers(
         num=devices,
         num_drawn=num_drawn,
@@ -62,11 +62,11 @@ def partition(
         waits=sharing.waits,
         keeps=KEEPS[sharing.keeps],
         by=COLLECTIVES.index(sharing.by),
-        num_units=len(roles.lengths),
+        num_units=len(kinds.lengths),
     )
     tiers, names = columns.tiers, [t.name for t in columns.tiers]
-    tasks = _tasks(columns, roles)
-    wholes = _wholes(columns, roles, tasks, sharing, names.index(DEVICE), num_drawn)
+    tasks = _tasks(columns, kinds)
+    wholes = _wholes(columns, kinds, tasks, sharing, names.index(DEVICE), num_drawn)
     made, state = _room(columns, terms)
     of_drawn = np.array([names.index(device(r)) for r in range(num_drawn)], np.int32)
     grains = np.array([GRAINS[t.rounding] for t in tiers], np.int64)
@@ -105,21 +105,21 @@ def partition(
     )
 
 
-def _tasks(columns: ScheduleColumns, roles: Roles) -> Table:
+def _tasks(columns: ScheduleColumns, kinds: Kinds) -> Table:
     """The ops of one device."""
     tasks = np.empty(columns.num_ops, dividing.TASKS)
     is_on_device = np.array([parse_stream(work.stream).device is not None for work in columns.works], np.bool_)
     tasks["work"], tasks["is_on_device"] = columns.op_work, is_on_device[columns.op_work]
-    tasks["kind"], tasks["unit"], tasks["batch"] = roles.op_kind, roles.op_unit, roles.op_batch
-    tasks["end"] = roles.ends[roles.op_unit]
+    tasks["kind"], tasks["unit"], tasks["batch"] = kinds.op_kind, kinds.op_unit, kinds.op_batch
+    tasks["end"] = kinds.ends[kinds.op_unit]
     return tasks
 
 
 def _wholes(
-    columns: ScheduleColumns, roles: Roles, tasks: Table, sharing: Sharing, on_device: int, num_drawn: int
+    columns: ScheduleColumns, kinds: Kinds, tasks: Table, sharing: Sharing, on_device: int, num_drawn: int
 ) -> Table:
     """The buffers of one device, and what becomes of each; `on_device` is the number of the device's tier."""
-    tier, kind, content = columns.buffer_tier, roles.kind, roles.content
+    tier, kind, content = columns.buffer_tier, kinds.kind, kinds.content
     is_on_device, cuts_tensors = tier == on_device, sharing.divided == "tensors"
     writes, num_writes = columns.writes.items, np.diff(columns.writes.begins)
     is_copy, is_made_on_device = np.zeros((2, len(tier)), np.bool_)
@@ -129,11 +129,11 @@ def _wholes(
     is_summed = is_on_device & (content == dividing.OF_GRADIENTS) & ~is_copy
     is_summed &= sharing.reduces == "each" and not cuts_tensors
     # where parameters live, by unit, and whether they are frozen
-    homes = np.full((2, len(roles.lengths) + 1), NONE, np.int64)
+    homes = np.full((2, len(kinds.lengths) + 1), NONE, np.int64)
     is_frozen = (content == dividing.OF_FROZEN).astype(np.int64)
     at = np.flatnonzero(columns.buffer_initial & is_params)
-    homes[is_frozen[at], roles.unit[at]] = tier[at]
-    home = np.where(np.isin(content, (dividing.OF_PARAMS, dividing.OF_FROZEN)), homes[is_frozen, roles.unit], NONE)
+    homes[is_frozen[at], kinds.unit[at]] = tier[at]
+    home = np.where(np.isin(content, (dividing.OF_PARAMS, dividing.OF_FROZEN)), homes[is_frozen, kinds.unit], NONE)
     if cuts_tensors:
         borders = (dividing.OF_INPUT, dividing.OF_INPUT_GRADIENT, dividing.OF_SHARED)
         is_sharded = np.isin(kind, (*SHARDED, dividing.WORK)) | ((kind == dividing.ACTS) & ~np.isin(content, borders))
@@ -149,8 +149,8 @@ def _wholes(
     wholes, reuses = np.empty(len(tier), dividing.WHOLES), columns.buffer_reuses
     wholes["tier"], wholes["size_bytes"], wholes["is_initial"] = tier, columns.buffer_bytes, columns.buffer_initial
     wholes["reuses"], wholes["becomes"] = reuses, columns.buffer_becomes
-    wholes["kind"], wholes["content"], wholes["unit"] = kind, content, roles.unit
-    wholes["length"] = np.where(roles.unit == NONE, 0, roles.lengths[roles.unit])
+    wholes["kind"], wholes["content"], wholes["unit"] = kind, content, kinds.unit
+    wholes["length"] = np.where(kinds.unit == NONE, 0, kinds.lengths[kinds.unit])
     wholes["first"] = np.cumsum(num_standing) - num_standing
     wholes["is_on_device"], wholes["is_everywhere"] = is_on_device, is_everywhere
     wholes["is_copy"], wholes["is_summed_at_once"] = is_copy, is_summed

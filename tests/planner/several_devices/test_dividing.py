@@ -18,7 +18,7 @@ from tierplan.planner.lowering.unitwise import chains_of, unitwise_step
 from tierplan.planner.plan import Sharing, UnitwisePlan
 from tierplan.planner.plan_rules import Divided, PlanError
 from tierplan.planner.several_devices.dividing import FORWARD, OF_SHARED, OTHER
-from tierplan.planner.several_devices.roles import roles_of
+from tierplan.planner.several_devices.kinds import kinds_of
 from tierplan.sim.columns import ScheduleColumns
 from tierplan.sim.workloads.workload import Workload
 
@@ -86,7 +86,7 @@ def test_templates_say_of_ops_and_buffers_what_their_names_say(divided: str) -> 
         plan, workload = drawn(rng, divided, 2)
         step = unitwise_step(plan, workload, chains_of(workload))
         columns = step.columns(devices(2))
-        told, named = step.roles(), roles_of(columns.labels())
+        told, named = step.kinds(), kinds_of(columns.labels())
         assert told.op_kind.tolist() == named.op_kind.tolist()
         assert told.kind.tolist() == named.kind.tolist()
         assert told.content.tolist() == named.content.tolist()

@@ -21,7 +21,7 @@ from tierplan.sim.contents import (
     parse_content,
 )
 
-__all__ = ["BUFFER_KINDS", "CONTENTS", "ENDS", "OP_KINDS", "OTHER", "Roles", "content_of", "roles_of"]
+__all__ = ["BUFFER_KINDS", "CONTENTS", "ENDS", "OP_KINDS", "OTHER", "Kinds", "content_of", "kinds_of"]
 
 OP_KINDS = {
     "copy": dividing.COPY,
@@ -49,7 +49,7 @@ CONTENTS: dict[type, int] = {
 ENDS = {"embed": dividing.EMBED, "head": dividing.HEAD}
 
 
-class Roles(NamedTuple):
+class Kinds(NamedTuple):
     """What ops and buffers are, as numbers of `dividing`."""
 
     op_kind: Int32
@@ -70,7 +70,7 @@ content_of = lru_cache(maxsize=2**16)(parse_content)
 """The content with this text."""
 
 
-def roles_of(labels: Labels) -> Roles:
+def kinds_of(labels: Labels) -> Kinds:
     """What ops and buffers are, by their names."""
     contents = [content_of(b.content) for b in labels.buffers]
     units: dict[str, int] = {}
@@ -79,7 +79,7 @@ def roles_of(labels: Labels) -> Roles:
     ]
     of_ops = [units.setdefault(op.unit, len(units)) for op in labels.ops]
     lengths = {} if labels.step is None else {u.name: u.num_parameters for u in labels.step.units}
-    return Roles(
+    return Kinds(
         op_kind=np.array([OP_KINDS.get(op.kind, OTHER) for op in labels.ops], np.int32),
         op_unit=np.array(of_ops, np.int32),
         op_batch=np.array([op.micro_batch for op in labels.ops], np.int32),
