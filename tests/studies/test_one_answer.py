@@ -13,12 +13,14 @@ import pytest
 
 from tierplan.cli import main
 from tierplan.hwmodels.machine import Machine
+from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.plan import UnitwisePlan
+from tierplan.planner.results import PlanResult
 from tierplan.planner.search.batches import Division, plan_sequences
 from tierplan.studies import evaluate
 from tierplan.studies.advise import QUICKER_FRAC, advise
 from tierplan.studies.answer import answer_record
-from tierplan.studies.evaluate import best_plan, evaluate_point, predict_point
+from tierplan.studies.evaluate import best_plan, evaluate_point, machine_of, predict_point
 from tierplan.studies.purchases import purchases
 from tierplan.studies.study import Point
 
@@ -203,3 +205,11 @@ def test_a_look_at_fewer_gpus_is_a_plan_for_them(monkeypatch: pytest.MonkeyPatch
     assert searched is not None
     assert 0.5 * searched < found < 1.1 * searched
     assert evaluate._look_at_fewer(replace(point, devices=3), best) == inf, "8 sequences of 4 devices are none of 3"
+
+    def nothing(*_: Any, **__: Any) -> PlanResult:
+        raise InfeasiblePlan(best.workload, best.machine, ())
+
+    monkeypatch.setattr(evaluate, "plan", nothing)
+    assert evaluate._look_at_fewer(replace(point, devices=2), best) == inf
+    more = replace(best, machine=machine_of(replace(point, overrides={"host.capacity": "4096 GiB"})))
+    assert evaluate._look_at_fewer(replace(point, devices=2), more) == 0.0

@@ -28,7 +28,7 @@ from tierplan.planner.planning import plan
 from tierplan.planner.prediction import Prediction, predict, predicted
 from tierplan.planner.results import PlanResult
 from tierplan.planner.search.batches import divisors, plan_sequences
-from tierplan.planner.search.lesser import Known
+from tierplan.planner.search.lesser import Known, lesser_of_catalog
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.workloads.models import read_config
 from tierplan.sim.workloads.workload import Training, Workload
@@ -182,7 +182,11 @@ def _or_on_fewer(
 
 
 def _look_at_fewer(fewer: Point, best: BestPlan) -> float:
-    """Tokens/s of fewer GPUs with plans of the kind that is best on all; infinite where that says nothing of them."""
+    """Tokens/s of fewer GPUs with plans of the kind that is best on all; infinite where that says nothing of them.
+
+    Where that plan has no room on fewer, it says enough of a machine with more than the catalog's: what fewer of that
+    one's reach is known.
+    """
     known, num_all = best.known, best.machine.num_devices
     if not isinstance(known.plan, UnitwisePlan) or known.plan.devices < num_all:
         return inf
@@ -197,7 +201,7 @@ def _look_at_fewer(fewer: Point, best: BestPlan) -> float:
     try:
         found = plan(workload, place.machine, like=like, seed=fewer.seed, drive_lifetime_years=drives, **only)
     except InfeasiblePlan:
-        return inf
+        return inf if lesser_of_catalog(best.machine) is None else 0.0
     return found.prediction.tokens_per_s or 0.0
 
 
