@@ -35,7 +35,7 @@ from tierplan.sim.workloads.workload import Workload
 PlanT = TypeVar("PlanT", bound=Plan)
 OPS_TO_LOWER, OPS_TO_SIMULATE = 600, 650
 """What a candidate costs beside what grows with its ops, in simulated ops that take as long."""
-OPS_TO_SHARE, OPS_TO_BUILD = 2, 8
+OPS_TO_SHARE, OPS_TO_BUILD = 2, 16
 """What each op costs beside that: of what several devices divide, whose schedules are long, and of packs."""
 PlanT_co = TypeVar("PlanT_co", bound=Plan, covariant=True)
 

@@ -184,24 +184,32 @@ def _or_on_fewer(
 def _look_at_fewer(fewer: Point, best: BestPlan) -> float:
     """Tokens/s of fewer GPUs with plans of the kind that is best on all; infinite where that says nothing of them.
 
-    Where that plan has no room on fewer, it says enough of a machine with more than the catalog's: what fewer of that
-    one's reach is known.
+    Where it has no room on fewer, or is one of packs, nobody looks further for a machine with more than the catalog's:
+    what fewer of that one's reach is known.
     """
     known, num_all = best.known, best.machine.num_devices
-    if not isinstance(known.plan, UnitwisePlan) or known.plan.devices < num_all:
+    if known.plan.devices < num_all:
         return inf
+    unknown = inf if lesser_of_catalog(best.machine) is None else 0.0
+    if not isinstance(known.plan, UnitwisePlan):
+        return unknown
     place = place_of(fewer)
     num = place.machine.num_devices
     accumulation = Fraction(known.accumulation * num_all, num) if fewer.sequences else Fraction(known.accumulation)
     if accumulation.denominator > 1:
         return inf
     workload = workload_in(place, fewer, known.batch, int(accumulation))
-    like, drives = replace(known.plan, devices=num), fewer.drive_lifetime_years
-    only: dict[str, Any] = {"batches": "each" if num > 1 else None, "policies": (), "time_limit_s": LOOK_S}
+    only: dict[str, Any] = {
+        "semantics": fewer.semantics or None,
+        "drive_lifetime_years": fewer.drive_lifetime_years,
+        "seed": fewer.seed,
+        "batches": "each" if num > 1 else None,
+        "policies": (),
+    }
     try:
-        found = plan(workload, place.machine, like=like, seed=fewer.seed, drive_lifetime_years=drives, **only)
+        found = plan(workload, place.machine, like=replace(known.plan, devices=num), time_limit_s=LOOK_S, **only)
     except InfeasiblePlan:
-        return inf if lesser_of_catalog(best.machine) is None else 0.0
+        return unknown
     return found.prediction.tokens_per_s or 0.0
 
 
