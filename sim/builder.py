@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.names import DEVICE, device_index
-from tierplan.sim.contents import Content, Transient, buffer_name, device_name
+from tierplan.hwmodels.names import DEVICE
+from tierplan.sim.contents import Content, Transient, buffer_name
 from tierplan.sim.schedule import Buffer, Op, Schedule, Tier
 from tierplan.sim.step import StepSpec
 
@@ -21,7 +21,6 @@ class Builder:
 
     def __init__(self) -> None:
         self.buffers: dict[str, Buffer] = {}
-        self._owners: dict[str, int] = {}
         self._versions: dict[tuple[str, str], int] = {}
         self._becomes: dict[str, str] = {}
         self._ops: list[Op] = []
@@ -35,52 +34,35 @@ class Builder:
         *,
         initial: bool = False,
         reuses: str | None = None,
-        owner: int | None = None,
     ) -> str:
-        """A new buffer, or one that exists before the step; with `reuses` it takes over the bytes of that one.
-
-        The `owner` of what is not on a device is the device whose process has it, where each has its own memory.
-        """
+        """A new buffer, or one that exists before the step; with `reuses` it takes over the bytes of that one."""
         content = str(content)
         version = self._versions.get((content, tier), -1) + 1
         self._versions[content, tier] = version
         name = buffer_name(content, tier, version)
-        if owner is not None:
-            name = device_name(name, owner)
-            self._owners[name] = owner
         self.buffers[name] = Buffer(
             name=name, tier=tier, size_bytes=size_bytes, content=content, kind=kind, initial=initial, reuses=reuses
         )
         return name
 
-    def home(self, content: Content, tier: str, size_bytes: int, kind: str, *, owner: int | None = None) -> str:
+    def home(self, content: Content, tier: str, size_bytes: int, kind: str) -> str:
         """An initial buffer that exists in every step: its latest version outlives the step."""
-        name = self.buffer(content, tier, size_bytes, kind, initial=True, owner=owner)
+        name = self.buffer(content, tier, size_bytes, kind, initial=True)
         self._becomes[name] = name
         return name
 
     def over(self, old: str, content: Content | str = "") -> str:
         """A buffer that takes over the bytes of `old`, and its identity in the next step: an in-place update."""
         b = self.buffers[old]
-        new = self.buffer(content or b.content, b.tier, b.size_bytes, b.kind, reuses=old, owner=self._owners.get(old))
+        new = self.buffer(content or b.content, b.tier, b.size_bytes, b.kind, reuses=old)
         if old in self._becomes:
             self._becomes[new] = self._becomes.pop(old)
         return new
 
-    def owner(self, buffer: str) -> int | None:
-        """The device that it is on, or whose process has it."""
-        index = device_index(self.buffers[buffer].tier)
-        return self._owners.get(buffer) if index is None else index
-
-    def replaces(self, new: str, old: str) -> None:
-        """The buffer `new` outlives the step, and is the initial buffer `old` in the next one."""
-        self._becomes.pop(old, None)
-        self._becomes[new] = old
-
-    def like(self, source: str, tier: str, owner: int | None = None) -> str:
+    def like(self, source: str, tier: str) -> str:
         """A buffer for the content of `source` in another tier."""
         b = self.buffers[source]
-        return self.buffer(b.content, tier, b.size_bytes, b.kind, owner=owner)
+        return self.buffer(b.content, tier, b.size_bytes, b.kind)
 
     def work(self, key: str, size_bytes: int, tier: str = DEVICE) -> list[str]:
         """The transient of an op: the op writes it and nobody reads it, so it is freed when the op ends."""
@@ -122,14 +104,13 @@ class Builder:
         tier: str,
         *,
         over: str | None = None,
-        owner: int | None = None,
         **more: Any,
     ) -> str:
         """Adds a copy of `source` into `tier`, over the buffer `over` if one is given; the name of the new buffer.
 
         `more` is as for `op`.
         """
-        target = self.over(over, self.buffers[source].content) if over else self.like(source, tier, owner)
+        target = self.over(over, self.buffers[source].content) if over else self.like(source, tier)
         reads = (source, over) if over else (source,)
         work = {"bytes": self.buffers[source].size_bytes}
         self.op(key, stream, "copy", work=work, reads=reads, writes=(target,), **more)

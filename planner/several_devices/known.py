@@ -15,8 +15,7 @@ from typing import TypeVar
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Plan
 from tierplan.sim.builder import tiers_of
-from tierplan.sim.columns import Labels, ScheduleColumns, columns_of
-from tierplan.sim.schedule import Schedule
+from tierplan.sim.columns import Labels, ScheduleColumns
 from tierplan.sim.workloads.workload import Workload
 
 PlanT = TypeVar("PlanT", bound=Plan)
@@ -53,7 +52,7 @@ _KEPT = _Kept()
 
 
 def known_columns(
-    make: Callable[[PlanT, Workload, Machine], Schedule | ScheduleColumns],
+    make: Callable[[PlanT, Workload, Machine], ScheduleColumns],
     plan: PlanT,
     workload: Workload,
     machine: Machine,
@@ -63,21 +62,17 @@ def known_columns(
     Names in the schedule may be made from all else.
     """
 
-    def made() -> ScheduleColumns:
-        schedule = make(plan, workload, machine)
-        return columns_of(schedule) if isinstance(schedule, Schedule) else schedule
-
     tiers = tiers_of(machine)
     decisions = (getattr(plan, f.name) for f in fields(plan) if f.name not in ("policy", "options"))
     places = (*((t.name, t.rounding) for t in tiers), *(s.name for s in machine.streams))
     key = (make, _KEPT.number(workload), type(plan), *decisions, places)
     if (known := _KEPT.schedules.pop(key, None)) is None:
-        columns = made()
+        columns = make(plan, workload, machine)
         _KEPT.keep(key, replace(columns, labels=_no_labels))
         return columns
     _KEPT.schedules[key] = known
     tiers = tuple(replace(k, capacity_bytes=t.capacity_bytes) for k, t in zip(known.tiers, tiers, strict=True))
-    return replace(known, tiers=tiers, labels=lambda: made().labels())
+    return replace(known, tiers=tiers, labels=lambda: make(plan, workload, machine).labels())
 
 
 def _no_labels() -> Labels:
