@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import partial
 from math import inf
 from typing import Any
@@ -195,10 +194,10 @@ def _look_at_fewer(fewer: Point, best: BestPlan) -> float:
         return unknown
     place = place_of(fewer)
     num = place.machine.num_devices
-    accumulation = Fraction(known.accumulation * num_all, num) if fewer.sequences else Fraction(known.accumulation)
-    if accumulation.denominator > 1:
+    micro_batches = known.accumulation * (num_all if fewer.sequences else num)
+    if micro_batches % num:
         return inf
-    workload = workload_in(place, fewer, known.batch, int(accumulation))
+    workload = workload_in(place, fewer, known.batch, micro_batches // num)
     only: dict[str, Any] = {
         "semantics": fewer.semantics or None,
         "drive_lifetime_years": fewer.drive_lifetime_years,
