@@ -15,34 +15,25 @@ from tierplan.hwmodels.scaling import parts_of
 from tierplan.planner.compared import NEAR, Compared, is_same
 from tierplan.planner.infeasible import InfeasiblePlan, least_lacking, spares_no_drives
 from tierplan.planner.lowering import Lowering
-from tierplan.planner.milp.amounts import Problem, problem
-from tierplan.planner.milp.bounds import Bound, lower_bound
+from tierplan.planner.milp.amounts import Problem, Shape, problem
+from tierplan.planner.milp.bounds import Bound, bound_by_compute, lower_bound
 from tierplan.planner.milp.integral import MANY_UNITS
 from tierplan.planner.milp.program import SOLVER, Solver
-from tierplan.planner.plan import Plan, UnitwisePlan, plain_semantics
-from tierplan.planner.plan_rules import Order, PlanError
+from tierplan.planner.plan import Keeps, Plan, Sharing, UnitwisePlan, plain_semantics
+from tierplan.planner.plan_rules import PLANNER, Order, PlanError
 from tierplan.planner.policies import NEED_SEVERAL_DEVICES, POLICIES, comparable
 from tierplan.planner.prediction import predicted
 from tierplan.planner.results import PlanResult, PolicyResult, Status
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.from_program import ProgramPlans
-from tierplan.planner.search.incumbents import Batches, Incumbents, Shape, is_start, per_batch_s, step_s_of
+from tierplan.planner.search.incumbents import Batches, Incumbents, per_batch_s, step_s_of
 from tierplan.planner.search.lesser import Known, needs_no_drives, without_excess
-from tierplan.planner.search.moves import loosened, off_drives, with_shape_of
+from tierplan.planner.search.moves import loosened, off_drives, reducing, with_shape_of
 from tierplan.planner.search.race import GOOD_FRAC, MOST_OPS, OrderSearch, Racer, race, rounds
 from tierplan.planner.search.shape import tried
-from tierplan.planner.several_devices.search import (
-    NEAR_ON_ALL,
-    SHARE_OF_ONE,
-    bound_by_compute,
-    bound_of_packs,
-    exchanging,
-    looks_on_all,
-    move_on_all,
-    on_all_devices,
-    search_packs,
-)
+from tierplan.planner.several_devices.pack_search import bound_of_packs, search_packs
+from tierplan.planner.several_devices.sharded import sharded
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import Workload
@@ -95,6 +86,8 @@ class Search:
             )
         self.num_devices = machine.num_devices
         self.batches = batches if self.num_devices > 1 else None
+        self.devices = 1 if self.batches == "shared" else self.num_devices
+        """Of plans of units."""
         self.started = time.perf_counter()
         self.budget = budget
         self.write_limit_bytes_per_s, self.beat_s = write_limit_bytes_per_s, beat_s
@@ -113,7 +106,7 @@ class Search:
         return PlanSimulator(self.workload, machine, self.budget, write_limit_bytes_per_s=self.write_limit_bytes_per_s)
 
     def _no_incumbents(self) -> Incumbents:
-        return Incumbents(self.batches, self.workload.training.gradient_accumulation_steps)
+        return Incumbents(self.batches, self.workload.training.gradient_accumulation_steps, self.devices)
 
     def begin(
         self,
@@ -160,33 +153,8 @@ class Search:
             if packed and bound_of_packs(self.posed("horizontal", 1), packed.plan.packs) < self.beat_s:
                 search_packs(self.seeds, self.simulate_plan, num_ops=self.budget.ops_left, seed=self.seed)
                 self.incumbents.consider(self.seeds.packed or packed)
-            is_for_all = self.num_devices > 1 and self.batches != "shared"
-            looks = looks_on_all(self.budget) if is_for_all else []
             while next(self.in_rounds, self) is not self and not self.budget.is_out_of_time:
-                if looks and self.budget.spent_frac >= looks[0]:
-                    looks.pop(0)
-                    on_all_devices(self.incumbents, self.simulate_plan, self.num_devices)
-                    if self.incumbents.on_all is not None and not self._is_near(self.incumbents.on_all):
-                        break
-            if is_for_all:
-                on_all_devices(self.incumbents, self.simulate_plan, self.num_devices)
-        except KeyboardInterrupt:
-            self.interrupt()
-
-    def _is_near(self, on_all: Candidate[UnitwisePlan]) -> bool:
-        """Whether a plan on all devices is near the best of all, so that more search may make it that."""
-        best_s = inf if self.incumbents.best is None else per_batch_s(self.incumbents.best)
-        return per_batch_s(on_all) <= NEAR_ON_ALL * min(best_s, self.beat_s / on_all.plan.num_batches)
-
-    def move(self) -> None:
-        """Moves of the best plan on all devices, where it is near the best of all. Of several searches, that with the
-        best such plan does so."""
-        start = self.incumbents.on_all
-        if self.is_interrupted or start is None or not self._is_near(start):
-            return
-        try:
-            posed = self.posed(start.plan.order, start.plan.sub_batches)
-            move_on_all(start, self.incumbents, self.simulate_plan, posed, self.seed)
+                pass
         except KeyboardInterrupt:
             self.interrupt()
 
@@ -196,6 +164,13 @@ class Search:
             raise
         self.is_interrupted = True
         self.notes.append("the search was interrupted; this is the best plan found until then")
+
+    @property
+    def keeps(self) -> Sequence[Keeps]:
+        """Whose gathered parameters may stay for backward."""
+        if isinstance(self.like, UnitwisePlan):
+            return (self.like.sharing.keeps,)
+        return ("nothing", "all") if self.devices > 1 else ("nothing",)
 
     @property
     def racers(self) -> list[Racer]:
@@ -237,9 +212,8 @@ class Search:
 
     @property
     def least_s(self) -> float:
-        """No plan that may still be found is quicker, where one device works and no gradients come back."""
-        able = (chain.least_s for chain in self.chains if not chain.is_over)
-        return min(able, default=inf) if self.num_devices == 1 else 0.0
+        """No plan of units that may still be found is quicker, where no gradients come back."""
+        return min((chain.least_s for chain in self.chains if not chain.is_over), default=inf)
 
     @property
     def best_s(self) -> float:
@@ -292,7 +266,7 @@ class Search:
         if training.gradient_accumulation_steps > 1:
             shapes["vertical"].insert(0, 1)
         if seeds:
-            order, num = min(seeds, key=lambda shape: (seeds[shape].step_s, shape))
+            order, num, _ = min(seeds, key=lambda shape: (seeds[shape].step_s, shape))
             shapes[order] = list(dict.fromkeys([*shapes[order], num]))
         return {order: nums for order, nums in shapes.items() if nums}
 
@@ -305,7 +279,7 @@ class Search:
         solver: Solver,
     ) -> OrderSearch:
         incumbents = self._no_incumbents()
-        problems = [self.posed(order, num) for num in nums]
+        problems = [self.posed(order, num, keeps=keeps) for num in nums for keeps in self.keeps]
         left = self.budget.ops_left
         bounds = [self._bound(p, solver) for p in problems]
         problems = [b.model.problem if b.model else p for p, b in zip(problems, bounds, strict=True)]
@@ -345,7 +319,9 @@ class Search:
             bounds = [*bounds, self._bound(own, Solver(seed=self.seed))]
         return min(bounds, key=lambda b: b.step_s)
 
-    def posed(self, order: Order, sub_batches: int, semantics: Semantics | None = None) -> Problem:
+    def posed(
+        self, order: Order, sub_batches: int, semantics: Semantics | None = None, keeps: Keeps = "nothing"
+    ) -> Problem:
         posed = problem(
             self.workload,
             self.machine,
@@ -356,6 +332,8 @@ class Search:
         )
         if needs_no_drives(self.machine, self.workload):
             posed = replace(posed, has_nvme=False)
+        if self.devices > 1:
+            posed = sharded(posed, self.devices, Sharing(keeps=keeps))
         if not isinstance(self.like, UnitwisePlan):
             return posed
         brings = any(c.updates_here and c.states != "device" for c in self.like.units)
@@ -378,8 +356,8 @@ class Search:
             for name, plan, is_other_work in compared.plans(some):
                 is_asked = name in names and not is_other_work
                 if is_on_several and isinstance(plan, UnitwisePlan) and name not in NEED_SEVERAL_DEVICES:
-                    consider(replace(plan, devices=1), is_asked=False)  # which the search is of
-                if not is_other_work and (is_asked or is_start(plan)):
+                    consider(replace(plan, devices=self.devices, sharing=Sharing()), is_asked=False)
+                if not is_other_work and (is_asked or seeds.is_start(plan)):
                     consider(plan, is_asked=is_asked)
 
         if self.like is not None and is_on_several:
@@ -393,10 +371,12 @@ class Search:
             from_policies(name for name, plan in near.items() if (self.simulate_plan(plan).step_s or 0.0) <= most_s)
         if self.known is not None:
             consider(self.known.plan)
-        if is_on_several and self.batches != "shared" and self.like is None:  # a shard may fit where the whole does not
-            sharded = POLICIES["in-memory"](self.workload, self.machine, {"sharing": "fsdp"})
-            if isinstance(sharded, UnitwisePlan) and is_same(sharded, self.semantics):
-                exchanging(sharded, self.incumbents, self.simulate_plan, self.num_devices)
+        if self.devices > 1 and self.like is None:  # a shard may fit where the whole does not
+            whole = POLICIES["in-memory"](self.workload, self.machine, {"sharing": "fsdp"})
+            if isinstance(whole, UnitwisePlan) and is_same(whole, self.semantics):
+                for sharing in (Sharing(keeps=keeps) for keeps in self.keeps):
+                    for way in (sharing, reducing(sharing)):
+                        consider(replace(whole, policy=PLANNER, options={}, devices=self.devices, sharing=way))
         self.budget.ops_left = self.budget.num_ops  # comparing is beside the budget of the search
         return compared.results(names), seeds
 
@@ -405,7 +385,7 @@ class Search:
         for the best. So all orders together do all that one alone does, and more work does all that less does.
         """
         goal_ops = 0.0
-        for ops in rounds(self.budget.ops_left * SHARE_OF_ONE if self.num_devices > 1 else self.budget.num_ops):
+        for ops in rounds(self.budget.ops_left if self.num_devices > 1 else self.budget.num_ops):
             goal_ops += ops
             able = [c for c in self.chains if not c.is_over and c.least_s < self._to_beat_s()]
             for chain in able:
@@ -418,7 +398,7 @@ class Search:
                 break
             yield
         else:
-            for chain in self.chains if self.num_devices == 1 or self.best_s == self.beat_s == inf else ():
+            for chain in self.chains if self.devices == 1 or self.best_s == self.beat_s == inf else ():
                 if chain.found.plain is None and chain.least_s < self._to_beat_s():
                     self._go_on_with(chain, inf)
             yield from self._more()
@@ -426,14 +406,14 @@ class Search:
     def _more(self) -> Iterator[None]:
         """Where the best plan is far from all bounds: more of the search that found it. Whatever others have found, it
         does all that it does when asked by itself."""
-        if not (self.budget.more_ops and self.has_all_orders and self.num_devices == 1):
+        if not (self.budget.more_ops and self.has_all_orders and self.chains):
             return
         until_ops = self.budget.ops_left - self.budget.more_ops
         least_s = min((bound.searched_s for chain in self.chains for bound in chain.bounds), default=inf)
         chain = min(self.chains, key=lambda c: c.best_s)
         while not (chain.is_over or self.budget.ops_left <= until_ops or self.budget.is_out_of_time):
             best = self.incumbents.best
-            is_near = best is None or best.step_s is None or best.step_s <= FAR * least_s
+            is_near = best is None or per_batch_s(best) * self.devices <= FAR * least_s
             if is_near or least_s >= self._to_beat_s():
                 return
             self._go_on_with(chain, chain.spent_ops + MOST_OPS)
@@ -447,7 +427,6 @@ class Search:
                 r.is_over or r.bound_s >= self.beat_s for r in chain.racers
             )
             chain.spent_ops += before - self.budget.ops_left
-            # of plans of one device, which `on_all_devices` takes to all, none may be the best of several devices
             if chain.found.plain is not None:
                 self.incumbents.consider(chain.found.plain)
                 if ops == inf:
@@ -455,8 +434,8 @@ class Search:
 
     def _to_beat_s(self) -> float:
         """What a bound has to be below, for its chain to be worth searching."""
-        best = self.incumbents.best if self.num_devices == 1 else None
-        return self.beat_s if best is None or best.step_s is None else min(self.beat_s, best.step_s)
+        best = self.incumbents.best
+        return self.beat_s if best is None else min(self.beat_s, per_batch_s(best) * self.devices)
 
     def _infeasible(self, problems: list[Problem], bounds: list[Bound]) -> InfeasiblePlan:
         if self.beat_s < inf:

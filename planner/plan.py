@@ -103,6 +103,9 @@ class UnitPlan:
         return self.acts if isinstance(self.acts, str) else self.acts[index]
 
 
+Keeps = Literal["nothing", "ends", "all"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
     """What several devices divide among them, and when they exchange it."""
@@ -117,7 +120,7 @@ class Sharing:
     """How, where each device keeps a shard: DeepSpeed's ZeRO-2 all-reduces, and drops what is not its own."""
     waits: bool = False
     """Compute waits for each collective; else one turn runs beside it."""
-    keeps: Literal["nothing", "ends", "all"] = "nothing"
+    keeps: Keeps = "nothing"
     """Whose parameters are gathered once for a micro-batch, and stay for its backward. Ends: those of embedding and
     head, FSDP's root. All: every unit's, as FSDP does that does not reshard after forward (`SHARD_GRAD_OP`)."""
     hooks: float = 0.0

@@ -70,8 +70,8 @@ def plan(
         Orders of micro-batches to try; both by default where there are several.
     like
         Try plans of its kind alone, for an answer in a moment: in its order, and with updates at home if it has none
-        elsewhere; of micro-batches that are cut, only those that something known cuts. The bound is theirs. On several
-        devices, this plan, other exchanges of its shards and moves of its packs' borders.
+        elsewhere; of micro-batches that are cut, only those that something known cuts. The bound is theirs. Of packs,
+        moves of their borders.
     batches
         On several devices: whether each has as many micro-batches as the workload says, or they share them. By default
         either, whichever takes least time for the same work.
@@ -102,7 +102,7 @@ def plan(
     }
     orders = asked["orders"]
     refuse_lacking(workload, machine)
-    started, budget = time.perf_counter(), budget_of(time_limit_s)
+    started, budget = time.perf_counter(), budget_of(time_limit_s, machine.num_devices)
 
     def planned(less: Machine) -> tuple[Workload, PlanResult]:
         return workload, plan(workload, less, time_limit_s=time_limit_s, like=like, **asked)
@@ -116,12 +116,11 @@ def plan(
     search.started = started
     search.like = like
     if like is not None:
-        orders = (like.order,) if isinstance(like, UnitwisePlan) and machine.num_devices == 1 else ()
+        orders = (like.order,) if isinstance(like, UnitwisePlan) else ()
     search.begin(asked["policies"], orders)
     if machine.num_devices > 1:
-        budget.restart()  # their schedules are several times longer than the budget was measured for
+        budget.restart()  # to decide some policies there takes simulations
     search.go_on()
-    search.move()
     search.hold()
     result = search.result()
     remember(machine, question, workload, result)
@@ -168,8 +167,8 @@ def _keep(question: Question, answer: Known | None) -> None:
     _ANSWERS[question] = answer
 
 
-def budget_of(time_limit_s: float | None) -> Budget:
-    """Of a search with this limit. Raises `PlanError` where it is none."""
+def budget_of(time_limit_s: float | None, num_devices: int) -> Budget:
+    """Of a search with this limit for so many devices. Raises `PlanError` where it is none."""
     if time_limit_s is not None and not 0 < time_limit_s < inf:
         raise PlanError(f"time_limit_s is {time_limit_s}; give a finite number of seconds above 0")
-    return Budget.of(time_limit_s)
+    return Budget.of(time_limit_s, num_devices)

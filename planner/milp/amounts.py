@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
@@ -17,6 +17,7 @@ from tierplan.planner.lowering.launches import with_launches
 from tierplan.planner.lowering.sketch import MOST_TOGETHER_BYTES
 from tierplan.planner.lowering.tiling import cut_batches
 from tierplan.planner.milp.modes import MODES, Mode
+from tierplan.planner.plan import Keeps, Sharing
 from tierplan.planner.plan_rules import Order
 from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import SavedTensor, Training, Unit, Workload, first_alike, total_work
@@ -87,6 +88,8 @@ class UnitAmounts:
     """A gradient of parameters that it shares, on the device from its backward to their owner's."""
     fwd_reads_params: bool
     bwd_reads_params: bool
+    gathered_gb: float = 0.0
+    """Of its parameters, what its ops have on the device beside this one's shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +137,17 @@ class Amounts:
     an update on the host, to parameters that compute can use."""
 
 
+class Shape(NamedTuple):
+    """What a search for plans does not change."""
+
+    order: Order
+    """Of micro-batches."""
+    sub_batches: int
+    """Parts that each is cut into."""
+    keeps: Keeps = "nothing"
+    """Of gathered parameters, on several devices."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """All data of one planning problem."""
@@ -164,6 +178,9 @@ class Problem:
     """What may be written to NVMe on average over the step, for the drives to last."""
     brings_states: bool
     """Whether states may come to the device for their update and go back."""
+    devices: int = 1
+    """That train on micro-batches of their own and divide all else: the amounts are those of one of them."""
+    sharing: Sharing = Sharing()  # noqa: RUF009
     keeps_grads: bool = False
     """Whether gradients of such an update stay on the device until then, though they might leave and come back."""
 
@@ -175,6 +192,11 @@ class Problem:
     def moved_frac(self, flow: str) -> float:
         """Bytes that a flow moves, of those that it stands for: those of activations on the device."""
         return self.coded_frac if flow in ("uA", "dA", "rA", "wA") else 1.0
+
+    @property
+    def shape(self) -> Shape:
+        """Of its plans."""
+        return Shape(self.order, self.sub_batches, self.sharing.keeps)
 
     @property
     def windows(self) -> list[Window]:
@@ -266,7 +288,7 @@ def problem(
         has_nvme=has_nvme,
         rates=rates,
         coded_frac=coded_frac,
-        loads=_loads(workload, machine),
+        loads=limit_loads(workload, machine),
         shared_gb=workload.shared_bytes / GB,
         write_limit_gb_per_s=write_limit_bytes_per_s / GB,
         brings_states=bool("host" in tiers and rates.adam and semantics != "delayed-1"),
@@ -284,15 +306,16 @@ def runs_of(num_units: int, max_runs: int = MAX_RUNS) -> tuple[range, ...]:
     return (*(range(u, u + 1) for u in first), *middle, *(range(u, u + 1) for u in last))
 
 
-def _seconds(machine: Machine, stream: str, work: Mapping[str, float]) -> float:
+def seconds_alone(machine: Machine, stream: str, work: Mapping[str, float]) -> float:
+    """Of work on a stream that has all that it shares to itself; 0 where the machine has no such stream."""
     try:
         return machine.cost(stream, work).alone_s if any(work.values()) else 0.0
     except MachineError:
         return 0.0
 
 
-def _load(machine: Machine, stream: str, work: Mapping[str, float]) -> dict[str, float]:
-    """Seconds at full use of each shared limit that the work takes."""
+def limit_seconds(machine: Machine, stream: str, work: Mapping[str, float]) -> dict[str, float]:
+    """Seconds at full use of each shared limit that work on a stream takes."""
     cost = machine.cost(stream, work)
     limits = machine.limits
     return {name: demand * cost.work_s / limits[name] for name, demand in cost.demand.items()}
@@ -333,15 +356,15 @@ def _unit(unit: Unit, workload: Workload, machine: Machine, names: Mapping[str, 
         states_gb=t.states_bytes(unit) / GB,
         gparams=n / 1e9,
         fetched_from=owner,
-        fwd_s=_seconds(machine, COMPUTE, unit.forward),
-        bwd_s=_seconds(machine, COMPUTE, unit.backward),
-        update_s=_seconds(machine, COMPUTE, t.update_work(unit)),
-        accumulate_s=_seconds(machine, HOST_ADAM, {"elementwise_bytes": 3 * n * t.grad_bytes}),
-        norm_s=_seconds(machine, HOST_ADAM, {"elementwise_bytes": n * t.grad_bytes})
+        fwd_s=seconds_alone(machine, COMPUTE, unit.forward),
+        bwd_s=seconds_alone(machine, COMPUTE, unit.backward),
+        update_s=seconds_alone(machine, COMPUTE, t.update_work(unit)),
+        accumulate_s=seconds_alone(machine, HOST_ADAM, {"elementwise_bytes": 3 * n * t.grad_bytes}),
+        norm_s=seconds_alone(machine, HOST_ADAM, {"elementwise_bytes": n * t.grad_bytes})
         if t.max_grad_norm is not None
         else 0.0,
-        fwd_load=_load(machine, COMPUTE, unit.forward),
-        bwd_load=_load(machine, COMPUTE, unit.backward),
+        fwd_load=limit_seconds(machine, COMPUTE, unit.forward),
+        bwd_load=limit_seconds(machine, COMPUTE, unit.backward),
         groups=groups,
         saved_gb=unit.saved_bytes / GB,
         fwd_fixed_gb=work_gb + (unit.output_bytes + (0 if has_input else transient_input)) / GB,
@@ -368,8 +391,8 @@ def _groups(unit: Unit, machine: Machine, is_first: bool) -> tuple[SlotGroup, ..
     for t in unit.saved:
         members.setdefault((t.index if t.size_bytes >= least_bytes else None, t.replayable and is_block), []).append(t)
     works = {key: total_work(t.recompute for t in tensors) for key, tensors in members.items()}
-    apart_s = sum(_seconds(machine, COMPUTE, work) for work in works.values())
-    together_s = _seconds(machine, COMPUTE, unit.recompute or unit.forward)
+    apart_s = sum(seconds_alone(machine, COMPUTE, work) for work in works.values())
+    together_s = seconds_alone(machine, COMPUTE, unit.recompute or unit.forward)
     frac = min(1.0, together_s / apart_s) if apart_s else 1.0  # of the whole unit, run again at once, it may be less
     for (index, again), tensors in sorted(
         members.items(), key=lambda item: (item[0][0] is None, item[0][0] or 0, item[0][1])
@@ -378,8 +401,8 @@ def _groups(unit: Unit, machine: Machine, is_first: bool) -> tuple[SlotGroup, ..
             SlotGroup(
                 slots=tuple(t.index for t in tensors),
                 gb=sum(t.size_bytes for t in tensors) / GB,
-                recompute_s=frac * _seconds(machine, COMPUTE, works[index, again]),
-                recompute_load={k: frac * v for k, v in _load(machine, COMPUTE, works[index, again]).items()},
+                recompute_s=frac * seconds_alone(machine, COMPUTE, works[index, again]),
+                recompute_load={k: frac * v for k, v in limit_seconds(machine, COMPUTE, works[index, again]).items()},
                 recomputable=again,
                 movable=index is not None,
             )
@@ -391,7 +414,7 @@ def _best_rate(machine: Machine, stream: str, sizes: Iterable[int]) -> float:
     """Highest bytes per second (in GB/s) that transfers of these sizes reach alone, latency included."""
     best = 0.0
     for size in {s for s in sizes if s > 0}:
-        seconds = _seconds(machine, stream, {"bytes": size})
+        seconds = seconds_alone(machine, stream, {"bytes": size})
         best = max(best, size / seconds / GB if seconds > 0 else 1e6)
     return best or 1e6
 
@@ -430,22 +453,23 @@ def _rates(workload: Workload, machine: Machine, has_nvme: bool, alike: Sequence
     for first, u in kinds.items():
         n, work = u.num_trained, t.host_work(u)
         adam_s = min(
-            num * _seconds(machine, HOST_ADAM, {kind: amount / num for kind, amount in work.items()})
+            num * seconds_alone(machine, HOST_ADAM, {kind: amount / num for kind, amount in work.items()})
             for num in STATE_SHARDS
         )
-        update_s = _seconds(machine, COMPUTE, t.update_work(u))
+        update_s = seconds_alone(machine, COMPUTE, t.update_work(u))
         adam = max(adam, n / adam_s / 1e9 if adam_s else 0.0)
         update = max(update, n / update_s / 1e9 if update_s else 0.0)
-        arrive = _seconds(machine, D2H, {"bytes": n * t.grad_bytes})
-        home = _seconds(machine, H2D, {"bytes": n * t.param_bytes})
+        arrive = seconds_alone(machine, D2H, {"bytes": n * t.grad_bytes})
+        home = seconds_alone(machine, H2D, {"bytes": n * t.param_bytes})
         moved = {"bytes": n * t.param_bytes}
-        through = _seconds(machine, NVME_WRITE, moved) + _seconds(machine, NVME_READ, moved) if has_nvme else 0.0
+        ways = (NVME_WRITE, NVME_READ) if has_nvme else ()
+        through = sum(seconds_alone(machine, stream, moved) for stream in ways)
         chain_s[first] = arrive + adam_s + home, arrive + adam_s + through + home
     chain = {place: tuple(chain_s[first][k] for first in alike) for k, place in enumerate(("host", "nvme"))}
     return Amounts(up, down, read, write, adam, update or 1e6, chain)
 
 
-def _loads(workload: Workload, machine: Machine) -> dict[str, dict[str, float]]:
+def limit_loads(workload: Workload, machine: Machine) -> dict[str, dict[str, float]]:
     """Of each shared limit, what a GB or 1e9 parameters on each stream take; where units differ, the least."""
     found: dict[str, dict[str, float]] = {}
     owners = [(u.num_trained, workload.training.host_work(u)["parameters"]) for u in workload.units]

@@ -16,6 +16,7 @@ from tierplan.hwmodels.names import COMPUTE
 from tierplan.planner.milp.amounts import GB, Problem
 from tierplan.planner.milp.model import Margins, Model, build
 from tierplan.planner.milp.program import Solution, Solver
+from tierplan.planner.plan import Plan
 
 MEMORY_FAMILIES: Mapping[str, str] = {"device memory": "device", "host memory": "host", "NVMe capacity": "nvme"}
 
@@ -120,6 +121,12 @@ def compute_s(problem: Problem) -> float:
     """Seconds of forward and backward alone, over all micro-batches."""
     batches = problem.workload.training.gradient_accumulation_steps
     return batches * sum(u.fwd_s + u.bwd_s for u in problem.units)
+
+
+def bound_by_compute(problem: Problem, plan: Plan, num_devices: int) -> Bound:
+    """The compute, evenly divided: all that is certain where any device may do any op."""
+    step_s = compute_s(problem) * plan.num_batches / num_devices
+    return Bound(step_s=step_s, shares={COMPUTE: 1.0}, s_per_gb={}, proven=False)
 
 
 def shares_of_step(model: Model, solution: Solution) -> dict[str, float]:

@@ -300,6 +300,7 @@ def _pairs(p: Problem) -> list[tuple[str, Mapping[str, float]]]:
     limits, no other transfer slows one of them for the good of the other.
     """
     found: list[tuple[str, Mapping[str, float]]] = []
+    of_all = GB * p.devices
     pair = [p.machine.stream(name) for name in (NVME_READ, NVME_WRITE) if p.has_nvme]
     bytes_per_s = [
         s.rates["bytes"].points[0][1] for s in pair if "bytes" in s.rates and len(s.rates["bytes"].points) == 1
@@ -312,7 +313,7 @@ def _pairs(p: Problem) -> list[tuple[str, Mapping[str, float]]]:
             return []
         level = p.machine.limits[limit] / sum(each * s.share for each, s in zip(taken, pair, strict=True))
         r, w = (level * s.share for s in pair)
-        read_s, write_s = (GB / rate for rate in bytes_per_s)
+        read_s, write_s = (of_all / rate for rate in bytes_per_s)
         if max(r, w) < 1.0 < r + w:
             found.append((limit, {NVME_WRITE: write_s, NVME_READ: read_s * (1 - w) / r}))
             found.append((limit, {NVME_READ: read_s, NVME_WRITE: write_s * (1 - r) / w}))

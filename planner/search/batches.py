@@ -25,7 +25,7 @@ from tierplan.planner.planning import budget_of, known_of_lesser, plan, refuse_l
 from tierplan.planner.questions.endurance import allowed_bytes_per_s
 from tierplan.planner.results import PlanResult, PolicyResult
 from tierplan.planner.search.budget import Budget
-from tierplan.planner.search.incumbents import Batches, step_s_of
+from tierplan.planner.search.incumbents import Batches
 from tierplan.planner.search.lesser import Known
 from tierplan.planner.search.moves import with_shape_of
 from tierplan.planner.search.race import GOOD_FRAC, Racer, race
@@ -41,8 +41,8 @@ KEPT_FRAC, BOUND_WEIGHT = 1 / 3, 6.0
 """Of the divisions in one round, those that have another; and how much their bounds count after the first, when steps
 still say little."""
 MORE_FRAC = 0.1
-"""Of what one division may spend beyond its budget far from the bound: what all may, beyond the budget of one. Not with
-a lesser machine's answer, near which a better machine's begins."""
+"""Of what one division for one device may spend beyond its budget far from the bound: what all may, beyond the budget
+of one. Not with a lesser machine's answer, near which a better machine's begins."""
 S_PER_DIVISION = 1.0
 """On several devices: of a time limit, for each division that is compared and not searched."""
 TOO_SLOW = 1.5
@@ -108,22 +108,22 @@ def plan_sequences(
         return found.workload, found.result
 
     refuse_lacking(make(1, sequences), machine)
-    budget = budget_of(time_limit_s)
+    budget = budget_of(time_limit_s, num)
     question = (digest(make(1, sequences)), sequences, budget.num_ops, *asked.values())
     known = known_of_lesser(machine, question, planned_for, known)
-    budget.more_ops *= MORE_FRAC if known is None else 0.0
+    budget.more_ops *= 0.0 if known is not None else MORE_FRAC if num == 1 else 1.0
     solver = Solver(seed=seed)
     searches: list[Search] = []
 
     def searched(some: list[Cut], *, compared: bool = False) -> list[Search]:
         """Searches for these divisions, carried out; or with the policies `compared` alone."""
-        found, to_the_end = [], False
+        alone, racing = list[Search](), list[Search]()
         for cut in some:
             batch, own, kind = cut
             workload = make(batch, own)
-            to_the_end = num > 1 or len(workload.units) <= SEARCHED_TO_THE_END
+            to_the_end = not races(cut)
             own_known = known if known is not None and (known.batch, known.accumulation) == (batch, own) else None
-            own_budget = budget_of(time_limit_s) if to_the_end else budget
+            own_budget = budget_of(time_limit_s, num) if to_the_end else budget
             search = Search(workload, machine, semantics, own_budget, seed, kind, write_limit, beat_s, own_known)
             if compared:
                 search.beat_s = min(beat_s, *(s.best_s for s in searches))
@@ -133,16 +133,24 @@ def plan_sequences(
                 search.begin(orders=() if kind == "shared" and own % num == 0 else None)
             else:
                 search.begin(only="vertical" if own > 1 else "horizontal", solver=solver)
-            found.append(search)
+            (alone if to_the_end else racing).append(search)
         if not compared and (known is None or not known.is_cut):
-            _one_by_one(found, beat_s) if to_the_end else _raced(found, budget, beat_s)
-        return found
+            if racing:
+                _raced(racing, budget, beat_s)
+            if not any(s.is_interrupted for s in racing):
+                _one_by_one(alone, min(beat_s, *(s.best_s for s in racing)) if racing else beat_s)
+        return [*racing, *alone]
 
-    ranked = _cuts(sequences, num)
+    def races(cut: Cut) -> bool:
+        """Whether it races with others for one budget."""
+        return cut.batches != "shared" and is_long
+
+    ranked, is_long = _cuts(sequences, num), len(make(1, sequences).units) > SEARCHED_TO_THE_END
     known_cut = [] if known is None else [c for c in ranked if c[:2] == (known.batch, known.accumulation)]
     likely = list(dict.fromkeys(c.batch for c in ranked))[: 1 if num == 2 else 2]
-    # on several devices schedules are long: others are searched where policies do better there
-    searches += searched(ranked if num == 1 else known_cut or [c for c in ranked if c.batch in likely])
+    # packs take long: in other divisions they are searched where policies do better there
+    first = known_cut or [c for c in ranked if num == 1 or c.batch in likely]
+    searches += searched([c for c in ranked if races(c) or c in first])
     rest = [c for c in ranked if c not in map(_cut, searches)]
     some = list(dict.fromkeys(c.batch for c in rest))
     some = some if time_limit_s is None else some[: int(time_limit_s / S_PER_DIVISION)]
@@ -154,8 +162,6 @@ def plan_sequences(
         elif least_s == inf:
             others += searched(rest)
         searches += others
-    if not any(s.is_interrupted for s in searches):
-        min(searches, key=lambda s: step_s_of(s.incumbents.on_all)).move()
     for search in searches:
         search.hold()
     best = min(searches, key=lambda s: s.best_s)

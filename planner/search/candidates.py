@@ -51,7 +51,8 @@ class Candidate(Generic[PlanT_co]):
     short_tier: str = ""
     """Kind of the tier that it has too little of."""
     room_gb: Mapping[str, float] = field(default_factory=dict)
-    """By kind of tier: what is always free when its ops run one by one, below 0 for what they would need more."""
+    """By kind of tier: what is always free when its ops run one by one, below 0 for what they would need more; of what
+    several devices share, the part of each."""
     wear: float = 0.0
     """What it writes to NVMe per second, over what it may for the drives to last; above 1 it has no step time."""
 
@@ -122,7 +123,7 @@ class PlanSimulator:
             columns, machine = self._posed(plan)
             rows = self.known_rows.setdefault(id(machine), {})
             graph, prices = graph_columns(columns), prices_on(columns, machine, rows)
-            room_gb = self._room_gb(graph)
+            room_gb = self._room_gb(graph, plan)
             self.budget.ops_left -= OPS_TO_LOWER + columns.num_ops // 2 + _ops_to_draw(plan) * columns.num_ops
             if min(room_gb.values()) < 0:  # there is no better order, and memory is known to do without simulating
                 check_memory(columns, graph)
@@ -139,7 +140,7 @@ class PlanSimulator:
             step_s = steady_state(columns, machine, prices=prices).period_s
         except OutOfMemory as error:
             kind = next(t.kind for t in self.machine.tiers if t.name == error.tier)
-            short_gb = (error.wanted_bytes - error.free_bytes) / GB
+            short_gb = (error.wanted_bytes - error.free_bytes) / GB / (1 if kind == "device" else plan.num_batches)
             room_gb[kind] = min(room_gb.get(kind, 0.0), -short_gb)
             return Candidate(plan, None, partial(self._what_is_short, plan), short_tier=kind, room_gb=room_gb)
         except (PlanError, ScheduleError, MachineError) as error:
@@ -162,10 +163,11 @@ class PlanSimulator:
             return self.lowering.columns(plan, refine=False), self.machine
         return self.lowering.simulated(plan)
 
-    def _room_gb(self, graph: GraphColumns) -> dict[str, float]:
+    def _room_gb(self, graph: GraphColumns, plan: Plan) -> dict[str, float]:
         kinds = [t.kind for t in self.machine.tiers]
         free_gb = (least_free(graph) / GB).tolist()
-        return {kind: min(gb for of, gb in zip(kinds, free_gb, strict=True) if of == kind) for kind in kinds}
+        least = {kind: min(gb for of, gb in zip(kinds, free_gb, strict=True) if of == kind) for kind in kinds}
+        return {kind: gb / (1 if kind == "device" else plan.num_batches) for kind, gb in least.items()}
 
     def _what_is_short(self, plan: Plan) -> str:
         """Why a plan runs out of memory, found once more: schedules are not kept."""

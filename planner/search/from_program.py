@@ -18,7 +18,7 @@ from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.incumbents import Incumbents
 from tierplan.planner.search.knobs import Knobs, tune
-from tierplan.planner.search.moves import with_late_here, with_shards, with_windows
+from tierplan.planner.search.moves import on_its_devices, with_late_here, with_shards, with_windows
 
 WRITE_FRACS = (0.8, 0.5, 0.25, 0.1, 0.03, 0.01)
 """Shares of the drives' endurance that are planned with, one after the other, while simulated plans exceed it."""
@@ -100,12 +100,12 @@ def _with_knobs(p: Problem, plan: UnitwisePlan, knobs: Knobs) -> UnitwisePlan:
     """What the program's plan leaves open, as the knobs have it."""
     in_shards = with_shards(with_shards(plan, knobs.brought_shards, "device"), knobs.shards, "home")
     in_time = with_late_here(late_updates(p, in_shards, stretch=knobs.stretch), knobs.late_here)
-    return replace(with_windows(in_time, knobs.windows), update_over_units=knobs.over_units)
+    return on_its_devices(replace(with_windows(in_time, knobs.windows), update_over_units=knobs.over_units), p)
 
 
 def granules(p: Problem) -> tuple[float, float]:
     """What margins are counted in, in GB: the largest thing that comes to the device, or to the host at a time."""
-    device = max(max([u.params_gb, *(g.gb for g in u.groups)]) for u in p.units)
+    device = max(max([u.params_gb + u.gathered_gb, *(g.gb for g in u.groups)]) for u in p.units)
     host = max(max([u.grads_gb + u.params_gb + u.states_gb, *(g.gb for g in u.groups)]) for u in p.units)
     return device, host
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeGuard
 
+from tierplan.planner.milp.amounts import Shape
 from tierplan.planner.plan import PackPlan, Plan, UnitwisePlan
 from tierplan.planner.plan_rules import Order
 from tierplan.planner.search.candidates import Candidate
 
 Batches = Literal["each", "shared"]
 """On several devices: each has micro-batches of its own, or they share those of one step."""
-
-
-Shape = tuple[Order, int]
-"""The order of micro-batches, and the parts that each is cut into."""
 
 
 @dataclass
@@ -25,13 +22,13 @@ class Incumbents:
     """Which plans may be the best; None: any."""
     num_micro_batches: int = 0
     """One has no order; 0 where that is not said."""
+    devices: int = 1
+    """Of plans that local moves can start from: several train on micro-batches of their own."""
     best: Candidate[Plan] | None = None
     by_shape: dict[Shape, Candidate[UnitwisePlan]] = field(default_factory=dict)
     """The best of each shape that local moves can start from."""
     packed: Candidate[PackPlan] | None = None
     """The best in packs."""
-    on_all: Candidate[UnitwisePlan] | None = None
-    """The best on several devices with micro-batches of their own."""
 
     @property
     def plain(self) -> Candidate[UnitwisePlan] | None:
@@ -40,14 +37,15 @@ class Incumbents:
 
     def shape(self, plan: UnitwisePlan) -> Shape:
         """The plan's, as its planning problem says it."""
-        return ("horizontal" if plan.sub_batches * self.num_micro_batches == 1 else plan.order), plan.sub_batches
+        order: Order = "horizontal" if plan.sub_batches * self.num_micro_batches == 1 else plan.order
+        return Shape(order, plan.sub_batches, plan.sharing.keeps)
 
     def consider(self, candidate: Candidate[Plan]) -> None:
         """Keeps the candidate if it is the quickest so far."""
         if candidate.step_s is None:
             return
         allowed = self.batches is None or (candidate.plan.num_batches == 1) == (self.batches == "shared")
-        if _is_plain(candidate):
+        if self._is_plain(candidate):
             shape = self.shape(candidate.plan)
             if shape not in self.by_shape or per_batch_s(candidate) < per_batch_s(self.by_shape[shape]):
                 self.by_shape[shape] = candidate
@@ -55,31 +53,22 @@ class Incumbents:
             self.packed = candidate
         if not allowed:
             return
-        if _is_on_all(candidate) and (self.on_all is None or per_batch_s(candidate) < per_batch_s(self.on_all)):
-            self.on_all = candidate
         if self.best is None or per_batch_s(candidate) < per_batch_s(self.best):
             self.best = candidate
 
+    def is_start(self, plan: Plan) -> bool:
+        """Whether a search can start from this plan: local moves, or a search over packs."""
+        if not isinstance(plan, UnitwisePlan):
+            return isinstance(plan, PackPlan)
+        divides_all = plan.devices == 1 or plan.sharing.divided == "all"
+        return plan.segment_units == 1 and plan.devices == self.devices and divides_all
 
-def is_start(plan: Plan) -> bool:
-    """Whether a search can start from this plan: local moves, which are those of one device, or a search over packs."""
-    if isinstance(plan, UnitwisePlan):
-        return plan.segment_units == 1 and plan.devices == 1
-    return isinstance(plan, PackPlan)
-
-
-def _is_plain(candidate: Candidate[Any]) -> TypeGuard[Candidate[UnitwisePlan]]:
-    """Whether local moves, which are those of one device, can start from this plan."""
-    return isinstance(candidate.plan, UnitwisePlan) and is_start(candidate.plan)
+    def _is_plain(self, candidate: Candidate[Any]) -> TypeGuard[Candidate[UnitwisePlan]]:
+        return isinstance(candidate.plan, UnitwisePlan) and self.is_start(candidate.plan)
 
 
 def _is_packed(candidate: Candidate[Any]) -> TypeGuard[Candidate[PackPlan]]:
     return isinstance(candidate.plan, PackPlan)
-
-
-def _is_on_all(candidate: Candidate[Any]) -> TypeGuard[Candidate[UnitwisePlan]]:
-    plan = candidate.plan
-    return isinstance(plan, UnitwisePlan) and plan.devices > 1 and plan.sharing.divided != "tensors"
 
 
 def step_s_of(candidate: Candidate[Any] | None) -> float:

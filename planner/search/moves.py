@@ -11,8 +11,8 @@ from functools import cache
 
 from tierplan.planner.milp.amounts import STATE_SHARDS, Problem
 from tierplan.planner.milp.modes import MODES, Mode
-from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.planner.plan_rules import ACTIONS, Place, UpdatePlace
+from tierplan.planner.plan import Sharing, UnitPlan, UnitwisePlan
+from tierplan.planner.plan_rules import ACTIONS, PLANNER, Place, UpdatePlace
 
 WINDOWS = ((1, 1, 1), (2, 2, 2), (1, 2, 2), (2, 1, 1), (3, 4, 3), (0, 0, 1), (1, 1, 4))
 """Prefetch windows that are tried: parameters, activations, states, in units."""
@@ -86,6 +86,8 @@ def _windows(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
         yield lambda plan, windows=windows: with_windows(plan, windows)  # type: ignore[misc]
     for num in OVER_UNITS if any(choice.update == "device" for choice in plan.units) else ():
         yield lambda plan, num=num: replace(plan, update_over_units=num)  # type: ignore[misc]
+    if plan.devices > 1:
+        yield lambda plan: replace(plan, sharing=reducing(plan.sharing))
 
 
 def _loosened(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
@@ -299,7 +301,20 @@ def with_shape_of(plan: UnitwisePlan, problem: Problem) -> UnitwisePlan:
 
     plan = plan if problem.has_nvme else off_drives(plan)
     units = tuple(changed(choice, problem.modes(u)) for u, choice in enumerate(plan.units))
-    return replace(plan, units=units, order=problem.order, sub_batches=problem.sub_batches)
+    changed_plan = replace(plan, units=units, order=problem.order, sub_batches=problem.sub_batches)
+    return on_its_devices(changed_plan, problem)
+
+
+def reducing(sharing: Sharing) -> Sharing:
+    """The same with gradients that are summed over devices after other micro-batches."""
+    return replace(sharing, reduces="each" if sharing.reduces == "last" else "last")
+
+
+def on_its_devices(plan: UnitwisePlan, problem: Problem) -> UnitwisePlan:
+    """The plan on the problem's devices; where these are several, no update there is late."""
+    if problem.devices > 1:
+        plan = with_late_here(plan, 0)
+    return replace(plan, policy=PLANNER, options={}, devices=problem.devices, sharing=problem.sharing)
 
 
 def loosened(plan: UnitwisePlan) -> UnitwisePlan:

@@ -21,7 +21,7 @@ from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.descent import BETTER
 from tierplan.planner.search.exchanges import ACTIVATIONS, alike
-from tierplan.planner.search.moves import OVER_UNITS, WINDOWS, in_shards, placed, with_those_of
+from tierplan.planner.search.moves import OVER_UNITS, WINDOWS, in_shards, placed, reducing, with_those_of
 
 SLOPES = (-0.8, -0.5, -0.2, 0.0, 0.2, 0.5, 0.8)
 BEGINS, ENDS = (0.0, 0.1, 0.2, 0.4, 0.6, 0.8), (1.0, 0.97, 0.95, 0.9, 0.7)
@@ -168,7 +168,8 @@ class Patterns:
 
     def _other(self, placement: UnitPlan) -> UnitPlan:
         """A placement that differs in one thing: whether the update is late, or where something is."""
-        if self.rng.random() < LATENESS:
+        is_summed_late = self.plan.devices > 1 and placement.update == "device"
+        if self.rng.random() < LATENESS and not is_summed_late:
             return replace(placement, late_update=not placement.late_update)
         parts = ("params", "frozen", "states", "update")
         near = [mode for mode in self.modes if sum(getattr(mode, p) != getattr(placement, p) for p in parts) == 1]
@@ -204,10 +205,12 @@ class Patterns:
 
     def _of_all(self, pattern: Pattern) -> Pattern:
         params, acts, states = self.rng.choice(ALL_WINDOWS)
-        changes: Sequence[Mapping[str, Any]] = (
+        changes: list[Mapping[str, Any]] = [
             {"prefetch_params_units": params, "prefetch_acts_units": acts, "prefetch_states_units": states},
             {"overtaking": self.rng.random() < 0.5},
             {"update_over_units": self.rng.choice(OVER_UNITS)},
             {"updates_in_flight": self.rng.choice(IN_FLIGHT)},
-        )
+        ]
+        if self.plan.devices > 1:
+            changes.append({"sharing": reducing({"sharing": self.plan.sharing, **pattern.of_all}["sharing"])})
         return replace(pattern, of_all={**pattern.of_all, **self.rng.choice(changes)})

@@ -17,7 +17,7 @@ from itertools import product
 from math import inf
 from typing import Literal
 
-from tierplan.planner.milp.amounts import STATE_SHARDS, Problem
+from tierplan.planner.milp.amounts import STATE_SHARDS, Problem, Shape
 from tierplan.planner.milp.bounds import FEW_UNITS, Bound
 from tierplan.planner.milp.modes import MODES, Mode
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
@@ -25,11 +25,12 @@ from tierplan.planner.plan_rules import PLACES, PLANNER, Place
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.descent import descend, descend_with_restarts
 from tierplan.planner.search.from_program import ProgramPlans
-from tierplan.planner.search.incumbents import Incumbents, Shape
+from tierplan.planner.search.incumbents import Incumbents
 from tierplan.planner.search.moves import (
     RANK,
     in_shards,
     loosened,
+    on_its_devices,
     with_brought_states,
     with_returned_grads,
     with_shape_of,
@@ -57,7 +58,7 @@ def tried(
 ) -> Iterator[float]:
     """Plans of one shape: the program's, then local moves from the best of these and of the policies."""
     goal_s = bound.searched_s * (1 + GOOD_FRAC)
-    shape: Shape = (p.order, p.sub_batches)
+    shape = p.shape
     found, simulate_plan = from_program.incumbents, from_program.simulate_plan
 
     def best_s() -> float:
@@ -161,7 +162,7 @@ def holding_least(p: Problem) -> Iterator[UnitwisePlan]:
         plan = UnitwisePlan(
             policy=PLANNER, units=units, semantics=p.semantics, order=p.order, sub_batches=p.sub_batches
         )
-        yield with_windows(plan, (ahead, ahead, ahead))
+        yield on_its_devices(with_windows(plan, (ahead, ahead, ahead)), p)
 
 
 def _least_s(candidates: Iterable[Candidate[UnitwisePlan]]) -> float:
@@ -172,7 +173,7 @@ def _of_few_units(
     p: Problem, bound: Bound, found: Incumbents, simulate_plan: PlanSimulator, seed: int
 ) -> Iterator[float]:
     """Local moves from the best plan of one shape, and anew where a better one was offered meanwhile."""
-    shape, goal_s = (p.order, p.sub_batches), bound.searched_s * (1 + GOOD_FRAC)
+    shape, goal_s = p.shape, bound.searched_s * (1 + GOOD_FRAC)
     for descent in (descend, partial(descend_with_restarts, seed=seed)):
         start = None
         while start is not found.by_shape[shape]:
@@ -195,7 +196,7 @@ def _of_many_units(
 ) -> Iterator[float]:
     """A race between what is left of the programs' plans and regular ones by several seeds; each goes on by shifts from
     where it ends."""
-    shape, goal_s = (p.order, p.sub_batches), bound.searched_s * (1 + GOOD_FRAC)
+    shape, goal_s = p.shape, bound.searched_s * (1 + GOOD_FRAC)
 
     def going(descent: Iterator[Candidate[UnitwisePlan]]) -> Iterator[float]:
         for best in descent:

@@ -15,7 +15,7 @@ from itertools import chain, product
 from math import ceil
 
 from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
-from tierplan.planner.milp.amounts import GB, Problem, SlotGroup, UnitAmounts
+from tierplan.planner.milp.amounts import Problem, SlotGroup, UnitAmounts
 from tierplan.planner.milp.bounds import Bound
 from tierplan.planner.milp.modes import MODES, Mode
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
@@ -298,9 +298,7 @@ class _Descent:
         self.of_plan: UnitwisePlan | None = None
         self.menu: list[Shift] = []
         self.freeing: dict[str, list[Shift]] = {}
-        self.capacity_gb: dict[str, float] = {
-            t.kind: t.capacity_bytes / GB for t in reversed(simulate_plan.machine.tiers)
-        }
+        self.capacity_gb = {"device": problem.device_gb, "host": problem.host_gb, "nvme": problem.nvme_gb}
         self.gains: dict[str, float] = {}
         """By shift: what it has saved lately, in seconds."""
 

@@ -2,6 +2,7 @@
 
 builder         a schedule in the making, as columns: names are made when somebody asks for them
 collectives     what devices do together, as work of a ring
+sharded         the planning problem of one of several that divide all but their micro-batches
 partition       one device's schedule on each of several, with states cut into shards (ZeRO-3)
 dividing        its ops and buffers, compiled
 kinds           what decides how a schedule is divided, as numbers in place of names
@@ -13,5 +14,4 @@ paged           weights paged in and out for every use: the baseline that Harmon
 known           what was made for one machine, for the next one
 pack_estimate   how long packs take, without simulating
 pack_search     better packs than Harmony's own search finds
-search          what the planner tries beside the plans of one device
 """

@@ -16,14 +16,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise, product
 
+from tierplan.planner.milp.amounts import Problem
+from tierplan.planner.milp.bounds import compute_s
 from tierplan.planner.plan import PackPlan, Packs, shared_micro_batches
 from tierplan.planner.plan_rules import PackForm, Runs
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.descent import BETTER
+from tierplan.planner.search.incumbents import Incumbents
 from tierplan.planner.several_devices.pack_estimate import PackEstimate
 
 Numbers = tuple[PackForm, int, int]
 """Form, number of backward packs, number of forward packs."""
+SHARE, SHARE_ALONE = 0.6, 0.95
+"""Of the budget, what the search over packs may take: beside other plans, and where only packs are allowed."""
 SHIFTS = (1, -1, 2, -2, 4, -4)
 SHARE_OF_ESTIMATES, SHARE_OF_FIRST_SIMULATIONS = 0.4, 0.6
 """Parts of the search's budget that are spent when estimates end, and when what they found has been simulated."""
@@ -44,6 +49,22 @@ SIMULATED = 16
 """Of what the descents found, at most so many are simulated."""
 PROMISING = 1.02
 """A move is simulated when the estimate is at most this much above the best plan's."""
+
+
+def search_packs(incumbents: Incumbents, simulate_plan: PlanSimulator, *, num_ops: float, seed: int) -> None:
+    """Better packs than the best so far, where packs are allowed and a policy's fit, with a share of so much work."""
+    if incumbents.packed is not None and incumbents.batches != "each":
+        share = SHARE_ALONE if incumbents.batches == "shared" else SHARE
+        budget = simulate_plan.budget
+        end = (budget.spent_ops + share * num_ops) / budget.num_ops
+        incumbents.consider(improve_packs(incumbents.packed, simulate_plan, spent_frac=end, seed=seed))
+
+
+def bound_of_packs(problem: Problem, packs: Packs) -> float:
+    """No step in packs of this form is shorter, in seconds: compute is shared, and where packs visit devices, every
+    parameter is updated in host memory."""
+    parameters, adam = sum(unit.gparams for unit in problem.units), problem.rates.adam
+    return max(compute_s(problem) / packs.devices, parameters / adam if adam and not packs.stays else 0.0)
 
 
 def improve_packs(

@@ -1,0 +1,110 @@
+"""The planning problem of several devices that train on micro-batches of their own and divide all else (ZeRO-3).
+
+All of them do the same at once, so it is that of one of them: of parameters, gradients and states it has its shard, and
+what its ops need of others' is gathered meanwhile. Of what they share, host memory, drives and the host's cores, it
+has its part, and of shared limits it takes what all take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import accumulate
+
+from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.names import collective, parse_stream
+from tierplan.planner.milp.amounts import GB, Problem, UnitAmounts, limit_loads, limit_seconds, seconds_alone
+from tierplan.planner.plan import Sharing
+from tierplan.planner.several_devices.alike import first_for_all
+from tierplan.planner.several_devices.collectives import collective_work
+
+COLLECTIVE = collective(0)
+
+
+def sharded(p: Problem, devices: int, sharing: Sharing) -> Problem:
+    """The problem of one of so many devices, given that of one which has all micro-batches' work by itself."""
+    first = first_for_all(p.machine, devices) or p.machine
+    gathered_gb = [(1 - 1 / devices) * (u.params_gb + u.frozen_gb) for u in p.units]
+    kept_gb = [0.0] * len(p.units)
+    if sharing.keeps == "all":
+        kept_gb = [before - own for before, own in zip(accumulate(gathered_gb), gathered_gb, strict=True)]
+    exchanged: dict[tuple[object, ...], tuple[Mapping[str, float], Mapping[str, float]]] = {}
+    units = []
+    for u, own_gb, before_gb in zip(p.units, gathered_gb, kept_gb, strict=True):
+        kind = u.params_gb, u.frozen_gb, u.grads_gb, u.fwd_reads_params, u.bwd_reads_params
+        if kind not in exchanged:
+            exchanged[kind] = _exchanged(p, u, devices, sharing, first)
+        fwd_load, bwd_load = (
+            {limit: load.get(limit, 0.0) + more.get(limit, 0.0) for limit in {**load, **more}}
+            for load, more in zip((u.fwd_load, u.bwd_load), exchanged[kind], strict=True)
+        )
+        units.append(replace(_of_one(u, devices, own_gb, before_gb), fwd_load=fwd_load, bwd_load=bwd_load))
+    taken = {limit: _of_all(each, devices) for limit, each in limit_loads(p.workload, first).items()}
+    return replace(
+        p,
+        devices=devices,
+        sharing=sharing,
+        units=tuple(units),
+        host_gb=p.host_gb / devices,
+        nvme_gb=p.nvme_gb / devices,
+        write_limit_gb_per_s=p.write_limit_gb_per_s / devices,
+        rates=replace(
+            p.rates,
+            read=_divided(p.rates.read, devices),
+            write=_divided(p.rates.write, devices),
+            adam=p.rates.adam / devices,
+        ),
+        loads={**taken, COLLECTIVE: {}},
+    )
+
+
+def _of_one(u: UnitAmounts, devices: int, gathered_gb: float, kept_gb: float) -> UnitAmounts:
+    """One device's part of a unit, with what it gathers for it, and has kept of what it gathered for others."""
+    return replace(
+        u,
+        params_gb=u.params_gb / devices,
+        frozen_gb=u.frozen_gb / devices,
+        grads_gb=u.grads_gb / devices,
+        states_gb=u.states_gb / devices,
+        gparams=u.gparams / devices,
+        update_s=u.update_s / devices,
+        gathered_gb=gathered_gb,
+        fwd_fixed_gb=u.fwd_fixed_gb + kept_gb + (gathered_gb if u.fwd_reads_params else 0.0),
+        bwd_fixed_gb=u.bwd_fixed_gb
+        + kept_gb
+        + (gathered_gb if u.bwd_reads_params else 0.0)
+        + (1 - 1 / devices) * u.grads_gb,
+    )
+
+
+def _exchanged(
+    p: Problem, u: UnitAmounts, devices: int, sharing: Sharing, first: Machine
+) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    """What collectives of a unit take in forward and in backward, per micro-batch: seconds at full use of each shared
+    limit, and of the stream itself. Gradients are summed after the last one, parameters gathered for each turn."""
+    if COLLECTIVE not in {s.name for s in first.streams}:
+        return {}, {}
+
+    def taken(kind: str, gb: float) -> dict[str, float]:
+        work = collective_work(kind, gb * GB, devices)
+        found = {**limit_seconds(first, COLLECTIVE, work), COLLECTIVE: seconds_alone(first, COLLECTIVE, work)}
+        return found if gb else {}
+
+    num = p.workload.training.gradient_accumulation_steps
+    gathers, reduces = taken("gather", u.params_gb + u.frozen_gb), taken("reduce", u.grads_gb)
+    gathers_again = gathers if u.bwd_reads_params and sharing.keeps != "all" else {}
+    forward = {limit: seconds / p.turn for limit, seconds in gathers.items() if u.fwd_reads_params}
+    backward = {
+        limit: gathers_again.get(limit, 0.0) / p.turn + reduces.get(limit, 0.0) / num
+        for limit in {**gathers_again, **reduces}
+    }
+    return forward, backward
+
+
+def _divided(of: Mapping[str, float], devices: int) -> dict[str, float]:
+    return {kind: rate / devices for kind, rate in of.items()}
+
+
+def _of_all(taken: Mapping[str, float], devices: int) -> dict[str, float]:
+    """What streams that serve all devices take for the part of one: those of the first take what all take already."""
+    return {s: load * (devices if parse_stream(s).device is None else 1) for s, load in taken.items()}
