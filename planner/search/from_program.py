@@ -105,7 +105,7 @@ def _with_knobs(p: Problem, plan: UnitwisePlan, knobs: Knobs) -> UnitwisePlan:
 
 def granules(p: Problem) -> tuple[float, float]:
     """What margins are counted in, in GB: the largest thing that comes to the device, or to the host at a time."""
-    device = max(max([u.params_gb + u.gathered_gb, *(g.gb for g in u.groups)]) for u in p.units)
+    device = max(max([u.params_gb, *(g.gb for g in u.groups)]) for u in p.units)
     host = max(max([u.grads_gb + u.params_gb + u.states_gb, *(g.gb for g in u.groups)]) for u in p.units)
     return device, host
 

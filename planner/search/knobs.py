@@ -80,8 +80,9 @@ class Knobs:
         """The margins of the fluid program, for granules of `device_gb` and `host_gb`."""
         slow = {NVME_READ, NVME_WRITE, HOST_ADAM}
         slow |= {limit for limit, loads in problem.loads.items() if slow & loads.keys() and H2D not in loads}
+        ahead_gb = max(unit.gathered_gb for unit in problem.units)
         return Margins(
-            device_gb=min(self.device * device_gb, 0.5 * problem.device_gb),
+            device_gb=min(self.device * device_gb + ahead_gb, 0.5 * problem.device_gb),
             host_gb=min(self.host * host_gb, 0.5 * problem.host_gb),
             rate_frac=dict.fromkeys(sorted(slow), self.rate_frac),
         )
