@@ -43,6 +43,8 @@ still say little."""
 MORE_FRAC = 0.1
 """Of what one division for one device may spend beyond its budget far from the bound: what all may, beyond the budget
 of one. Not with a lesser machine's answer, near which a better machine's begins."""
+BEHIND = 1.05
+"""Where all steps of the race are so many times one that is known, it does not go on."""
 S_PER_DIVISION = 1.0
 """On several devices: of a time limit, for each division that is compared and not searched."""
 TOO_SLOW = 1.5
@@ -129,16 +131,15 @@ def plan_sequences(
                 search.beat_s = min(beat_s, *(s.best_s for s in searches))
                 search.compare()
             elif to_the_end:
-                # plans of one device are no answer for several: beside others, packs alone are searched
-                search.begin(orders=() if kind == "shared" and own % num == 0 else None)
+                search.begin(orders=() if kind == "shared" else None)  # in which packs alone are searched
             else:
                 search.begin(only="vertical" if own > 1 else "horizontal", solver=solver)
             (alone if to_the_end else racing).append(search)
         if not compared and (known is None or not known.is_cut):
-            if racing:
-                _raced(racing, budget, beat_s)
+            if racing:  # none whose bound is above what systems reach that share micro-batches
+                _raced(racing, budget, min([beat_s, *(s.best_s for s in alone)]))
             if not any(s.is_interrupted for s in racing):
-                _one_by_one(alone, min(beat_s, *(s.best_s for s in racing)) if racing else beat_s)
+                _one_by_one(alone, min([beat_s, *(s.best_s for s in racing)]))
         return [*racing, *alone]
 
     def races(cut: Cut) -> bool:
@@ -234,7 +235,7 @@ def _one_by_one(searches: list[Search], beat_s: float) -> None:
 def _raced(searches: list[Search], budget: Budget, beat_s: float) -> None:
     """The race for one budget: in it, divisions are racers; searches for another order of micro-batches join."""
     budget.restart()
-    beat_s, num = min(beat_s, *(s.best_s for s in searches)), len(searches)
+    known_s, beat_s, num = beat_s, min(beat_s, *(s.best_s for s in searches)), len(searches)
 
     def meet() -> list[Racer]:
         for search in searches:
@@ -252,9 +253,10 @@ def _raced(searches: list[Search], budget: Budget, beat_s: float) -> None:
         if budget.ops_left > 0:
             return budget.is_out_of_time
         all_racers = [racer for search in searches for racer in search.racers]
-        step_s = min(beat_s, *(r.best_s for r in all_racers))
-        is_near = step_s <= FAR * min(r.bound_s for r in all_racers)
-        return is_near or budget.ops_left <= -budget.more_ops or budget.is_out_of_time
+        best_s = min(r.best_s for r in all_racers)
+        is_near = min(beat_s, best_s) <= FAR * min(r.bound_s for r in all_racers)
+        is_behind = best_s > BEHIND * known_s
+        return is_near or is_behind or budget.ops_left <= -budget.more_ops or budget.is_out_of_time
 
     racers = [racer for search in searches for racer in search.racers if racer.bound_s < beat_s]
     racers.sort(key=lambda r: r.bound_s)

@@ -8,6 +8,7 @@ becomes columns such as `peak_bytes.gpu0`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -125,6 +126,21 @@ def best_plan(point: Point, *, known: Known | None = None, beat_s: float = inf, 
     answer is to be quick, none is looked for that leaves devices idle.
     """
     place = place_of(point)
+    may_idle = place.machine.num_devices > 1 and point.policy != QUICK
+    try:
+        best = _on_all(point, place, known, beat_s, only)
+    except InfeasiblePlan:
+        if may_idle:  # each has its own activations in host memory, where those of one may have room
+            with suppress(InfeasiblePlan):
+                return _leaving_idle(best_plan(replace(point, devices=1), beat_s=beat_s, **only), point, place)
+        raise
+    return _or_on_fewer(best, point, place, known, beat_s, only) if may_idle else best
+
+
+def _on_all(
+    point: Point, place: CalibratedPlace, known: Known | None, beat_s: float, only: Mapping[str, Any]
+) -> BestPlan:
+    """The best plan for all devices."""
     machine = place.machine
     settings: dict[str, Any] = {
         "seed": point.seed,
@@ -141,12 +157,7 @@ def best_plan(point: Point, *, known: Known | None = None, beat_s: float = inf, 
         divided = partial(workload_in, place, point)
         found = plan_sequences(divided, machine, sequences=point.sequences, **settings)
         workload, result = found.workload, found.result
-    best = BestPlan(workload=workload, machine=machine, result=result)
-    return (
-        best
-        if machine.num_devices == 1 or point.policy == QUICK
-        else _or_on_fewer(best, point, place, known, beat_s, only)
-    )
+    return BestPlan(workload=workload, machine=machine, result=result)
 
 
 def _or_on_fewer(
@@ -168,33 +179,39 @@ def _or_on_fewer(
             known = best_plan(fewer, beat_s=beat_s, **only).known
         except InfeasiblePlan:
             return best
-    workload = workload_in(place, point, known.batch, known.accumulation)
-    columns = Lowering(workload, best.machine).columns(known.plan)
-    one = predicted(known.plan, columns, steady_state(columns, best.machine), workload, best.machine)
-    if one.tokens_per_s <= result.prediction.tokens_per_s:  # type: ignore[operator]  # both fit
-        return best
+    idling = _leaving_idle(best, point, place, known)
+    slower = idling.result.prediction.tokens_per_s <= result.prediction.tokens_per_s  # type: ignore[operator]  # both fit
+    return best if slower else idling
+
+
+def _leaving_idle(best: BestPlan, point: Point, place: CalibratedPlace, known: Known | None = None) -> BestPlan:
+    """An answer with the plan that is known, or the answer's own, on a machine that has more devices than it takes."""
     why = "No plan for all GPUs that was found is as quick as this one, which leaves the others idle"
+    if known is None:
+        known, why = best.known, "No plan for all GPUs fits, and this one leaves the others idle"
+    workload = workload_in(place, point, known.batch, known.accumulation)
+    columns = Lowering(workload, place.machine).columns(known.plan)
+    one = predicted(known.plan, columns, steady_state(columns, place.machine), workload, place.machine)
     bound_s = one.step_s * one.tokens_per_s / most_tokens_per_s(point)  # type: ignore[operator]  # any GPU may do any op
     changed: dict[str, Any] = {"lower_bound_s": bound_s, "bound_shares": {COMPUTE: 1.0}, "s_per_gb": {}}
-    result = replace(result, prediction=replace(one, idle_why=why), **changed)
-    return BestPlan(workload=workload, machine=best.machine, result=result)
+    result = replace(best.result, prediction=replace(one, idle_why=why), **changed)
+    return BestPlan(workload=workload, machine=place.machine, result=result)
 
 
 def _look_at_fewer(fewer: Point, best: BestPlan) -> float:
-    """Tokens/s of fewer GPUs with plans of the kind that is best on all; infinite where that says nothing of them.
+    """Tokens/s of fewer GPUs with plans of the kind that is best on all, or where that is one of packs, with
+    micro-batches of their own as large; infinite where that says nothing of them.
 
-    Where it has no room on fewer, or is one of packs, nobody looks further for a machine with more than the catalog's:
-    what fewer of that one's reach is known.
+    Where none has room on fewer, nobody looks further for a machine with more than the catalog's: what fewer of that
+    one's reach is known.
     """
     known, num_all = best.known, best.machine.num_devices
     if known.plan.devices < num_all:
         return inf
     unknown = inf if lesser_of_catalog(best.machine) is None else 0.0
-    if not isinstance(known.plan, UnitwisePlan):
-        return unknown
     place = place_of(fewer)
-    num = place.machine.num_devices
-    micro_batches = known.accumulation * (num_all if fewer.sequences else num)
+    num, of_all = place.machine.num_devices, known.plan.num_batches
+    micro_batches = known.accumulation * (of_all if fewer.sequences else min(of_all, num))
     if micro_batches % num:
         return inf
     workload = workload_in(place, fewer, known.batch, micro_batches // num)
@@ -204,9 +221,10 @@ def _look_at_fewer(fewer: Point, best: BestPlan) -> float:
         "seed": fewer.seed,
         "batches": "each" if num > 1 else None,
         "policies": (),
+        "like": replace(known.plan, devices=num) if isinstance(known.plan, UnitwisePlan) else None,
     }
     try:
-        found = plan(workload, place.machine, like=replace(known.plan, devices=num), time_limit_s=LOOK_S, **only)
+        found = plan(workload, place.machine, time_limit_s=LOOK_S, **only)
     except InfeasiblePlan:
         return unknown
     return found.prediction.tokens_per_s or 0.0
