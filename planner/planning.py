@@ -102,7 +102,7 @@ def plan(
     }
     orders = asked["orders"]
     refuse_lacking(workload, machine)
-    started, budget = time.perf_counter(), budget_of(time_limit_s, machine.num_devices)
+    started, budget = time.perf_counter(), budget_of(time_limit_s, is_of_several=machine.num_devices > 1)
 
     def planned(less: Machine) -> tuple[Workload, PlanResult]:
         return workload, plan(workload, less, time_limit_s=time_limit_s, like=like, **asked)
@@ -167,8 +167,8 @@ def _keep(question: Question, answer: Known | None) -> None:
     _ANSWERS[question] = answer
 
 
-def budget_of(time_limit_s: float | None, num_devices: int) -> Budget:
-    """Of a search with this limit for so many devices. Raises `PlanError` where it is none."""
+def budget_of(time_limit_s: float | None, *, is_of_several: bool) -> Budget:
+    """Of a search with this limit. Raises `PlanError` where it is none."""
     if time_limit_s is not None and not 0 < time_limit_s < inf:
         raise PlanError(f"time_limit_s is {time_limit_s}; give a finite number of seconds above 0")
-    return Budget.of(time_limit_s, num_devices)
+    return Budget.of(time_limit_s, is_of_several=is_of_several)

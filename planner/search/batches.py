@@ -40,9 +40,6 @@ the work is in packs of units, which are no racers."""
 KEPT_FRAC, BOUND_WEIGHT = 1 / 3, 6.0
 """Of the divisions in one round, those that have another; and how much their bounds count after the first, when steps
 still say little."""
-MORE_FRAC = 0.1
-"""Of what one division for one device may spend beyond its budget far from the bound: what all may, beyond the budget
-of one. Not with a lesser machine's answer, near which a better machine's begins."""
 BEHIND = 1.05
 """Where all steps of the race are so many times one that is known, it does not go on."""
 S_PER_DIVISION = 1.0
@@ -110,10 +107,11 @@ def plan_sequences(
         return found.workload, found.result
 
     refuse_lacking(make(1, sequences), machine)
-    budget = budget_of(time_limit_s, num)
+    budget = budget_of(time_limit_s, is_of_several=True)
     question = (digest(make(1, sequences)), sequences, budget.num_ops, *asked.values())
     known = known_of_lesser(machine, question, planned_for, known)
-    budget.more_ops *= 0.0 if known is not None else MORE_FRAC if num == 1 else 1.0
+    if known is not None:
+        budget.more_ops = 0.0  # a better machine's answer is near the lesser one's
     solver = Solver(seed=seed)
     searches: list[Search] = []
 
@@ -125,7 +123,7 @@ def plan_sequences(
             workload = make(batch, own)
             to_the_end = not races(cut)
             own_known = known if known is not None and (known.batch, known.accumulation) == (batch, own) else None
-            own_budget = budget_of(time_limit_s, num) if to_the_end else budget
+            own_budget = budget_of(time_limit_s, is_of_several=num > 1) if to_the_end else budget
             search = Search(workload, machine, semantics, own_budget, seed, kind, write_limit, beat_s, own_known)
             if compared:
                 search.beat_s = min(beat_s, *(s.best_s for s in searches))

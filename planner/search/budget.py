@@ -9,8 +9,8 @@ from tierplan.sim.compiled.compiler import computing_s
 
 DEFAULT_OPS = 1_800_000
 MORE_TIMES, MORE_TIMES_OF_SEVERAL = 3.0, 0.9
-"""Default budgets that a search may spend beyond it, far from the bound; and for several devices, whose ops take
-longer."""
+"""Default budgets that a search may spend beyond it, far from the bound; and one for several devices, whose ops take
+longer, or of several divisions at once."""
 DEFAULT_TIME_LIMIT_S = 10.0
 """What a search may spend where nobody says, in Python and in every command: so their answers are the same."""
 
@@ -44,11 +44,11 @@ class Budget:
     """Seconds of computing that the last simulation took: no other is begun when that much is not left."""
 
     @classmethod
-    def of(cls, time_limit_s: float | None, num_devices: int = 1) -> Budget:
-        """For a time limit that the user gives, None for the default, and so many devices."""
+    def of(cls, time_limit_s: float | None, *, is_of_several: bool = False) -> Budget:
+        """For a time limit that the user gives; None for the default."""
         if time_limit_s is not None:
             return cls(time_limit_s)
-        more_times = MORE_TIMES if num_devices == 1 else MORE_TIMES_OF_SEVERAL
+        more_times = MORE_TIMES_OF_SEVERAL if is_of_several else MORE_TIMES
         return cls(DEFAULT_TIME_LIMIT_S, DEFAULT_OPS, more_times * DEFAULT_OPS)
 
     def __post_init__(self) -> None:

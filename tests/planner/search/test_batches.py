@@ -127,15 +127,15 @@ def test_far_from_the_bound_the_race_goes_on(seed: int, monkeypatch: pytest.Monk
     make = question(rng := random.Random(seed))
     machine = random_machine(rng, make(4, 1))
 
-    def found(more_frac: float, **asked: Any) -> tuple[float, int]:
-        monkeypatch.setattr(batches, "MORE_FRAC", more_frac)
+    def found(more_times: float, **asked: Any) -> tuple[float, int]:
+        monkeypatch.setattr(budget, "MORE_TIMES_OF_SEVERAL", more_times)
         division = plan_sequences(make, machine, sequences=4, **asked)
         answers.append(Known.of(machine, division.workload, division.result))
         return division.result.step_s, division.result.num_simulated
 
     answers: list[Known] = []
     monkeypatch.setattr(batches, "FAR", 0.0)
-    (more_s, num_more), (step_s, num) = found(2.0), found(0.0)
+    (more_s, num_more), (step_s, num) = found(6.0), found(0.0)
     assert more_s <= step_s
     assert num_more > num
     assert found(2.0, time_limit_s=100) == found(0.0, time_limit_s=100)
