@@ -7,6 +7,7 @@ what it does: `gpu0.compute`, `gpu0.h2d`, `gpu0.d2h`, `gpu0.p2p.gpu1`, `gpu0.col
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,6 +15,8 @@ from functools import cache
 DEVICE_PREFIX = "gpu"
 HOST = "host"
 NVME = "nvme"
+NUMBER = re.compile(r"(?<=[a-z])\d+\b")
+"""At the end of a name's part."""
 LINK = "link"
 """Of a description, the section of what is between a device and the host."""
 
@@ -144,9 +147,14 @@ def on_first_device(name: str) -> str:
 
 
 def alike_name(name: str, num_devices: int) -> str:
-    """One name for the streams that do the same on all devices: `gpu*.compute`; on one device the stream's own."""
-    stream = parse_stream(name)
-    return name if num_devices == 1 or stream.device is None else f"{DEVICE_PREFIX}*.{stream.task}"
+    """One name for streams, limits and tiers of which each device, or each group of them, has its own: `gpu*.compute`,
+    `switch.plx*.down`; on one device their own."""
+    if num_devices == 1:
+        return name
+    first, *rest = name.split(".")
+    if device_index(first) is None:
+        return NUMBER.sub("*", name)
+    return ".".join([f"{DEVICE_PREFIX}*", *(part for part in rest if device_index(part) is None)])
 
 
 def on_devices(name: str, devices: Sequence[int]) -> str:

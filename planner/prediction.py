@@ -6,9 +6,10 @@ prediction.step_s, prediction.fits, prediction.bound_by
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from math import isclose
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import NVME_READ, NVME_WRITE, parts_used
@@ -19,6 +20,7 @@ from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.policies import decide
 from tierplan.planner.policies.options import OptionError
 from tierplan.planner.questions.endurance import lifetime_s, written_bytes
+from tierplan.planner.several_devices.alike import do_the_same
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.explain import (
     Sensitivity,
@@ -28,11 +30,15 @@ from tierplan.sim.analysis.explain import (
     sensitivities,
     time_on_path,
 )
+from tierplan.sim.analysis.ordering import refine_columns
 from tierplan.sim.analysis.phases import Phases, phases
 from tierplan.sim.analysis.steady import SteadyState, steady_state
 from tierplan.sim.columns import ScheduleColumns
 from tierplan.sim.schedule import Schedule, ScheduleError
 from tierplan.sim.workloads.workload import Workload
+
+SAME_FRAC = 1e-3
+"""The first device stands for all where its steps differ by less from theirs: else grants come in another order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +71,8 @@ class Prediction(Shown):
     """Busy share of a step in steady state, by stream and by shared limit."""
     hardware: Machine | None = field(default=None, repr=False)
     """The machine that `machine` names."""
+    of_first: Callable[[], tuple[ScheduleColumns, Machine]] | None = field(default=None, repr=False)
+    """One step of the first of several devices that do the same, and its machine; None where they do not."""
     lifetime_s: float | None = None
     """Of the drives, at this rate of writing and their rated endurance; None where nothing is written or rated."""
     idle_why: str = ""
@@ -94,8 +102,12 @@ class Prediction(Shown):
     @cached_property
     def limits(self) -> tuple[Sensitivity, ...]:
         """What each stream, shared limit, part and memory would save if it were twice as good, most first."""
-        if self.hardware is None or self.columns is None or not self.fits:
+        if self.hardware is None or self.columns is None or self.step_s is None:
             return ()
+        if self.of_first is not None:
+            columns, machine = self.of_first()
+            if isclose(steady_state(columns, machine).period_s, self.step_s, rel_tol=SAME_FRAC):
+                return sensitivities(columns, machine)
         return sensitivities(self.columns, self.hardware)
 
     @cached_property
@@ -272,8 +284,14 @@ def predicted(
         columns=columns,
         steady=steady,
         utilization=busy_fracs(columns, machine, steady.period_s),
+        of_first=partial(_of_first, plan, workload, machine) if do_the_same(plan) else None,
         lifetime_s=lifetime_s(machine, written_bytes(columns), steady.period_s),
     )
+
+
+def _of_first(plan: Plan, workload: Workload, machine: Machine) -> tuple[ScheduleColumns, Machine]:
+    columns, one = Lowering(workload, machine).simulated(plan)
+    return refine_columns(columns, one, num_devices=plan.devices, overtakes=plan.overtaking), one
 
 
 def _facts(plan: Plan, workload: Workload, machine: Machine) -> dict[str, object]:

@@ -11,11 +11,13 @@ from dataclasses import replace
 from tierplan.hwmodels.machine import Machine, Stream
 from tierplan.hwmodels.names import parse_stream
 from tierplan.hwmodels.scaling import with_demand
-from tierplan.planner.plan import UnitwisePlan
+from tierplan.planner.plan import Plan, UnitwisePlan
 
 
-def do_the_same(plan: UnitwisePlan) -> bool:
-    """Whether all devices do the same at once. Not where activations go to drives: these serve one after the other."""
+def do_the_same(plan: Plan) -> bool:
+    """Whether several devices do the same at once. Not where activations go to drives, which serve one by one."""
+    if not isinstance(plan, UnitwisePlan):
+        return False
     actions = (action for u in plan.units for action in (u.input, *((u.acts,) if isinstance(u.acts, str) else u.acts)))
     return plan.devices > 1 and not plan.parts and "nvme" not in actions
 

@@ -7,10 +7,10 @@ guess.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import alike_name, parse_stream
@@ -24,6 +24,7 @@ from tierplan.sim.trace import Span, Trace
 if TYPE_CHECKING:
     import networkx as nx
 
+Item = TypeVar("Item")
 Reason = Literal["begin", "stream", "input", "memory"]
 Kind = Literal["stream", "limit", "part", "memory"]
 """What may be better."""
@@ -280,30 +281,33 @@ def sensitivities(
     """What limits this schedule: each stream, shared limit, part and memory, the largest gain first.
 
     Streams, limits and parts are `factor` times as fast, memories `factor` times as large; the rest is as it is, and so
-    are latencies and the plan. Streams that do the same on several devices are one. A stream alone cannot exceed the
-    limits that it shares (but for cores and kernels, of which a faster one takes no more), nor a limit alone the
-    streams. So where all takers of a limit belong to one part (`nvme.read` and `nvme.write` share what the drives do),
-    that part is there as a whole too.
+    are latencies and the plan. What all devices have is better on all of them. A stream alone cannot exceed the limits
+    that it shares (but for cores and kernels, of which a faster one takes no more), nor a limit alone the streams.
+    So where all takers of a limit belong to one part (`nvme.read` and `nvme.write` share what the drives do), that
+    part is there as a whole too.
     """
     if not factor > 0:
         raise ValueError(f"factor is {factor}; it must be above 0, and 2 means twice as fast")
     columns = columns_of(schedule) if isinstance(schedule, Schedule) else schedule
     now = steady_state(columns, machine)
     busy = busy_fracs(columns, machine, now.period_s)
-    alike: dict[str, set[str]] = {}
-    for stream in columns.once_around.streams:
-        alike.setdefault(alike_name(stream, machine.num_devices), set()).add(stream)
-    cases: list[tuple[Kind, str, set[str]]] = [
-        *(("stream", name, streams) for name, streams in alike.items()),
-        *(("limit", limit.name, {limit.name}) for limit in machine.shared_limits),
-    ]
+
+    def one_name(name: str) -> str:
+        return alike_name(name, machine.num_devices)
+
     inside: dict[str, set[str]] = {}
     for limit in machine.shared_limits:
-        parts = {parse_stream(s.name).tier for s in machine.streams if limit.name in s.takes}
+        parts = {one_name(parse_stream(s.name).tier) for s in machine.streams if limit.name in s.takes}
         if len(parts) == 1:
             inside.setdefault(parts.pop(), set()).add(limit.name)
-    for part, limits in inside.items():
-        cases.append(("part", part, limits | {s.name for s in machine.streams if parse_stream(s.name).tier == part}))
+    for part, names in inside.items():
+        names |= {s.name for s in machine.streams if one_name(parse_stream(s.name).tier) == part}
+    streams, limits = columns.once_around.streams, [limit.name for limit in machine.shared_limits]
+    cases: list[tuple[Kind, str, Collection[str]]] = [
+        *(("stream", name, alike) for name, alike in grouped(streams, one_name).items()),
+        *(("limit", name, alike) for name, alike in grouped(limits, one_name).items()),
+        *(("part", name, names) for name, names in inside.items()),
+    ]
     tried = []
 
     def add(name: str, kind: Kind, busy_frac: float, step_s: float) -> None:
@@ -314,12 +318,19 @@ def sensitivities(
     for kind, name, changed in cases:
         step_s = steady_state(columns, with_faster(machine, changed, factor)).period_s
         add(name, kind, max((busy.get(n, 0.0) for n in changed), default=0.0), step_s)
-    for tier in columns.tiers:
-        larger = replace(tier, capacity_bytes=int(tier.capacity_bytes * factor))
-        tiers = tuple(larger if t is tier else t for t in columns.tiers)
-        full = now.peak_bytes.get(tier.name, 0) / max(tier.capacity_bytes, 1)
-        add(f"{tier.name} memory", "memory", full, steady_state(replace(columns, tiers=tiers), machine).period_s)
+    for name, alike in grouped(columns.tiers, lambda tier: one_name(tier.name)).items():
+        larger = (replace(t, capacity_bytes=int(t.capacity_bytes * factor)) if t in alike else t for t in columns.tiers)
+        full = max(now.peak_bytes.get(t.name, 0) / max(t.capacity_bytes, 1) for t in alike)
+        add(f"{name} memory", "memory", full, steady_state(replace(columns, tiers=tuple(larger)), machine).period_s)
     return tuple(sorted(tried, key=lambda s: -s.gain_frac))
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], str]) -> dict[str, list[Item]]:
+    """The items by their keys, in order."""
+    groups: dict[str, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def busy_fracs(columns: ScheduleColumns, machine: Machine, step_s: float) -> dict[str, float]:

@@ -10,6 +10,8 @@ from io import StringIO
 from math import floor, isfinite, log10
 from shutil import get_terminal_size
 
+from tierplan.hwmodels.names import NUMBER
+
 
 def format_s(seconds: float, *, signed: bool = False) -> str:
     """Seconds to three digits: `1.24 s`, `83.1 ms`, `4 min 10 s`, `2.5 h`."""
@@ -97,7 +99,7 @@ def alike_rows(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Rows as they are, but those that differ in nothing but a device's number in the first cell as one: `gpu*`."""
     alike: dict[str, list[tuple[str, ...]]] = {}
     for row in rows:
-        alike.setdefault(re.sub(r"(?<=[a-z])\d+\b", "*", row[0]), []).append(row)
+        alike.setdefault(NUMBER.sub("*", row[0]), []).append(row)
     shown: list[tuple[str, ...]] = []
     for name, several in alike.items():
         is_one = len(several) > 1 and len({row[1:] for row in several}) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import networkx as nx
@@ -17,6 +18,7 @@ from tests.toys import toy_machine, toy_workload, uniform_plan
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream, TierSpec
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
+from tierplan.planner.prediction import predict
 from tierplan.sim.analysis.explain import (
     cause_graph,
     critical_path,
@@ -29,6 +31,8 @@ from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.engine import simulate
 from tierplan.sim.schedule import Schedule, Tier
 from tierplan.sim.trace import Span, Trace
+from tierplan.studies.evaluate import machine_of, workload_at
+from tierplan.studies.study import Point
 
 seconds_lists = st.lists(durations, min_size=14, max_size=14)
 
@@ -179,6 +183,30 @@ def test_a_drive_bound_step_gains_from_the_whole_drive() -> None:
     assert found["limit", "drive"].gain_frac == pytest.approx(1 - 1 / 1.1, abs=1e-6)
     assert found["stream", "nvme.read"].gain_frac == pytest.approx(0.0, abs=1e-6)
     assert found["part", "nvme"].step_s == pytest.approx(2.0 / 1.1)
+
+
+def test_what_all_devices_have_is_better_on_all_of_them() -> None:
+    """One better GPU of two, which wait for each other, would save nothing."""
+    point = Point(model="gpt2", machine="zenflow-2xa100", batch=2, accumulation=2)
+    machine = machine_of(point)
+    found = {(s.kind, s.name): s.gain_frac for s in predict("zero-3", workload_at(point, machine), machine).limits}
+    assert found["part", "gpu*"] >= found["stream", "gpu*.compute"] > 0.2
+    assert found["part", "gpu*"] <= 0.5
+    assert {name for _, name in found} >= {"gpu*.kernels", "gpu* memory"}
+    assert not any(name.startswith(("gpu0", "gpu1")) for _, name in found)
+
+
+@pytest.mark.parametrize("policy", ["zero-3", "zero-infinity", "vertical", "zero-offload"])
+def test_what_limits_the_first_of_several_devices_limits_all(policy: str) -> None:
+    point = Point(model="gpt2", machine="server-8xh100", batch=2, accumulation=2)
+    machine = machine_of(point)
+    found = predict(policy, workload_at(point, machine), machine)
+    assert found.of_first is not None
+    of_first, of_all = ({(s.kind, s.name): s for s in p.limits} for p in (found, replace(found, of_first=None)))
+    assert of_first.keys() == of_all.keys()
+    for key, one in of_first.items():
+        assert one.busy_frac == pytest.approx(of_all[key].busy_frac, abs=2e-3), key
+        assert one.gain_frac == pytest.approx(of_all[key].gain_frac, abs=5e-3), key
 
 
 @pytest.mark.parametrize("limit", ["cores", "gpu0.kernels"])
