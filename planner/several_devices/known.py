@@ -33,11 +33,13 @@ class _Kept(threading.local):
         self.num_ops = self.num_workloads = 0
 
     def number(self, workload: Workload) -> int:
-        """The same for equal workloads."""
+        """The same for equal workloads; of these the last object is kept, which is asked for again and again."""
         known = self.workloads
-        at = next((k for k, (_, other) in enumerate(known) if other is workload or other == workload), None)
+        at = next((k for k, (_, other) in enumerate(known) if other is workload), None)
+        if at is None:
+            at = next((k for k, (_, other) in enumerate(known) if other == workload), None)
         self.num_workloads += at is None
-        known.append((self.num_workloads, workload) if at is None else known.pop(at))
+        known.append((self.num_workloads if at is None else known.pop(at)[0], workload))
         del known[:-NUM_WORKLOADS]
         return known[-1][0]
 
