@@ -355,7 +355,7 @@ class Search:
         def from_policies(some: Iterable[str]) -> None:
             for name, plan, is_other_work in compared.plans(some):
                 is_asked = name in names and not is_other_work
-                if is_on_several and isinstance(plan, UnitwisePlan) and name not in NEED_SEVERAL_DEVICES:
+                if self.devices > 1 and isinstance(plan, UnitwisePlan) and name not in NEED_SEVERAL_DEVICES:
                     consider(replace(plan, devices=self.devices, sharing=Sharing()), is_asked=False)
                 if not is_other_work and (is_asked or seeds.is_start(plan)):
                     consider(plan, is_asked=is_asked)
