@@ -27,7 +27,7 @@ from tests.runtime.test_trainer import CPU, machine
 from tierplan.hwmodels.machine import Machine, Rate, Stream
 from tierplan.hwmodels.names import HOST_ADAM
 from tierplan.planner.lowering import lower
-from tierplan.planner.plan import Plan
+from tierplan.planner.plan import Plan, Sharing
 from tierplan.planner.policies import decide
 from tierplan.runtime.autograd.units import split_model
 from tierplan.runtime.execution.executable import executable_step
@@ -76,7 +76,8 @@ class Case:
             replace(unit, state_shards=1, host_shards=0, late_update=unit.late_update and unit.update == "home")
             for unit in plan.units
         )
-        return replace(plan, devices=num, units=units)
+        sharing = Sharing(keeps=rng.choice(("nothing", "ends", "all")), reduces=rng.choice(("last", "each")))
+        return replace(plan, devices=num, units=units, sharing=sharing)
 
     def __str__(self) -> str:
         words = [self.policy, *self.options.values(), self.family, self.dtype, self.accumulation, self.clip or ""]
