@@ -28,6 +28,7 @@ from tierplan.hwmodels.machine import Machine, Rate, Stream
 from tierplan.hwmodels.names import HOST_ADAM
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import Plan, Sharing
+from tierplan.planner.planning import plan
 from tierplan.planner.policies import decide
 from tierplan.runtime.autograd.units import split_model
 from tierplan.runtime.execution.executable import executable_step
@@ -68,16 +69,19 @@ class Case:
         return cls("random", {"seed": seed}, family, dtype, rng.choice([1, 2]), rng.choice([None, 0.5]))
 
     def plan(self, workload: Workload, num: int) -> Plan:
+        if self.policy == "planned":  # in an order of which no micro-batch is cut
+            asked: dict[str, Any] = {"batches": "each", "orders": ("horizontal",), "time_limit_s": 0.5}
+            return plan(workload, several(num, **self.options), **asked).plan  # type: ignore[arg-type]
         if self.policy != "random":
             return decide(self.policy, workload, several(num), self.options)
         rng = random.Random(str(self))
-        plan = with_updates_here(random_plan(workload, rng), rng)
+        drawn = with_updates_here(random_plan(workload, rng), rng)
         units = tuple(
             replace(unit, state_shards=1, host_shards=0, late_update=unit.late_update and unit.update == "home")
-            for unit in plan.units
+            for unit in drawn.units
         )
         sharing = Sharing(keeps=rng.choice(("nothing", "ends", "all")), reduces=rng.choice(("last", "each")))
-        return replace(plan, devices=num, units=units, sharing=sharing)
+        return replace(drawn, devices=num, units=units, sharing=sharing)
 
     def __str__(self) -> str:
         words = [self.policy, *self.options.values(), self.family, self.dtype, self.accumulation, self.clip or ""]
@@ -102,8 +106,8 @@ class Case:
         return self.accumulation * (1 if self.is_pipeline else num)
 
 
-def several(num: int) -> Machine:
-    one = machine()
+def several(num: int, device_bytes: int = 1 << 30) -> Machine:
+    one = machine(device_bytes)
     own = [s for s in one.streams if s.name.startswith("gpu0")]
     others = [replace(s, name=s.name.replace("gpu0", f"gpu{k}")) for k in range(1, num) for s in own]
     rates = dict.fromkeys((f"ring{num}_bytes", "ring2_bytes", "hops"), Rate.constant(1e9))
@@ -251,6 +255,8 @@ PAIR = [
     Case("megatron-pp", accumulation=3, clip=0.5),
     Case("megatron-pp", family="llama", dtype="bf16", accumulation=2),
     *map(Case.random, (0, 5)),
+    Case("planned", {"device_bytes": 400_000}, accumulation=2),
+    Case("planned", {"device_bytes": 240_000}, family="llama", dtype="bf16", accumulation=2, clip=0.5),
 ]
 EVERY = [
     Case(policy, options, family, dtype, accumulation, clip)
