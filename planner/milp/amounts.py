@@ -189,11 +189,6 @@ class Problem:
         """Whether gradients may leave the device and come back for the update: where they wait for their norm."""
         return self.brings_states and self.semantics == "exact-clip" and not self.keeps_grads
 
-    @property
-    def most_shards(self) -> int:
-        """In which states may travel; those of several devices, which are shards already, travel whole."""
-        return max(STATE_SHARDS) if self.devices == 1 else 1
-
     def moved_frac(self, flow: str) -> float:
         """Bytes that a flow moves, of those that it stands for: those of activations on the device."""
         return self.coded_frac if flow in ("uA", "dA", "rA", "wA") else 1.0
@@ -218,7 +213,7 @@ class Problem:
         """Whether all that an update on the device reads and writes at a time is less than the device has: gradients
         and parameters, and a shard of the states."""
         u = self.units[unit]
-        return u.states_gb / self.most_shards + u.grads_gb + u.params_gb <= self.device_gb
+        return u.states_gb / max(STATE_SHARDS) + u.grads_gb + u.params_gb <= self.device_gb
 
     def modes(self, unit: int) -> Sequence[int]:
         """Numbers of the placements that this unit may have."""

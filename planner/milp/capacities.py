@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import isfinite
 
 from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
-from tierplan.planner.milp.amounts import GB, Problem
+from tierplan.planner.milp.amounts import GB, STATE_SHARDS, Problem
 from tierplan.planner.milp.columns import Columns, minus, times
 from tierplan.planner.milp.modes import MODES
 from tierplan.planner.milp.program import Terms
@@ -71,7 +71,7 @@ def _update_rows(cols: Columns, on_host: Terms, over: Terms, on_device: Terms, o
     Gradients and parameters whole, beside what is at home there: however smoothly everything else flows.
     """
     p = cols.p
-    num_shards = p.most_shards
+    num_shards = max(STATE_SHARDS)
     for u in {id(choice): u for u, choice in enumerate(cols.choices)}.values():  # alike units: on average
         unit = cols.units[u]
         held = cols.placed(u, "updated", "host", 0.0 if p.semantics == "delayed-1" else unit.grads_gb)

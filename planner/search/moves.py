@@ -92,14 +92,13 @@ def _windows(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
 
 def _loosened(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
     yield loosened
-    if plan.devices == 1:
-        yield lambda plan: with_shards(loosened(plan), STATE_SHARDS[0])
+    yield lambda plan: with_shards(loosened(plan), STATE_SHARDS[0])
 
 
 def _shards(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
     """States that travel in larger or smaller shards, at once for all units with updates in the same place."""
     for place in dict.fromkeys(choice.update for choice in plan.units if choice.states_travel):
-        for num_shards in STATE_SHARDS if plan.devices == 1 else ():
+        for num_shards in STATE_SHARDS:
             yield lambda plan, num=num_shards, place=place: with_shards(plan, num, place)  # type: ignore[misc]
 
 
@@ -312,9 +311,9 @@ def reducing(sharing: Sharing) -> Sharing:
 
 
 def on_its_devices(plan: UnitwisePlan, problem: Problem) -> UnitwisePlan:
-    """The plan on the problem's devices; where these are several, no update there is late, and states travel whole."""
+    """The plan on the problem's devices; where these are several, no update there is late."""
     if problem.devices > 1:
-        plan = with_late_here(with_shards(plan, 1), 0)
+        plan = with_late_here(plan, 0)
     return replace(plan, policy=PLANNER, options={}, devices=problem.devices, sharing=problem.sharing)
 
 
@@ -398,7 +397,7 @@ def with_shards(plan: UnitwisePlan, num_shards: int, place: UpdatePlace | None =
 def _shards_of(plan: UnitwisePlan, place: UpdatePlace) -> int:
     """In how many shards the states of one more unit travel to its update in this place: in as many as others'."""
     others = (choice.state_shards for choice in plan.units if choice.states_travel and choice.update == place)
-    return max(others, default=STATE_SHARDS[0] if plan.devices == 1 else 1)
+    return max(others, default=STATE_SHARDS[0])
 
 
 def in_shards(choice: UnitPlan, num_shards: int) -> UnitPlan:

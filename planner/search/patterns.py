@@ -190,9 +190,7 @@ class Patterns:
         return replace(pattern, spreads={**pattern.spreads, placement: spread}) if is_stretch else pattern
 
     def _in_shards(self, pattern: Pattern) -> Pattern:
-        """States that travel to updates in one place do so in other shards; those of several devices are shards."""
-        if self.plan.devices > 1:
-            return pattern
+        """States that travel to updates in one place do so in other shards."""
         place, num = self.rng.choice(("home", "device")), self.rng.choice(STATE_SHARDS)
 
         def changed(placement: UnitPlan) -> UnitPlan:

@@ -27,9 +27,10 @@ from tests.runtime.test_trainer import CPU, machine
 from tierplan.hwmodels.machine import Machine, Rate, Stream
 from tierplan.hwmodels.names import HOST_ADAM
 from tierplan.planner.lowering import lower
-from tierplan.planner.plan import Plan, Sharing
+from tierplan.planner.plan import Plan, Sharing, UnitwisePlan
 from tierplan.planner.planning import plan
 from tierplan.planner.policies import decide
+from tierplan.planner.search.moves import with_shards
 from tierplan.runtime.autograd.units import split_model
 from tierplan.runtime.execution.executable import executable_step
 from tierplan.runtime.execution.placement import TrainingError
@@ -71,7 +72,9 @@ class Case:
     def plan(self, workload: Workload, num: int) -> Plan:
         if self.policy == "planned":  # in an order of which no micro-batch is cut
             asked: dict[str, Any] = {"batches": "each", "orders": ("horizontal",), "time_limit_s": 0.5}
-            return plan(workload, several(num, **self.options), **asked).plan  # type: ignore[arg-type]
+            found = plan(workload, several(num, **self.options), **asked).plan  # type: ignore[arg-type]
+            assert isinstance(found, UnitwisePlan)
+            return with_shards(found, 1)  # in which states travel whole
         if self.policy != "random":
             return decide(self.policy, workload, several(num), self.options)
         rng = random.Random(str(self))
