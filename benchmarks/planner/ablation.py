@@ -104,7 +104,7 @@ def rounded(workload: Workload, machine: Machine) -> float | None:
         p = problem(workload, machine, semantics=semantics, order=order, sub_batches=num)
         bound = lower_bound(p, solver=solver)
         for _ in programs.tried(p, bound, goal_s=0.0) if bound.feasible else ():
-            if (p.order, num) in incumbents.by_shape:
+            if p.shape in incumbents.by_shape:
                 break
     return None if incumbents.best is None else incumbents.best.step_s
 
