@@ -333,7 +333,7 @@ class Search:
         if needs_no_drives(self.machine, self.workload):
             posed = replace(posed, has_nvme=False)
         if self.devices > 1:
-            posed = sharded(posed, self.devices, Sharing(keeps=keeps))
+            posed = sharded(posed, self.devices, keeps)
         if not isinstance(self.like, UnitwisePlan):
             return posed
         brings = any(c.updates_here and c.states != "device" for c in self.like.units)

@@ -47,7 +47,7 @@ class Lowering:
     def simulated(self, plan: Plan) -> tuple[ScheduleColumns, Machine]:
         """Columns, not refined yet, whose steps take as long as those of the plan, and the machine for them: of one
         device where all do the same at once."""
-        if do_the_same(plan) and isinstance(plan, UnitwisePlan) and plan.devices <= self.machine.num_devices:
+        if do_the_same(plan) and plan.devices <= self.machine.num_devices:
             if plan.devices not in self._first_for_all:
                 self._first_for_all[plan.devices] = first_for_all(self.machine, plan.devices)
             if (machine := self._first_for_all[plan.devices]) is not None:

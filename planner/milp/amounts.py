@@ -17,7 +17,7 @@ from tierplan.planner.lowering.launches import with_launches
 from tierplan.planner.lowering.sketch import MOST_TOGETHER_BYTES
 from tierplan.planner.lowering.tiling import cut_batches
 from tierplan.planner.milp.modes import MODES, Mode
-from tierplan.planner.plan import Keeps, Sharing
+from tierplan.planner.plan import Keeps
 from tierplan.planner.plan_rules import Order
 from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import SavedTensor, Training, Unit, Workload, first_alike, total_work
@@ -180,7 +180,8 @@ class Problem:
     """Whether states may come to the device for their update and go back."""
     devices: int = 1
     """That train on micro-batches of their own and divide all else: the amounts are those of one of them."""
-    sharing: Sharing = Sharing()  # noqa: RUF009
+    keeps: Keeps = "nothing"
+    """Of several devices: whose gathered parameters stay for backward."""
     keeps_grads: bool = False
     """Whether gradients of such an update stay on the device until then, though they might leave and come back."""
 
@@ -196,7 +197,7 @@ class Problem:
     @property
     def shape(self) -> Shape:
         """Of its plans."""
-        return Shape(self.order, self.sub_batches, self.sharing.keeps)
+        return Shape(self.order, self.sub_batches, self.keeps)
 
     @property
     def windows(self) -> list[Window]:

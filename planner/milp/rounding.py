@@ -43,13 +43,7 @@ def round_to_plan(problem: Problem, shares: Fractions) -> UnitwisePlan:
             actions[u].append(name)
     units = tuple(_unit_plan(problem, u, modes[u], actions[u]) for u in range(len(problem.units)))
     plan = UnitwisePlan(
-        policy=PLANNER,
-        units=units,
-        semantics=problem.semantics,
-        order=problem.order,
-        sub_batches=problem.sub_batches,
-        devices=problem.devices,
-        sharing=problem.sharing,
+        policy=PLANNER, units=units, semantics=problem.semantics, order=problem.order, sub_batches=problem.sub_batches
     )
     return _without_late_uploads(plan) if problem.semantics == "exact-clip" else plan
 

@@ -106,7 +106,8 @@ class PlanSimulator:
 
     def in_full(self, plan: PlanT) -> Candidate[PlanT]:
         """The candidate with every device drawn."""
-        if not isinstance(plan, UnitwisePlan) or not do_the_same(plan):
+        is_alike = do_the_same(plan)
+        if not is_alike:
             return self(plan)
         if self._full is None:
             limit = self.write_limit_bytes_per_s

@@ -301,8 +301,8 @@ def with_shape_of(plan: UnitwisePlan, problem: Problem) -> UnitwisePlan:
 
     plan = plan if problem.has_nvme else off_drives(plan)
     units = tuple(changed(choice, problem.modes(u)) for u, choice in enumerate(plan.units))
-    changed_plan = replace(plan, units=units, order=problem.order, sub_batches=problem.sub_batches)
-    return on_its_devices(changed_plan, problem)
+    reshaped = replace(plan, units=units, order=problem.order, sub_batches=problem.sub_batches)
+    return on_its_devices(reshaped, problem)
 
 
 def reducing(sharing: Sharing) -> Sharing:
@@ -314,7 +314,7 @@ def on_its_devices(plan: UnitwisePlan, problem: Problem) -> UnitwisePlan:
     """The plan on the problem's devices; where these are several, no update there is late."""
     if problem.devices > 1:
         plan = with_late_here(plan, 0)
-    return replace(plan, policy=PLANNER, options={}, devices=problem.devices, sharing=problem.sharing)
+    return replace(plan, policy=PLANNER, options={}, devices=problem.devices, sharing=Sharing(keeps=problem.keeps))
 
 
 def loosened(plan: UnitwisePlan) -> UnitwisePlan:

@@ -7,6 +7,7 @@ first takes as much more. Times are those of all devices up to the rounding of s
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeGuard
 
 from tierplan.hwmodels.machine import Machine, Stream
 from tierplan.hwmodels.names import parse_stream
@@ -14,7 +15,7 @@ from tierplan.hwmodels.scaling import with_demand
 from tierplan.planner.plan import Plan, UnitwisePlan
 
 
-def do_the_same(plan: Plan) -> bool:
+def do_the_same(plan: Plan) -> TypeGuard[UnitwisePlan]:
     """Whether several devices do the same at once. Not where activations go to drives, which serve one by one."""
     if not isinstance(plan, UnitwisePlan):
         return False

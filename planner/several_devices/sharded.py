@@ -14,26 +14,26 @@ from itertools import accumulate
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import collective, parse_stream
 from tierplan.planner.milp.amounts import GB, Problem, UnitAmounts, limit_loads, limit_seconds, seconds_alone
-from tierplan.planner.plan import Sharing
+from tierplan.planner.plan import Keeps
 from tierplan.planner.several_devices.alike import first_for_all
 from tierplan.planner.several_devices.collectives import collective_work
 
 COLLECTIVE = collective(0)
 
 
-def sharded(p: Problem, devices: int, sharing: Sharing) -> Problem:
+def sharded(p: Problem, devices: int, keeps: Keeps) -> Problem:
     """The problem of one of so many devices, given that of one which has all micro-batches' work by itself."""
     first = first_for_all(p.machine, devices) or p.machine
     gathered_gb = [(1 - 1 / devices) * (u.params_gb + u.frozen_gb) for u in p.units]
     kept_gb = [0.0] * len(p.units)
-    if sharing.keeps == "all":
+    if keeps == "all":
         kept_gb = [before - own for before, own in zip(accumulate(gathered_gb), gathered_gb, strict=True)]
     exchanged: dict[tuple[object, ...], tuple[Mapping[str, float], Mapping[str, float]]] = {}
     units = []
     for u, own_gb, before_gb in zip(p.units, gathered_gb, kept_gb, strict=True):
         kind = u.params_gb, u.frozen_gb, u.grads_gb, u.fwd_reads_params, u.bwd_reads_params
         if kind not in exchanged:
-            exchanged[kind] = _exchanged(p, u, devices, sharing, first)
+            exchanged[kind] = _exchanged(p, u, devices, keeps, first)
         fwd_load, bwd_load = (
             {limit: load.get(limit, 0.0) + more.get(limit, 0.0) for limit in {**load, **more}}
             for load, more in zip((u.fwd_load, u.bwd_load), exchanged[kind], strict=True)
@@ -43,7 +43,7 @@ def sharded(p: Problem, devices: int, sharing: Sharing) -> Problem:
     return replace(
         p,
         devices=devices,
-        sharing=sharing,
+        keeps=keeps,
         units=tuple(units),
         host_gb=p.host_gb / devices,
         nvme_gb=p.nvme_gb / devices,
@@ -78,7 +78,7 @@ def _of_one(u: UnitAmounts, devices: int, gathered_gb: float, kept_gb: float) ->
 
 
 def _exchanged(
-    p: Problem, u: UnitAmounts, devices: int, sharing: Sharing, first: Machine
+    p: Problem, u: UnitAmounts, devices: int, keeps: Keeps, first: Machine
 ) -> tuple[Mapping[str, float], Mapping[str, float]]:
     """What collectives of a unit take in forward and in backward, per micro-batch: seconds at full use of each shared
     limit, and of the stream itself. Gradients are summed after the last one, parameters gathered for each turn."""
@@ -92,7 +92,7 @@ def _exchanged(
 
     num = p.workload.training.gradient_accumulation_steps
     gathers, reduces = taken("gather", u.params_gb + u.frozen_gb), taken("reduce", u.grads_gb)
-    gathers_again = gathers if u.bwd_reads_params and sharing.keeps != "all" else {}
+    gathers_again = gathers if u.bwd_reads_params and keeps != "all" else {}
     forward = {limit: seconds / p.turn for limit, seconds in gathers.items() if u.fwd_reads_params}
     backward = {
         limit: gathers_again.get(limit, 0.0) / p.turn + reduces.get(limit, 0.0) / num
