@@ -20,7 +20,7 @@ from tierplan.planner.search.batches import Division, plan_sequences
 from tierplan.studies import evaluate
 from tierplan.studies.advise import QUICKER_FRAC, advise
 from tierplan.studies.answer import answer_record
-from tierplan.studies.evaluate import best_plan, evaluate_point, machine_of, predict_point
+from tierplan.studies.evaluate import BestPlan, best_plan, evaluate_point, machine_of, predict_point
 from tierplan.studies.purchases import purchases
 from tierplan.studies.study import Point
 
@@ -193,9 +193,25 @@ def test_fewer_gpus_are_asked_only_for_what_all_cannot(monkeypatch: pytest.Monke
         asked.clear()
 
 
+def test_where_nothing_fits_on_all_gpus_one_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 2_000)
+    two = Point(model="gpt2", machine="laptop", sequences=4, devices=2)
+    one = best_plan(replace(two, devices=1)).result
+    on_all = evaluate._on_all
+
+    def none_on_two(point: Point, place: Any, *more: Any) -> BestPlan:
+        if place.machine.num_devices == 2:
+            raise InfeasiblePlan(evaluate.workload_in(place, point), place.machine, ())
+        return on_all(point, place, *more)
+
+    monkeypatch.setattr(evaluate, "_on_all", none_on_two)
+    found = best_plan(two).result
+    assert (found.step_s, found.prediction.devices) == (pytest.approx(one.step_s), 1)
+    assert "No plan for all GPUs fits" in found.prediction.devices_note
+
+
 def test_a_look_at_fewer_gpus_is_a_plan_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the same work, no quicker than the best that is known of them by more than a search for a moment is worth;
-    and where packs are best on all, it says nothing."""
+    """For the same work, no quicker than the best that is known of them by more than a search for a moment is worth."""
     monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 2_000)
     point = Point(model="gpt2", machine="server-8xh100", sequences=8, devices=4)
     best = best_plan(point)
