@@ -155,7 +155,7 @@ def limit_rows(limits: Iterable[Sensitivity]) -> list[tuple[str, ...]]:
     for s in limits:
         saves = f"{100 * s.gain_frac + 0.0:.1f} %".replace("-0.0", "0.0")
         shown.setdefault(s.shown_name, (s.shown_name, format_frac(s.busy_frac), saves))
-    return [*rows, *alike_rows(shown.values())]
+    return [*rows, *shown.values()]
 
 
 def _policies(result: PlanResult) -> dict[str, dict[str, Any]]:
