@@ -6,6 +6,7 @@ from tierplan.sim.workloads.families.ops import (
     activation,
     add,
     fused_attention,
+    kernel,
     linear,
     mul,
     reshaped,
@@ -39,6 +40,9 @@ def block(tape: Tape, config: Config, x: Value) -> Value:
     q, k = (reshaped(tape, project(n, name)) for n, name in ((heads, "q_proj"), (groups, "k_proj")))
     v = linear(tape, hidden, groups * head_dim, "v_proj", bias=qkv_bias)
     q, k = rotate(tape, q, cos, sin), rotate(tape, k, cos, sin)
+    if groups != heads and tape.training.backend == "cuda" and tape.training.dtype == "fp32":
+        # the memory-efficient kernel has a key and a value for each query
+        k, v = (kernel(tape, each, "clone", shape=(batch, length, heads, head_dim)) for each in (k, reshaped(tape, v)))
     drops = config.fraction("attention_dropout", 0.0) > 0
     attended = fused_attention(tape, q, k, v, heads=heads, head_dim=head_dim, drops=drops)
     del hidden, q, k, v
@@ -104,15 +108,6 @@ def check(config: Config, training: Training) -> None:
         raise NotCovered(
             f"sequence_length is {training.sequence_length}, longer than the attention window of {window}: that takes "
             "a mask, which the closed forms do not cover; use tracing (--exact)"
-        )
-    if (
-        training.backend == "cuda"
-        and training.dtype == "fp32"
-        and config.number("num_key_value_heads", config.heads) != config.heads
-    ):
-        raise NotCovered(
-            "fp32 attention with grouped queries on CUDA is not covered by the closed forms; "
-            "use bf16, or tracing (--exact)"
         )
 
 

@@ -41,8 +41,6 @@ def assert_equal(closed: Workload, traced: Workload) -> None:
 @pytest.mark.parametrize("family", CLOSED)
 def test_closed_forms_are_exact(family: str, size: int, backend: str, dtype: str, batch: int) -> None:
     raw = config_of(family, size)
-    if (backend, dtype) == ("cuda", "fp32") and "num_key_value_heads" in raw:
-        raw["num_key_value_heads"] = raw["num_attention_heads"]
     training = Training(per_device_train_batch_size=batch, sequence_length=24, dtype=dtype, backend=backend)
     assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
 
@@ -53,7 +51,7 @@ def test_closed_forms_are_exact(family: str, size: int, backend: str, dtype: str
 def test_closed_forms_of_a_loss_in_chunks_are_exact(
     family: str, backend: str, dtype: str, batch: int, chunks: int
 ) -> None:
-    raw = {**config_of(family), "num_key_value_heads": 4}
+    raw = config_of(family)
     training = Training(
         per_device_train_batch_size=batch, sequence_length=24, dtype=dtype, backend=backend, loss_chunks=chunks
     )
@@ -68,7 +66,7 @@ def test_closed_forms_of_a_loss_in_chunks_are_exact(
 def test_closed_forms_are_exact_with_adapters(
     family: str, backend: str, dtype: str, batch: int, lora: str, more: dict[str, Any]
 ) -> None:
-    raw = {**config_of(family), "num_key_value_heads": 4}
+    raw = config_of(family)
     more = {name: value for name, value in more.items() if (family, name) != ("bert", "loss_chunks")}
     settings: dict[str, Any] = {"sequence_length": 24, "dtype": dtype, "backend": backend, "lora": lora, **more}
     training = Training(per_device_train_batch_size=batch, **settings)
@@ -85,7 +83,7 @@ def test_closed_forms_are_exact_with_adapters(
 def test_closed_forms_are_exact_on_a_base_in_codes(
     family: str, backend: str, dtype: str, batch: int, base: str
 ) -> None:
-    raw = {**config_of(family), "num_key_value_heads": 4}
+    raw = config_of(family)
     settings: dict[str, Any] = {"sequence_length": 24, "dtype": dtype, "backend": backend}
     training = Training(per_device_train_batch_size=batch, lora="r=4,dropout=0.1", base=base, **settings)
     assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
@@ -103,7 +101,7 @@ def test_closed_forms_are_exact_on_a_base_in_codes(
 def test_closed_forms_are_exact_with_named_targets(
     family: str, targets: str, backend: str, dtype: str, batch: int
 ) -> None:
-    raw = {**config_of(family), "num_key_value_heads": 4}
+    raw = config_of(family)
     settings: dict[str, Any] = {"sequence_length": 24, "dtype": dtype, "backend": backend}
     training = Training(per_device_train_batch_size=batch, lora=f"r=4,targets={targets},dropout=0.1", **settings)
     assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
@@ -121,7 +119,7 @@ def test_closed_forms_are_exact_with_named_targets(
 def test_closed_forms_are_exact_with_words_and_output_saved(
     family: str, save: str, backend: str, dtype: str, batch: int, changes: dict[str, Any], chunks: int
 ) -> None:
-    raw = {**config_of(family), "num_key_value_heads": 4, **changes}
+    raw = {**config_of(family), **changes}
     settings: dict[str, Any] = {"sequence_length": 24, "dtype": dtype, "backend": backend, "loss_chunks": chunks}
     training = Training(per_device_train_batch_size=batch, lora=f"r=4,save={save}", **settings)
     assert training.dtype_of_trained == dtype
