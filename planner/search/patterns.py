@@ -12,6 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import count
 from typing import Any
 
@@ -85,11 +86,15 @@ class Pattern:
                 k = next(k for away in count() for k in (at + away, at - away) if k in free)
                 placements[k] = placement
                 free.remove(k)
-        units = list(plan.units)
+        units, changed = list(plan.units), cache(self._changed)
         for u, placement in zip(blocks, placements, strict=True):
-            units[u] = with_those_of(units[u], placement)
-            units[u] = with_those_of(units[u], self.actions, ACTIVATIONS) if self.actions else units[u]
+            units[u] = changed(units[u], placement)
         return replace(plan, units=tuple(units), **self.of_all)
+
+    def _changed(self, choice: UnitPlan, placement: UnitPlan) -> UnitPlan:
+        """One block's choice in the pattern, with this placement."""
+        choice = with_those_of(choice, placement)
+        return with_those_of(choice, self.actions, ACTIVATIONS) if self.actions else choice
 
 
 class Patterns:
