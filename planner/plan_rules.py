@@ -153,11 +153,6 @@ def _check_update(plan: UnitwisePlan, unit: Unit, choice: UnitPlan) -> None:
             "a late update has gradients that waited in memory, and states that are not on the device: use 'host', or "
             "no late_update"
         )
-    if choice.update == "device" and choice.late_update and plan.devices > 1:
-        raise PlanError(
-            f"unit {unit.name!r} is updated late on {plan.devices} devices, where gradients on a device are summed "
-            "when their update asks for them: use update 'home', or no late_update"
-        )
     if choice.update == "device" and plan.semantics == "delayed-1":
         raise PlanError(
             f"unit {unit.name!r} has its states brought to the device, but a delayed update runs on the host with "

@@ -311,9 +311,7 @@ def reducing(sharing: Sharing) -> Sharing:
 
 
 def on_its_devices(plan: UnitwisePlan, problem: Problem) -> UnitwisePlan:
-    """The plan on the problem's devices; where these are several, no update there is late."""
-    if problem.devices > 1:
-        plan = with_late_here(plan, 0)
+    """The plan on the problem's devices."""
     return replace(plan, policy=PLANNER, options={}, devices=problem.devices, sharing=Sharing(keeps=problem.keeps))
 
 

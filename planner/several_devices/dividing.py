@@ -66,6 +66,7 @@ WHOLES = np.dtype(
         ("is_everywhere", _BOOL),  # each device has one
         ("is_copy", _BOOL),  # a copy has brought it: of gradients, what host memory has of their sum
         ("is_summed_at_once", _BOOL),  # gradients that stay on the device, summed over devices after each micro-batch
+        ("is_summed_at_last", _BOOL),  # gradients that wait on the device for the next step, summed over devices first
         ("has_tied_share", _BOOL),  # this sum over devices begins where one device's share of a tied gradient is
         ("is_sharded", _BOOL),  # a device's or the host's is 1/n of it; a gradient is whole on the device that made it
         ("is_gathered_again", _BOOL),  # parameters that every device has whole, and of which each makes a shard
@@ -467,5 +468,10 @@ def divide(
             if whole[b]["is_summed_at_once"] if computes else whole[b]["is_gathered_again"]:
                 for r in range(terms.num_drawn):
                     _complete(whole, terms, made, state, task, b, place, r, computes)
+            elif whole[b]["is_summed_at_last"]:
+                for r in range(terms.num_drawn):
+                    summed = made.buffers[_scatter(whole, terms, tiers, made, state, task, b, r)]
+                    of_device = made.buffers[_on(whole, b, r)]
+                    summed["becomes"], of_device["becomes"] = of_device["becomes"], NONE
         if terms.cuts_tensors and computes:
             _sum_activations(tasks, whole, read, written, terms, made, state, task)

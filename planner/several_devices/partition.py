@@ -125,9 +125,12 @@ def _wholes(
     is_copy, is_made_on_device = np.zeros((2, len(tier)), np.bool_)
     is_copy[writes[np.repeat(tasks["kind"] == dividing.COPY, num_writes)]] = True
     is_made_on_device[writes[np.repeat(tasks["is_on_device"], num_writes)]] = True
+    reuses, becomes = columns.buffer_reuses, columns.buffer_becomes
+    is_gradient = is_on_device & (content == dividing.OF_GRADIENTS) & ~is_copy
+    is_at_last = is_gradient & (becomes >= 0) & (sharing.reduces == "last" and not cuts_tensors)
+    is_copy[becomes[is_at_last]] = True  # what waits for the next step is a share of the sum, as a copy is
     is_params, is_states = kind == dividing.PARAMS, kind == dividing.STATES
-    is_summed = is_on_device & (content == dividing.OF_GRADIENTS) & ~is_copy
-    is_summed &= sharing.reduces == "each" and not cuts_tensors
+    is_summed = is_gradient & (sharing.reduces == "each" and not cuts_tensors)
     # where parameters live, by unit, and whether they are frozen
     homes = np.full((2, len(kinds.lengths) + 1), NONE, np.int64)
     is_frozen = (content == dividing.OF_FROZEN).astype(np.int64)
@@ -146,14 +149,14 @@ def _wholes(
         is_sharded &= np.isin(kind, SHARDED) & (content != dividing.OF_TIED_GRADIENTS)
     is_everywhere = is_on_device | np.isin(kind, (*SHARDED, dividing.ACTS)) | is_made_on_device
     num_standing = np.where(is_everywhere, num_drawn, 1)
-    wholes, reuses = np.empty(len(tier), dividing.WHOLES), columns.buffer_reuses
+    wholes = np.empty(len(tier), dividing.WHOLES)
     wholes["tier"], wholes["size_bytes"], wholes["is_initial"] = tier, columns.buffer_bytes, columns.buffer_initial
-    wholes["reuses"], wholes["becomes"] = reuses, columns.buffer_becomes
+    wholes["reuses"], wholes["becomes"] = reuses, becomes
     wholes["kind"], wholes["content"], wholes["unit"] = kind, content, kinds.unit
     wholes["length"] = np.where(kinds.unit == NONE, 0, kinds.lengths[kinds.unit])
     wholes["first"] = np.cumsum(num_standing) - num_standing
     wholes["is_on_device"], wholes["is_everywhere"] = is_on_device, is_everywhere
-    wholes["is_copy"], wholes["is_summed_at_once"] = is_copy, is_summed
+    wholes["is_copy"], wholes["is_summed_at_once"], wholes["is_summed_at_last"] = is_copy, is_summed, is_at_last
     wholes["has_tied_share"] = is_summed & (reuses >= 0) & ~is_summed[reuses]
     wholes["is_sharded"] = is_sharded
     wholes["is_gathered_again"] = is_params & (tier == home) & (sharing.divided in ("gradients", "states"))

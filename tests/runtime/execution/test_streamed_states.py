@@ -16,7 +16,6 @@ from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Rate
 from tierplan.hwmodels.names import HOST_ADAM
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.planner.plan_rules import PlanError, check_unitwise
 from tierplan.planner.planning import plan
 from tierplan.planner.prediction import predict
 from tierplan.planner.search.budget import Budget
@@ -130,15 +129,6 @@ def test_such_an_update_may_be_late(
     assert last < keys.index("fwd/L1/mb0")
     waiting = next(b for b in schedule.buffers if b.initial and b.content == "grads/L1/mb0")
     assert waiting.tier == {"device": "gpu0", "host": "host"}[grads]
-
-
-def test_on_several_devices_such_an_update_is_not_late() -> None:
-    workload = load_workload("gpt2", Training(dtype="bf16"))
-    choice = UnitPlan(states="host", update="device", late_update=True)
-    alone = uniform_plan(workload, choice)
-    check_unitwise(alone, workload)
-    with pytest.raises(PlanError, match="updated late on 2 devices, where gradients on a device are summed"):
-        check_unitwise(replace(alone, devices=2), workload)
 
 
 @pytest.mark.sampled

@@ -79,10 +79,7 @@ class Case:
             return decide(self.policy, workload, several(num), self.options)
         rng = random.Random(str(self))
         drawn = with_updates_here(random_plan(workload, rng), rng)
-        units = tuple(
-            replace(unit, state_shards=1, host_shards=0, late_update=unit.late_update and unit.update == "home")
-            for unit in drawn.units
-        )
+        units = tuple(replace(unit, state_shards=1, host_shards=0) for unit in drawn.units)
         sharing = Sharing(keeps=rng.choice(("nothing", "ends", "all")), reduces=rng.choice(("last", "each")))
         return replace(drawn, devices=num, units=units, sharing=sharing)
 
