@@ -36,6 +36,12 @@ class Margins:
     relaxed: bool = False
     """For bounds: also what no rounded plan does, such as moving the smallest tensors or dropping inputs."""
 
+    def leave_no_more(self, than: Margins) -> bool:
+        """Whether no plan has room with these where none has with others: a step may take its time, so rates do not
+        matter."""
+        in_memory = self.device_gb >= than.device_gb and self.host_gb >= than.host_gb
+        return in_memory and self.write_frac <= than.write_frac
+
 
 @dataclass(frozen=True, kw_only=True)
 class Model:

@@ -43,6 +43,7 @@ class ProgramPlans:
         model = bound.model
         assert model is not None
         solved: dict[tuple[float, ...], UnitwisePlan | None] = {}
+        lacking: list[Margins] = []
         units = granules(p)
 
         def trial(knobs: Knobs) -> Candidate[UnitwisePlan] | None:
@@ -50,7 +51,8 @@ class ProgramPlans:
             while True:
                 key = (knobs.rate_frac, knobs.device, knobs.host, write_frac)
                 if key not in solved:
-                    solved[key] = self._solve(model, replace(knobs.margins(p, *units), write_frac=write_frac))
+                    margins = replace(knobs.margins(p, *units), write_frac=write_frac)
+                    solved[key] = self._solve(model, margins, lacking)
                 plan = solved[key]
                 if plan is None:
                     return None
@@ -78,12 +80,17 @@ class ProgramPlans:
                 self.incumbents.consider(self.simulate_plan(_with_knobs(p, plan, knobs)))
                 yield best_s
 
-    def _solve(self, model: Model, margins: Margins) -> UnitwisePlan | None:
+    def _solve(self, model: Model, margins: Margins, lacking: list[Margins]) -> UnitwisePlan | None:
+        """`lacking` are margins that leave too little memory; so do wider ones."""
+        if any(margins.leave_no_more(than) for than in lacking):
+            return None
         changed = with_margins(model, margins)
         limit_s = min(self.simulate_plan.budget.left_s, LP_TIME_LIMIT_S)
         solution = solver_of(model.problem, self.solver).solve(changed.program, time_limit_s=limit_s)
         self.solve_s += solution.seconds
         self.simulate_plan.budget.ops_left -= solution.work_ops
+        if solution.status == "infeasible":
+            lacking.append(margins)
         return round_to_plan(model.problem, fractions(changed, solution)) if solution.usable else None
 
     def _solve_whole(self, model: Model, margins: Margins) -> UnitwisePlan | None:
