@@ -9,6 +9,7 @@ every plan is simulated before it counts.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache, partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -18,9 +19,10 @@ import numpy as np
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST_ADAM, collective, p2p
 from tierplan.planner.plan import Packs
+from tierplan.planner.plan_rules import PackForm
 from tierplan.planner.several_devices.alike import first_for_all
 from tierplan.planner.several_devices.collectives import collective_work
-from tierplan.sim.columns import Float64
+from tierplan.sim.columns import Float64, Int64
 from tierplan.sim.compiled.compiler import compiled
 from tierplan.sim.workloads.workload import Amounts, Workload, total_work
 
@@ -127,7 +129,10 @@ class PackEstimate:
         self.update_s = np.array(update_s, np.float64)
         self.fits = cache(self._fits)
         """Whether a pack (`fwd` or `bwd`) fits on a device, given the first unit and the one after the last."""
-        self._pack = cache(self._costs)
+        self._costs = np.empty((64, len(_Pack._fields)))
+        self._num_costs = 0
+        self._number = cache(self._numbered)
+        """The row of `_costs` with a pack's, or -1 where it does not fit."""
         self._of_all = cache(partial(first_for_all, machine))
 
     def _fits(self, phase: str, first: int, end: int) -> bool:
@@ -135,24 +140,43 @@ class PackEstimate:
 
     def step_s(self, packs: Packs) -> float:
         """Seconds of a step among others like it; infinite where a pack does not fit."""
-        fit = all(self.fits("fwd", a, b) for a, b in packs.forward) and all(
-            self.fits("bwd", a, b) for a, b in packs.backward
-        )
-        if not fit:
+        return self.of_runs(packs.form, packs.devices, packs.forward, packs.backward, packs.cleanup_s)
+
+    def of_runs(
+        self,
+        form: PackForm,
+        num_devices: int,
+        forward: Iterable[tuple[int, int]],
+        backward: Iterable[tuple[int, int]],
+        cleanup_s: float,
+    ) -> float:
+        """The same of packs that nobody has put together: they are the units from the first to the second number."""
+        at_once = 1 if form == "pipeline" else num_devices  # of data-parallel devices, all do the same
+        turns = [self._number("fwd", a, b, at_once) for a, b in forward]
+        turns += [self._number("bwd", a, b, at_once) for a, b in backward][::-1]
+        if min(turns) < 0:
             return INFINITE
-        at_once = 1 if packs.form == "pipeline" else packs.devices  # of data-parallel devices, all do the same
-        turns = [self._pack("fwd", a, b, at_once) for a, b in packs.forward]
-        turns += [self._pack("bwd", a, b, at_once) for a, b in reversed(packs.backward)]
         total = self.training.gradient_accumulation_steps
-        devices = packs.devices if packs.form == "pipeline" else 1
-        return float(_step_s(np.array(turns), devices, -(-total // at_once), float(packs.cleanup_s), self.update_s))
+        devices = num_devices if form == "pipeline" else 1
+        shared = devices, -(-total // at_once), float(cleanup_s), self.update_s
+        return float(_step_s(self._costs, np.array(turns), *shared))
 
     def work_s(self, phase: str, first: int, end: int) -> float:
         """Compute of one micro-batch: `fwd` or `bwd`, the latter without its recomputation."""
         works = (u.forward if phase == "fwd" else u.backward for u in self.units[first:end])
         return self.machine.cost(COMPUTE, total_work(works)).alone_s
 
-    def _costs(self, phase: str, first: int, end: int, at_once: int) -> _Pack:
+    def _numbered(self, phase: str, first: int, end: int, at_once: int) -> int:
+        if not self.fits(phase, first, end):
+            return -1
+        number = self._num_costs
+        if number == len(self._costs):
+            self._costs = np.concatenate((self._costs, np.empty_like(self._costs)))
+        self._costs[number] = self._pack(phase, first, end, at_once)
+        self._num_costs += 1
+        return number
+
+    def _pack(self, phase: str, first: int, end: int, at_once: int) -> _Pack:
         units, num = self.units[first:end], len(self.units)
         own = {u.name for u in units}
         tied = {u.shares for u in units if u.shares} - own
@@ -191,15 +215,15 @@ class PackEstimate:
 
 
 @compiled
-def _step_s(packs: Float64, devices: int, num_batches: int, cleanup_s: float, update_s: Float64) -> float:
-    """The time from the end of a step to that of the next, after the first few; `packs` are rows of `_Pack`."""
+def _step_s(packs: Float64, turns: Int64, devices: int, num_batches: int, cleanup_s: float, update_s: Float64) -> float:
+    """The time from the end of a step to that of the next, after the first few, of turns by their rows of `packs`."""
     last_s, second_last_s = np.zeros(devices), np.zeros(devices)  # by device: ends of its last two micro-batches,
     gone_s, handed_s = np.zeros(devices), np.empty(num_batches)  # and of its last turn; by micro-batch: its end so far
     updated_s, host_s, end_s, end_before_s = np.zeros(len(update_s)), 0.0, 0.0, 0.0
     for _ in range(STEPS):
         handed_s[:] = 0.0
-        for k in range(len(packs)):
-            d, first, end = k % devices, int(packs[k, FIRST]), int(packs[k, END])
+        for turn, k in enumerate(turns):
+            d, first, end = turn % devices, int(packs[k, FIRST]), int(packs[k, END])
             is_backward, is_last = packs[k, IS_BACKWARD], packs[k, IS_LAST]
             first_s, second_s = packs[k, FIRST_S], packs[k, SECOND_S]
             send_s, stash_s = packs[k, SEND_S], packs[k, STASH_S]

@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise, product
+from typing import NamedTuple
 
 from tierplan.planner.milp.amounts import Problem
 from tierplan.planner.milp.bounds import compute_s
@@ -24,6 +25,27 @@ from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.descent import BETTER
 from tierplan.planner.search.incumbents import Incumbents
 from tierplan.planner.several_devices.pack_estimate import PackEstimate
+
+
+Ends = tuple[int, ...]
+"""Of each pack in order, the unit after its last one."""
+
+
+class Borders(NamedTuple):
+    """Packs by where they end: the last forward one where the last backward one begins."""
+
+    form: PackForm
+    forward: Ends
+    backward: Ends
+
+    @classmethod
+    def of(cls, packs: Packs) -> Borders:
+        return cls(packs.form, tuple(b for _, b in packs.forward), tuple(b for _, b in packs.backward))
+
+    def packs(self, like: Packs) -> Packs:
+        """Such packs, alike in all else."""
+        return replace(like, form=self.form, forward=_runs(self.forward), backward=_runs(self.backward))
+
 
 Numbers = tuple[PackForm, int, int]
 """Form, number of backward packs, number of forward packs."""
@@ -77,8 +99,8 @@ def improve_packs(
     return search.best
 
 
-def balanced(weights: Sequence[float], sizes: Sequence[float], reach: Sequence[int]) -> Runs | None:
-    """Runs over all units with the least largest weight, each relative to its size; None where that cannot be.
+def balanced(weights: Sequence[float], sizes: Sequence[float], reach: Sequence[int]) -> Ends | None:
+    """Ends of runs over all units with the least largest weight, each relative to its size; None where that cannot be.
 
     `reach[i]` is where a run that begins at unit i must end at the latest. Exact: for a given largest weight, runs that
     are as long as it allows, one after the other, cover the units if any runs do; the least is found by bisection.
@@ -98,7 +120,7 @@ def balanced(weights: Sequence[float], sizes: Sequence[float], reach: Sequence[i
     return best
 
 
-def _greedy(sums: Sequence[float], sizes: Sequence[float], reach: Sequence[int], largest: float) -> Runs | None:
+def _greedy(sums: Sequence[float], sizes: Sequence[float], reach: Sequence[int], largest: float) -> Ends | None:
     num, borders = len(sums) - 1, [0]
     for k, size in enumerate(sizes):
         first, left = borders[-1], len(sizes) - k - 1
@@ -107,7 +129,7 @@ def _greedy(sums: Sequence[float], sizes: Sequence[float], reach: Sequence[int],
         if end <= first:
             return None
         borders.append(end)
-    return _runs(borders[1:]) if borders[-1] == num else None
+    return tuple(borders[1:]) if borders[-1] == num else None
 
 
 class _Search:
@@ -116,7 +138,7 @@ class _Search:
         self.packs = start.plan.packs
         self.rng = random.Random(seed)
         self.estimate = PackEstimate(simulate_plan.workload, simulate_plan.machine)
-        self.known: dict[Packs, float] = {}
+        self.known: dict[Borders, float] = {}
         self.best = start
         self.begun, self.end = self.budget.spent_frac, spent_frac
         num = len(simulate_plan.workload.units)
@@ -138,58 +160,61 @@ class _Search:
     def _is_over(self, share: float) -> bool:
         return self.budget.is_out_of_time or self.budget.spent_frac > self.begun + share * (self.end - self.begun)
 
-    def _estimated_s(self, packs: Packs) -> float:
-        if packs not in self.known:
-            self.known[packs] = self.estimate.step_s(packs)
+    def _estimated_s(self, borders: Borders) -> float:
+        known_s = self.known.get(borders)
+        if known_s is None:
+            form, forward, backward = borders
+            runs = pairwise((0, *forward)) if forward else (), pairwise((0, *backward))
+            known_s = self.known[borders] = self.estimate.of_runs(form, self.packs.devices, *runs, self.packs.cleanup_s)
             self.budget.ops_left -= OPS_OF_ESTIMATE
-        return self.known[packs]
+        return known_s
 
     # ---- by the estimate ----
 
-    def by_estimate(self) -> list[Packs]:
+    def by_estimate(self) -> list[Borders]:
         """Ends of descents from Harmony's packs, from the best shapes, and from the best so far with a few kicks."""
         shapes = self._shapes()
-        starts = [self.packs, *shapes[:STARTS]]
-        ends_s: dict[Packs, float] = {}
+        starts = [Borders.of(self.packs), *shapes[:STARTS]]
+        ends_s: dict[Borders, float] = {}
         turn = stale = 0
         while not self._is_over(SHARE_OF_ESTIMATES) and stale < PATIENCE:
-            packs = starts[turn] if turn < len(starts) else self._kicked(min(ends_s, key=lambda p: ends_s[p]))
+            begun = starts[turn] if turn < len(starts) else self._kicked(min(ends_s, key=lambda p: ends_s[p]))
             turn += 1
-            packs = self._descend(packs)
-            shorter = not ends_s or self._estimated_s(packs) < min(ends_s.values()) * BETTER
+            borders = self._descend(begun)
+            shorter = not ends_s or self._estimated_s(borders) < min(ends_s.values()) * BETTER
             stale = 0 if shorter or turn <= len(starts) else stale + 1
-            ends_s[packs] = self._estimated_s(packs)
+            ends_s[borders] = self._estimated_s(borders)
         ranked = sorted(dict.fromkeys([*ends_s, *shapes[: 4 * SIMULATED]]), key=self._estimated_s)
-        return [packs for packs in ranked if self._estimated_s(packs) < float("inf")][:SIMULATED]
+        return [borders for borders in ranked if self._estimated_s(borders) < float("inf")][:SIMULATED]
 
-    def _shapes(self) -> list[Packs]:
+    def _shapes(self) -> list[Borders]:
         """Balanced packs, best first: all forms and numbers with equal packs, then other sizes of the ends."""
         forms: tuple[PackForm, ...] = (self.packs.form,)
         if self.packs.devices > 1:
             has_enough = all(shared_micro_batches(self.simulate_plan.workload, self.packs.devices))
             forms = ("pipeline", "data") if has_enough else ("pipeline",)
-        numbers: dict[Packs, Numbers] = {}
+        numbers: dict[Borders, Numbers] = {}
         for form, backward, forward in product(forms, self._numbers("bwd"), self._numbers("fwd")):
-            packs = self._shape((form, backward, forward), 1.0, 1.0, 1.0)
-            if packs is not None and not self._is_over(SHARE_OF_ESTIMATES / 2):
-                numbers.setdefault(packs, (form, backward, forward))
+            borders = self._shape((form, backward, forward), 1.0, 1.0, 1.0)
+            if borders is not None and not self._is_over(SHARE_OF_ESTIMATES / 2):
+                numbers.setdefault(borders, (form, backward, forward))
         ranked = sorted(numbers, key=self._estimated_s)
         shapes = dict.fromkeys(ranked)
         for equal in ranked[:VARIED]:
             for sizes in product(SIZES_OF_ENDS, repeat=3):
-                packs = self._shape(numbers[equal], *sizes)
-                if packs is not None and not self._is_over(SHARE_OF_ESTIMATES / 2):
-                    shapes[packs] = None
+                borders = self._shape(numbers[equal], *sizes)
+                if borders is not None and not self._is_over(SHARE_OF_ESTIMATES / 2):
+                    shapes[borders] = None
         return sorted(shapes, key=self._estimated_s)
 
-    def _shape(self, numbers: Numbers, first: float, last: float, first_forward: float) -> Packs | None:
+    def _shape(self, numbers: Numbers, first: float, last: float, first_forward: float) -> Borders | None:
         form, num_backward, num_forward = numbers
         backward = self._balanced("bwd", num_backward, first, last, len(self.weights["bwd"]))
         if backward is None:
             return None
-        end = backward[-1][0]
+        end = backward[-2] if len(backward) > 1 else 0
         forward = self._balanced("fwd", num_forward, first_forward, 1.0, end) if end else ()
-        return None if forward is None else replace(self.packs, form=form, forward=forward, backward=backward)
+        return None if forward is None else Borders(form, forward, backward)
 
     def _numbers(self, phase: str) -> list[int]:
         """How many packs to try."""
@@ -201,7 +226,7 @@ class _Search:
             return list(range(least, min(least + MORE_PACKS, most + 1)))
         return sorted({n for n in (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24) if least <= n < most} | {least})
 
-    def _balanced(self, phase: str, num: int, first: float, last: float, end: int) -> Runs | None:
+    def _balanced(self, phase: str, num: int, first: float, last: float, end: int) -> Ends | None:
         if num > end:
             return None
         sizes = [1.0] * num
@@ -209,39 +234,39 @@ class _Search:
         reach = [min(r, end) for r in self.reach[phase][:end]]
         return balanced(self.weights[phase][:end], sizes, reach)
 
-    def _kicked(self, packs: Packs) -> Packs:
+    def _kicked(self, borders: Borders) -> Borders:
         for _ in range(KICKS):
-            options = list(neighbours(packs))
-            packs = self.rng.choice(options) if options else packs
-        return packs
+            options = list(neighbours(borders))
+            borders = self.rng.choice(options) if options else borders
+        return borders
 
-    def _descend(self, packs: Packs) -> Packs:
+    def _descend(self, borders: Borders) -> Borders:
         """Moves of borders while the estimate falls."""
         while True:
-            limit = self._estimated_s(packs) * BETTER
-            for changed in neighbours(packs):
+            limit = self._estimated_s(borders) * BETTER
+            for changed in neighbours(borders):
                 if self._is_over(SHARE_OF_ESTIMATES):
-                    return packs
+                    return borders
                 if self._estimated_s(changed) < limit:
-                    packs = changed
+                    borders = changed
                     break
             else:
-                return packs
+                return borders
 
     # ---- by simulation ----
 
-    def simulate(self, ranked: Sequence[Packs]) -> None:
-        for packs in ranked:
+    def simulate(self, ranked: Sequence[Borders]) -> None:
+        for borders in ranked:
             if self._is_over(SHARE_OF_FIRST_SIMULATIONS):
                 return
-            self._try(packs)
+            self._try(borders)
 
     def by_simulation(self) -> None:
         """Moves of borders from the best, the most promising first, while the simulated step gets shorter."""
         while True:
-            packs = self.best.plan.packs
-            limit = self._estimated_s(packs) * PROMISING
-            for changed in sorted(neighbours(packs), key=self._estimated_s):
+            borders = Borders.of(self.best.plan.packs)
+            limit = self._estimated_s(borders) * PROMISING
+            for changed in sorted(neighbours(borders), key=self._estimated_s):
                 if self._is_over(1.0) or self._estimated_s(changed) > limit:
                     return
                 if self._try(changed):
@@ -249,49 +274,47 @@ class _Search:
             else:
                 return
 
-    def _try(self, packs: Packs) -> bool:
-        tried = self.simulate_plan(replace(self.start.plan, policy="planner", packs=packs))
+    def _try(self, borders: Borders) -> bool:
+        tried = self.simulate_plan(replace(self.start.plan, policy="planner", packs=borders.packs(self.packs)))
         if tried.step_s is None or self.best.step_s is None or tried.step_s >= self.best.step_s * BETTER:
             return False
         self.best = tried
         return True
 
 
-def neighbours(packs: Packs) -> Iterator[Packs]:
+def neighbours(of: Borders) -> Iterator[Borders]:
     """Packs with one border moved, added or taken away, or a row of borders moved together.
 
-    Forward packs end where the last backward pack begins, and follow it.
+    Forward packs follow the last backward pack.
     """
-    backward = [b for _, b in packs.backward]
-    forward = [b for _, b in packs.forward]
+    form, forward, backward = of
     for borders in _changed(backward):
         end = borders[-2] if len(borders) > 1 else 0
-        kept = [b for b in forward if b < end] + ([end] if end else [])
-        yield replace(packs, backward=_runs(borders), forward=_runs(kept))
+        yield Borders(form, (*(b for b in forward if b < end), end) if end else (), borders)
     for borders in _changed(forward):
-        yield replace(packs, forward=_runs(borders))
+        yield Borders(form, borders, backward)
     if len(backward) > 1 and forward != backward[:-1]:
-        yield replace(packs, forward=_runs(backward[:-1]))
+        yield Borders(form, backward[:-1], backward)
 
 
-def _changed(borders: list[int]) -> Iterator[list[int]]:
+def _changed(borders: Ends) -> Iterator[Ends]:
     """The ends of runs, with one of them but the last changed, or all up to one."""
     for i in reversed(range(len(borders) - 1)):
         low, high = borders[i - 1] if i else 0, borders[i + 1]
         for shift in SHIFTS:
             if low < borders[i] + shift < high:
-                yield [*borders[:i], borders[i] + shift, *borders[i + 1 :]]
+                yield (*borders[:i], borders[i] + shift, *borders[i + 1 :])
     for i in reversed(range(len(borders))):
         low = borders[i - 1] if i else 0
         if borders[i] - low > 1:
-            yield [*borders[:i], (low + borders[i]) // 2, *borders[i:]]
+            yield (*borders[:i], (low + borders[i]) // 2, *borders[i:])
     for i in range(len(borders) - 1):
         yield borders[:i] + borders[i + 1 :]
     for i in range(1, len(borders) - 1):
         for shift in (1, -1):
             if borders[0] + shift > 0 and borders[i] + shift < borders[i + 1]:
-                yield [*(b + shift for b in borders[: i + 1]), *borders[i + 1 :]]
+                yield (*(b + shift for b in borders[: i + 1]), *borders[i + 1 :])
 
 
-def _runs(borders: list[int]) -> Runs:
-    return tuple(pairwise([0, *borders]))
+def _runs(borders: Sequence[int]) -> Runs:
+    return tuple(pairwise((0, *borders)))

@@ -17,7 +17,7 @@ from tierplan.planner.planning import plan
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.several_devices.pack_estimate import PackEstimate
-from tierplan.planner.several_devices.pack_search import balanced, improve_packs, neighbours
+from tierplan.planner.several_devices.pack_search import Borders, balanced, improve_packs, neighbours
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.validation.published.workloads import layered_workload
@@ -120,6 +120,9 @@ def test_balanced_packs_have_the_least_largest_weight(seed):
     reach = [min(num, i + rng.randint(2, 5)) for i in range(num)]
     reach = [max(reach[: i + 1]) for i in range(num)]
 
+    def runs_of(ends: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        return tuple(pairwise((0, *ends)))
+
     def largest(runs: tuple[tuple[int, int], ...]) -> float:
         return max(sum(weights[a:b]) / size for (a, b), size in zip(runs, sizes, strict=True))
 
@@ -127,8 +130,8 @@ def test_balanced_packs_have_the_least_largest_weight(seed):
     found = balanced(weights, sizes, reach)
     assert (found is None) == (not allowed)
     if found is not None:
-        assert found in allowed
-        assert largest(found) == pytest.approx(min(map(largest, allowed)), rel=2e-4)
+        assert runs_of(found) in allowed
+        assert largest(runs_of(found)) == pytest.approx(min(map(largest, allowed)), rel=2e-4)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +143,7 @@ def test_balanced_packs_have_the_least_largest_weight(seed):
     ],
 )
 def test_neighbours_cover_all_units_in_order(packs):
-    found = list(neighbours(packs))
+    found = [borders.packs(packs) for borders in neighbours(Borders.of(packs))]
     assert found
     for changed in found:
         assert changed != packs
