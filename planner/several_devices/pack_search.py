@@ -26,7 +26,6 @@ from tierplan.planner.search.descent import BETTER
 from tierplan.planner.search.incumbents import Incumbents
 from tierplan.planner.several_devices.pack_estimate import PackEstimate
 
-
 Ends = tuple[int, ...]
 """Of each pack in order, the unit after its last one."""
 
