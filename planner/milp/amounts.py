@@ -69,6 +69,8 @@ class UnitAmounts:
     bwd_s: float
     update_s: float
     """Of the update on the device."""
+    host_update_s: float
+    """Of the update on the host's cores, in the shards in which it takes least."""
     accumulate_s: float
     """On the host's cores, per arriving gradient."""
     norm_s: float
@@ -216,6 +218,15 @@ class Problem:
         u = self.units[unit]
         return u.states_gb / max(STATE_SHARDS) + u.grads_gb + u.params_gb <= self.device_gb
 
+    def host_gparams(self, unit: UnitAmounts) -> float:
+        """What the rate of updates on the host is told for: 1e9 parameters of the unit whose update is quickest."""
+        return unit.gparams if self.workload.training.optim.is_flat else unit.host_update_s * self.rates.adam
+
+    def slower_update_s(self, unit: UnitAmounts) -> float:
+        """What an update on the device takes more than by the rate of the unit whose update is quickest."""
+        is_alike = self.workload.training.optim.is_flat
+        return 0.0 if is_alike else max(0.0, unit.update_s - unit.gparams / self.rates.update)
+
     def modes(self, unit: int) -> Sequence[int]:
         """Numbers of the placements that this unit may have."""
         u = self.units[unit]
@@ -360,6 +371,7 @@ def _unit(unit: Unit, workload: Workload, machine: Machine, names: Mapping[str, 
         fwd_s=seconds_alone(machine, COMPUTE, unit.forward),
         bwd_s=seconds_alone(machine, COMPUTE, unit.backward),
         update_s=seconds_alone(machine, COMPUTE, t.update_work(unit)),
+        host_update_s=_host_update_s(unit, t, machine),
         accumulate_s=seconds_alone(machine, HOST_ADAM, {"elementwise_bytes": 3 * n * t.grad_bytes}),
         norm_s=seconds_alone(machine, HOST_ADAM, {"elementwise_bytes": n * t.grad_bytes})
         if t.max_grad_norm is not None
@@ -411,6 +423,14 @@ def _groups(unit: Unit, machine: Machine, is_first: bool) -> tuple[SlotGroup, ..
     return tuple(found)
 
 
+def _host_update_s(unit: Unit, training: Training, machine: Machine) -> float:
+    work = training.host_work(unit)
+    return min(
+        num * seconds_alone(machine, HOST_ADAM, {kind: amount / num for kind, amount in work.items()})
+        for num in STATE_SHARDS
+    )
+
+
 def _best_rate(machine: Machine, stream: str, sizes: Iterable[int]) -> float:
     """Highest bytes per second (in GB/s) that transfers of these sizes reach alone, latency included."""
     best = 0.0
@@ -452,11 +472,7 @@ def _rates(workload: Workload, machine: Machine, has_nvme: bool, alike: Sequence
     adam = update = 0.0
     chain_s: dict[int, tuple[float, float]] = {}
     for first, u in kinds.items():
-        n, work = u.num_trained, t.host_work(u)
-        adam_s = min(
-            num * seconds_alone(machine, HOST_ADAM, {kind: amount / num for kind, amount in work.items()})
-            for num in STATE_SHARDS
-        )
+        n, adam_s = u.num_trained, _host_update_s(u, t, machine)
         update_s = seconds_alone(machine, COMPUTE, t.update_work(u))
         adam = max(adam, n / adam_s / 1e9 if adam_s else 0.0)
         update = max(update, n / update_s / 1e9 if update_s else 0.0)

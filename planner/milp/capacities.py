@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import isfinite
 
 from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
-from tierplan.planner.milp.amounts import GB, STATE_SHARDS, Problem
+from tierplan.planner.milp.amounts import GB, STATE_SHARDS, Problem, UnitAmounts
 from tierplan.planner.milp.columns import Columns, minus, times
 from tierplan.planner.milp.modes import MODES
 from tierplan.planner.milp.program import Terms
@@ -255,11 +255,30 @@ def stream_rows(cols: Columns, held: Held) -> None:
                 lp.row([*terms, (-1.0, tau)], high=-taken, family=limit)
         for limit, seconds in pairs:
             lp.row([*_taken(cols, s, streams, seconds), (-1.0, tau)], high=0.0, family=limit)
-    if p.host_gb and rates.adam and p.workload.training.max_grad_norm is not None:
-        # norms are taken on the cores that update: over the step, there is time for both
+    _step_rows(cols, streams)
+
+
+def _step_rows(cols: Columns, streams: Mapping[str, tuple[str, float]]) -> None:
+    """Over the step there is time for norms, which are taken on the cores that update, and for updates that take longer
+    than by the best of all units' rates, which windows have."""
+    p, rates = cols.p, cols.p.rates
+    if not (p.host_gb and rates.adam):
+        return
+
+    def also(where: str, seconds: Callable[[UnitAmounts], float]) -> Terms:
+        each = [(u, seconds(unit)) for u, unit in enumerate(cols.units)]
+        return [t for u, more_s in each if more_s for t in cols.placed(u, "updated", where, more_s)]
+
+    if on_host := also("host", lambda unit: unit.norm_s + (p.host_gparams(unit) - unit.gparams) / rates.adam):
         busy = [(c / streams[name][1], t) for name in ("aH", "aN", "acc") for c, t in cols.over_step(name)]
-        norms = [t for u, unit in enumerate(cols.units) for t in cols.placed(u, "updated", "host", unit.norm_s)]
-        lp.row([*busy, *norms, *minus(cols.step())], high=0.0, family=HOST_ADAM)
+        cols.lp.row([*busy, *on_host, *minus(cols.step())], high=0.0, family=HOST_ADAM)
+    if on_device := also("brought", p.slower_update_s):
+        fixed_s, added = 0.0, times(1.0 / rates.update, cols.over_step("aD"))
+        for s, (_, copies) in enumerate(cols.tau):
+            window_s, decided = cols.compute(s)
+            fixed_s += copies * window_s
+            added += times(float(copies), decided)
+        cols.lp.row([*cols.step(), *minus(added), *minus(on_device)], low=fixed_s, family=COMPUTE)
 
 
 def endurance_row(cols: Columns) -> None:

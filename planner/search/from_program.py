@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from math import inf
 
 from tierplan.hwmodels.names import HOST_ADAM, NVME_READ, NVME_WRITE
@@ -66,7 +66,8 @@ class ProgramPlans:
         # late updates hold gradients in host memory: where that binds, begin without them
         stretch = float("inf") if bound.s_per_gb.get("host", 0.0) > 1e-6 else 1.5
         tuned = None
-        for found in tune(trial, goal_s=goal_s, stretch=stretch, brings_states=p.brings_states):
+        begins = partial(tune, trial, stretch=stretch, brings_states=p.brings_states, granules_gb=units)
+        for found in begins(goal_s=goal_s):
             tuned = found
             yield inf if found is None else found[1]
         if tuned is None:
@@ -138,12 +139,13 @@ def late_updates(problem: Problem, plan: UnitwisePlan, *, stretch: float) -> Uni
         if choice.updates_here or not unit.gparams:
             seconds.append(0.0)
             continue
-        loads = [unit.gparams / rates.adam] if rates.adam else [0.0]
+        gparams = problem.host_gparams(unit)
+        loads = [gparams / rates.adam] if rates.adam else [0.0]
         if choice.states == "nvme":
             read, write = unit.states_gb / rates.read["states"], unit.states_gb / rates.write["states"]
             loads += [read, write]
             for per in problem.loads.values():
-                streams = ((NVME_READ, unit.states_gb), (NVME_WRITE, unit.states_gb), (HOST_ADAM, unit.gparams))
+                streams = ((NVME_READ, unit.states_gb), (NVME_WRITE, unit.states_gb), (HOST_ADAM, gparams))
                 loads.append(sum(per.get(stream, 0.0) * amount for stream, amount in streams))
         seconds.append(max(loads))
     late = {u for u, s in enumerate(seconds) if s > 0}

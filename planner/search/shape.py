@@ -43,6 +43,9 @@ from tierplan.planner.search.shifts import descend_by_shifts
 CLEARLY_QUICKER = 0.8
 """Of the first plan's step without states that come to the device, what one with them has to be below; and of the best
 step so far of any shape without gradients that come back, what one with them has to be below."""
+HOPELESS = 20.0
+"""Where no step is shorter than so many times the bound unless states come to the device, plans in which they do are
+first."""
 NUM_PATTERNS, OPS_PER_UNIT = 3, 1_500
 """Searches for regular plans that begin with other luck, and the work of each, per unit, before half of them go on."""
 ALONE_OPS = 250_000
@@ -94,16 +97,15 @@ def tried(
     kinds = [(from_program.tried(p, bound, goal_s=goal_s), p, bound)]
     if bound.plain is not None and bound.plain.feasible and bound.plain.model is not None:
         # first what has the quicker first plan: in memory that is short, bringing states may only be in the way
-        posed = bound.plain.model.problem, bound.plain
-        kinds.insert(0, (from_program.tried(*posed, goal_s=goal_s), *posed))
-        firsts = []
-        for each, *_ in kinds:
+        posed, firsts = (bound.plain.model.problem, bound.plain), list[float]()
+        kinds.append((from_program.tried(*posed, goal_s=goal_s), *posed))
+        for each, *_ in reversed(kinds) if bound.plain.step_s < HOPELESS * bound.step_s else ():
             firsts.append(inf)
             for firsts[-1] in each:
                 yield best_s()
                 if firsts[-1] < inf:
                     break
-        if CLEARLY_QUICKER * firsts[0] > firsts[1]:
+        if firsts and CLEARLY_QUICKER * firsts[0] <= firsts[1]:
             kinds.reverse()
     if back is not None and wide is not p:
         ops_left = simulate_plan.budget.ops_left

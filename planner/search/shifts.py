@@ -117,7 +117,7 @@ class StreamPrices:
             if grads == "nvme":
                 found += self._of(NVME_READ, unit.grads_gb) + self._of(NVME_WRITE, unit.grads_gb)
         elif states != "device":
-            found += self._of(D2H, unit.grads_gb) + self._of(HOST_ADAM, unit.gparams)
+            found += self._of(D2H, unit.grads_gb) + self._of(HOST_ADAM, self.problem.host_gparams(unit))
         if states == "nvme":
             found += self._of(NVME_READ, unit.states_gb) + self._of(NVME_WRITE, unit.states_gb)
         return found

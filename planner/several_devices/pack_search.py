@@ -84,7 +84,7 @@ def search_packs(incumbents: Incumbents, simulate_plan: PlanSimulator, *, num_op
 def bound_of_packs(problem: Problem, packs: Packs) -> float:
     """No step in packs of this form is shorter, in seconds: compute is shared, and where packs visit devices, every
     parameter is updated in host memory."""
-    parameters, adam = sum(unit.gparams for unit in problem.units), problem.rates.adam
+    parameters, adam = sum(map(problem.host_gparams, problem.units)), problem.rates.adam
     return max(compute_s(problem) / packs.devices, parameters / adam if adam and not packs.stays else 0.0)
 
 

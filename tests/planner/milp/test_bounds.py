@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
-from tests.planner.instances import MB, chain, random_chain, random_machine, random_plan, small_machine
+from tests.planner.instances import (
+    MB,
+    chain,
+    random_chain,
+    random_machine,
+    random_plan,
+    small_machine,
+)
+from tests.random_plans import with_updates_here
 from tests.toys import MIB, toy_machine, toy_workload
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.names import DEVICE, HOST_ADAM
+from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import compute_s, lower_bound, shortages
 from tierplan.planner.milp.model import Margins, build
@@ -47,6 +57,44 @@ def test_no_plan_that_runs_beats_the_bound(accumulation, semantics, form):
                     assert bound.feasible
                     assert bound.step_s <= tried.step_s * (1 + 1e-6), (seed, order, tried.plan)
     assert num_ran > 40
+
+
+def of_matrices(accumulation: int) -> Workload:
+    """Blocks of matrices between tables: Muon's update of the ones takes a hundred times that of the others."""
+    config = {"model_type": "gpt2", "n_embd": 256, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": 4000}
+    training = Training(sequence_length=64, gradient_accumulation_steps=accumulation, optimizer="muon")
+    return workload_of("x", config, training)
+
+
+@pytest.mark.parametrize("semantics", ["in-backward", "exact-clip"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_no_plan_beats_the_bound_where_updates_of_some_units_take_longer(accumulation: int, semantics: Any) -> None:
+    workload, num_ran, rng = of_matrices(accumulation), 0, random.Random(accumulation)
+    machine = load_machine("desktop-4090", ["gpu.reserve=0 GB"])
+    for device_mib in (40, 60, 200):
+        less = with_capacity(machine, {DEVICE: device_mib * MIB})
+        simulate_plan = PlanSimulator(workload, less, Budget(1e9))
+        for order in ("horizontal", "vertical"):
+            bound = lower_bound(p := problem(workload, less, semantics=semantics, order=order))  # type: ignore[arg-type]
+            for _ in range(20):
+                for drawn in (random_plan(rng, p), with_updates_here(random_plan(rng, p), rng)):
+                    tried = simulate_plan(drawn)
+                    if tried.step_s is not None:
+                        num_ran += 1
+                        assert bound.step_s <= tried.step_s * (1 + 1e-6), (device_mib, order, tried.plan)
+    assert num_ran > 20
+
+
+def test_updates_that_take_long_are_not_counted_as_the_quickest_ones_are() -> None:
+    """Where nothing of the states has room on the device, the host updates all of them, block after block."""
+    workload = of_matrices(1)
+    machine = with_capacity(load_machine("desktop-4090"), {DEVICE: 6 * MIB})
+    p = replace(problem(workload, machine, semantics="in-backward"), brings_states=False)
+    on_host_s = [machine.cost(HOST_ADAM, workload.training.host_work(u)).alone_s for u in workload.units]
+    bound = lower_bound(p)
+    assert bound.feasible
+    assert bound.step_s == pytest.approx(sum(on_host_s), rel=0.01)
+    assert bound.step_s > 5 * sum(u.gparams for u in p.units) / p.rates.adam
 
 
 @pytest.mark.parametrize("semantics", ["in-backward", "exact-clip", "delayed-1"])
