@@ -24,6 +24,8 @@ WORTH_BRINGING = 1.01
 """How much longer the bound has to be without states that come to the device for updates, for plans to have any."""
 FEW_UNITS = 8
 """Short chains, of so many, have them anyway: there a bound says little, and every move of one unit is tried."""
+HOPELESS = 20.0
+"""Times the bound, beyond which a step is no answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,11 @@ class Bound:
     """With gradients that leave the device and come back; `model`, `plain` and `kept_s` are without."""
     kept_s: float = 0.0
     """The step that no plan beats without them."""
+
+    @property
+    def needs_states_here(self) -> bool:
+        """Whether no plan is any good unless states come to the device."""
+        return self.plain is not None and self.plain.step_s > HOPELESS * self.step_s
 
     @property
     def searched_s(self) -> float:

@@ -66,8 +66,8 @@ class ProgramPlans:
         # late updates hold gradients in host memory: where that binds, begin without them
         stretch = float("inf") if bound.s_per_gb.get("host", 0.0) > 1e-6 else 1.5
         tuned = None
-        begins = partial(tune, trial, stretch=stretch, brings_states=p.brings_states, granules_gb=units)
-        for found in begins(goal_s=goal_s):
+        begins = partial(tune, stretch=stretch, brings_states=p.brings_states, granules_gb=units)
+        for found in begins(trial, goal_s=goal_s, needs_states_here=bound.needs_states_here):
             tuned = found
             yield inf if found is None else found[1]
         if tuned is None:

@@ -49,6 +49,13 @@ get from a setting to a better one of all. Parts need less memory, but also less
 BROUGHT_CORNERS = ((4.0, 1.15, 16), (4.0, 1.5, 16), (8.0, 1.0, 4), (8.0, 1.15, 16))
 """Margins in device memory, late updates and shards where states may come to the device: with much room there, and what
 comes for an update not read ahead."""
+MARGINS = (
+    (1.0, 2.0), (1.5, 4.0), (0.3, 0.5), (2.0, 8.0), (3.0, 8.0),
+    (2.0, 32.0), (6.0, 32.0), (3.0, 1.0), (5.0, 1.0), (0.0, 0.0),
+)  # fmt: skip
+"""In device and host memory, as they are tried until a plan fits."""
+FEW_MARGINS = 3
+"""So many are tried before others are made of what a plan lacks; none where plans must have states that come."""
 MENDED, ROOMIER = 3, 1.1
 """How often margins become wider by what the plan with them lacks, and so many times that, before others are tried."""
 NUM_SCATTERED = 18
@@ -96,11 +103,13 @@ def tune(
     goal_s: float,
     stretch: float = 1.5,
     brings_states: bool = False,
+    needs_states_here: bool = False,
     granules_gb: tuple[float, float] = (1.0, 1.0),
 ) -> Iterator[tuple[Knobs, float] | None]:
     """After each trial, the best knobs so far and their step time, or None as long as nothing fits; until `goal_s`.
 
-    `stretch` is where the search begins; with `brings_states`, some may come to the device for their updates.
+    `stretch` is where the search begins; with `brings_states`, some may come to the device for their updates, and with
+    `needs_states_here` some must.
     `granules_gb` are as for `Knobs.margins`.
     """
     settings = BROUGHT_SETTINGS if brings_states else SETTINGS
@@ -109,7 +118,8 @@ def tune(
         Knobs(device=device, host=4.0, rate_frac=1.0, stretch=late, windows=(1, 1, 0), brought_shards=shards)
         for device, late, shards in (BROUGHT_CORNERS if brings_states else ())
     ]
-    for first in _first_that_fits(trial, stretch, firsts, granules_gb):
+    few = 0 if needs_states_here else FEW_MARGINS
+    for first in _first_that_fits(trial, stretch, firsts, few, granules_gb):
         found = first
         yield found
     if found is None:
@@ -153,41 +163,23 @@ def _shorter(knobs: Knobs, tried: Candidate[UnitwisePlan] | None, best: tuple[Kn
 
 
 def _first_that_fits(
-    trial: Trial, first_stretch: float, firsts: Sequence[Knobs], granules_gb: tuple[float, float]
+    trial: Trial, first_stretch: float, firsts: Sequence[Knobs], few: int, granules_gb: tuple[float, float]
 ) -> Iterator[tuple[Knobs, float] | None]:
-    """After `firsts`, and the first of them with the least margins for which there is room, margins grow, and late
-    updates, which hold gradients in host memory, are given up, until a plan fits."""
+    """After `firsts`, margins grow, and late updates, which hold gradients in host memory, are given up, until a plan
+    fits; after a `few` the first of `firsts` is tried with the least margins for which there is room."""
     for knobs in firsts:
         tried = trial(knobs)
         if tried is not None and tried.step_s is not None:
             yield knobs, tried.step_s
             return
         yield None
-    lacking_gb = {"device": 0.0, "host": 0.0}
-    for _ in range(1 + MENDED) if firsts else ():
-        device, host = (ROOMIER * lacking_gb[kind] / gb for kind, gb in zip(lacking_gb, granules_gb, strict=True))
-        knobs = replace(firsts[0], device=device, host=host)
-        tried = trial(knobs)
-        if tried is None:
-            break
-        if tried.step_s is not None:
-            yield knobs, tried.step_s
-            return
-        yield None
-        for kind in lacking_gb:
-            lacking_gb[kind] += max(0.0, -tried.room_gb.get(kind, 0.0))
-    for device, host in (
-        (1.0, 2.0),
-        (1.5, 4.0),
-        (0.3, 0.5),
-        (2.0, 8.0),
-        (3.0, 8.0),
-        (2.0, 32.0),
-        (6.0, 32.0),
-        (3.0, 1.0),
-        (5.0, 1.0),
-        (0.0, 0.0),
-    ):
+    for at, (device, host) in enumerate(MARGINS):
+        if at == few and firsts:
+            mended = None
+            for mended in _mended(trial, firsts[0], granules_gb):
+                yield mended
+            if mended is not None:
+                return
         for windows in ((2, 2, 2), (1, 1, 1), (0, 0, 1)):
             for stretch in dict.fromkeys((first_stretch, INF)):
                 knobs = Knobs(device=device, host=host, stretch=stretch, windows=windows)
@@ -198,6 +190,23 @@ def _first_that_fits(
                 yield None
             if tried is None:
                 break
+
+
+def _mended(trial: Trial, knobs: Knobs, granules_gb: tuple[float, float]) -> Iterator[tuple[Knobs, float] | None]:
+    """With the least margins for which there is room."""
+    lacking_gb = {"device": 0.0, "host": 0.0}
+    for _ in range(1 + MENDED):
+        device, host = (ROOMIER * lacking_gb[kind] / gb for kind, gb in zip(lacking_gb, granules_gb, strict=True))
+        knobs = replace(knobs, device=device, host=host)
+        tried = trial(knobs)
+        if tried is None:
+            break
+        if tried.step_s is not None:
+            yield knobs, tried.step_s
+            return
+        yield None
+        for kind in lacking_gb:
+            lacking_gb[kind] += max(0.0, -tried.room_gb.get(kind, 0.0))
 
 
 def _along(

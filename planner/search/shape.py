@@ -43,9 +43,6 @@ from tierplan.planner.search.shifts import descend_by_shifts
 CLEARLY_QUICKER = 0.8
 """Of the first plan's step without states that come to the device, what one with them has to be below; and of the best
 step so far of any shape without gradients that come back, what one with them has to be below."""
-HOPELESS = 20.0
-"""Where no step is shorter than so many times the bound unless states come to the device, plans in which they do are
-first."""
 NUM_PATTERNS, OPS_PER_UNIT = 3, 1_500
 """Searches for regular plans that begin with other luck, and the work of each, per unit, before half of them go on."""
 ALONE_OPS = 250_000
@@ -99,7 +96,7 @@ def tried(
         # first what has the quicker first plan: in memory that is short, bringing states may only be in the way
         posed, firsts = (bound.plain.model.problem, bound.plain), list[float]()
         kinds.append((from_program.tried(*posed, goal_s=goal_s), *posed))
-        for each, *_ in reversed(kinds) if bound.plain.step_s < HOPELESS * bound.step_s else ():
+        for each, *_ in () if bound.needs_states_here else reversed(kinds):
             firsts.append(inf)
             for firsts[-1] in each:
                 yield best_s()
