@@ -290,6 +290,16 @@ def shard(values: range, index: int, num_shards: int) -> range:
     return range(begin, begin + each + (index < more))
 
 
+SHARD_GRAIN = 32
+"""Parts of a shard are multiples of so many parameters, whole vectors, but for the last."""
+
+
+def part_of_shard(num_parameters: int, part: int, num_parts: int) -> range:
+    """What one of as many parts has of a device's shard of a unit's states, counted from the shard's begin."""
+    ends = [num_parameters * k // num_parts // SHARD_GRAIN * SHARD_GRAIN for k in (part, part + 1)]
+    return range(ends[0], num_parameters if part + 1 == num_parts else ends[1])
+
+
 # ---- names of buffers ----
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from tierplan.hwmodels.names import D2H, DEVICE, H2D, HOST, NVME, NVME_READ, NVME_WRITE
 from tierplan.planner.lowering.placing import NO_REF
 from tierplan.planner.plan import UnitwisePlan
-from tierplan.planner.several_devices.kinds import BUFFER_KINDS, CONTENTS, OP_KINDS, OTHER
+from tierplan.planner.several_devices.kinds import BUFFER_KINDS, OP_KINDS, OTHER, number_of
 from tierplan.sim.builder import Builder
 from tierplan.sim.columns import BufferLabel, Float64, OpLabel, Works
 from tierplan.sim.contents import Content, copy_key, parse_content
@@ -253,7 +253,7 @@ class Sketch(Builder):
         own, unit = self.unit.name, getattr(content, "unit", self.unit.name)
         return (
             kind,
-            CONTENTS.get(type(content), OTHER),
+            number_of(content),
             OWN if unit == own else OWNER if unit == self.unit.shares else NEXT,
         )
 

@@ -19,12 +19,16 @@ Table = npt.NDArray[np.void]
 
 NONE = -1
 OTHER = 0
+GRAIN, SHARD_GRAIN = 1024, 32
+"""Of parts in which states travel, as in `contents`."""
 COPY, UPDATE, FORWARD, RECOMPUTE, BACKWARD = range(1, 6)
 """Kinds of ops."""
 PARAMS, GRADS, STATES, ACTS, WORK = range(1, 6)
 """Kinds of buffers."""
 OF_PARAMS, OF_FROZEN, OF_GRADIENTS, OF_TIED_GRADIENTS, OF_INPUT, OF_INPUT_GRADIENT, OF_SHARED = range(1, 8)
 """Contents."""
+STATES_IN_PARTS, MOST_PARTS = 16, 1 << 15
+"""The content of one of several parts in which states travel is the first, the part, and so many times their number."""
 EMBED, HEAD = 1, 2
 """Units at the ends of a chain."""
 GATHER, REDUCE, ALL_REDUCE = range(3)
@@ -152,6 +156,15 @@ class State(NamedTuple):
 def _shard_bytes(whole: Table, b: int, r: int, num: int, cuts_tensors: bool) -> int:
     """A device's share, of whole values where there is one for each parameter, as the runtime cuts them."""
     length, size_bytes = int(whole[b]["length"]), int(whole[b]["size_bytes"])
+    if length > 0 and whole[b]["content"] >= STATES_IN_PARTS and not cuts_tensors:
+        num_parts, part = divmod(int(whole[b]["content"]) - STATES_IN_PARTS, MOST_PARTS)
+        each = -(-length // (num_parts * GRAIN)) * GRAIN  # as `contents.part_ranges`
+        of_all = min(each, length - part * each)
+        if size_bytes % of_all == 0:
+            own = length // num + (1 if r < length % num else 0)
+            begin, end = own * part // num_parts, own * (part + 1) // num_parts  # as `contents.part_of_shard`
+            end = own if part + 1 == num_parts else end // SHARD_GRAIN * SHARD_GRAIN
+            return (end - begin // SHARD_GRAIN * SHARD_GRAIN) * (size_bytes // of_all)
     if length > 0 and size_bytes % length == 0 and not cuts_tensors:
         return (length // num + (1 if r < length % num else 0)) * (size_bytes // length)  # as `contents.shard`
     return -(-size_bytes // num)

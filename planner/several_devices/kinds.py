@@ -11,17 +11,19 @@ from tierplan.planner.several_devices import dividing
 from tierplan.planner.several_devices.dividing import NONE, OTHER
 from tierplan.sim.columns import Int32, Int64, Labels
 from tierplan.sim.contents import (
+    Content,
     Frozen,
     Gradients,
     Input,
     InputGradient,
     Params,
     Shared,
+    States,
     TiedGradients,
     parse_content,
 )
 
-__all__ = ["BUFFER_KINDS", "CONTENTS", "ENDS", "OP_KINDS", "OTHER", "Kinds", "content_of", "kinds_of"]
+__all__ = ["BUFFER_KINDS", "ENDS", "OP_KINDS", "OTHER", "Kinds", "content_of", "kinds_of", "number_of"]
 
 OP_KINDS = {
     "copy": dividing.COPY,
@@ -66,6 +68,13 @@ class Kinds(NamedTuple):
     """By unit: `EMBED`, `HEAD` or `OTHER`."""
 
 
+def number_of(content: Content) -> int:
+    """What it is, as a number."""
+    if isinstance(content, States) and 1 < content.num_parts < dividing.MOST_PARTS:
+        return dividing.STATES_IN_PARTS + content.num_parts * dividing.MOST_PARTS + content.part
+    return CONTENTS.get(type(content), OTHER)
+
+
 content_of = lru_cache(maxsize=2**16)(parse_content)
 """The content with this text."""
 
@@ -84,7 +93,7 @@ def kinds_of(labels: Labels) -> Kinds:
         op_unit=np.array(of_ops, np.int32),
         op_batch=np.array([op.micro_batch for op in labels.ops], np.int32),
         kind=np.array([BUFFER_KINDS.get(b.kind, OTHER) for b in labels.buffers], np.int32),
-        content=np.array([CONTENTS.get(type(content), OTHER) for content in contents], np.int32),
+        content=np.array([number_of(content) for content in contents], np.int32),
         unit=np.array(of_buffers, np.int32),
         lengths=np.array([lengths.get(name, 0) for name in units], np.int64),
         ends=np.array([ENDS.get(name, OTHER) for name in units], np.int32),

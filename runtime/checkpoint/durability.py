@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,7 +31,7 @@ from tierplan.runtime.execution.values import BufferValue, content_of, states_of
 from tierplan.runtime.memory import files
 from tierplan.runtime.memory.arena import PAGE_BYTES, Block, Pool, map_host, padded
 from tierplan.runtime.memory.store import DamageError, Extent, Store
-from tierplan.runtime.ranks.collectives import own_part, shards_of
+from tierplan.runtime.ranks.collectives import own_part, shard_part
 from tierplan.runtime.ranks.group import Ranks
 from tierplan.sim.contents import Frozen, Gradients, Params, States
 from tierplan.sim.schedule import Schedule
@@ -246,26 +246,27 @@ class Durability:
         content = content_of(instance)
         assert isinstance(content, Params | States | Gradients)
         unit, layout = bodies.unit_of(content), bodies.layouts[content.unit]
-        shares: list[torch.Tensor] = []
+        shares: list[list[torch.Tensor]] = []
+        names: Sequence[Params | States | Gradients] = ()
         for log, commit in self._log.parts or [(self._log, self.last)]:
             names = states_of(unit.name, commit.contents) if isinstance(content, States) else [content]
             if any(str(name) not in commit.contents for name in names or [content]):
                 continue  # of a pipeline, another rank has the unit
-            parts = [self._committed(str(name), bodies, log) for name in names]
-            shares.append(parts[0] if len(parts) == 1 else layout.join(parts))
+            shares.append([self._committed(str(name), bodies, log) for name in names])
         each = unit.dtype.itemsize
         size_bytes = layout.size_bytes(layout.whole) if isinstance(content, States) else unit.num_trained * each
-        is_whole = bool(shares) and len(shares[0]) == size_bytes
-        if not is_whole and sum(map(len, shares)) != size_bytes:
+        is_whole = bool(shares) and sum(map(len, shares[0])) == size_bytes
+        parts = shares[0] if is_whole else [part for share in shares for part in share]
+        if sum(map(len, parts)) != size_bytes:
             raise CommitError(f"the last commit has no {str(content)!r}, or a part of it; plan again")
         if not isinstance(content, States):
-            own, flat = own_part(instance, unit, bodies.ranks), shares[0] if is_whole else torch.cat(shares)
-            return flat[own.start * each : own.stop * each]
-        whole = shares[0] if is_whole else layout.join(shares, shards_of(unit, len(shares)))
-        own = layout.part(content)
-        if (ranks := bodies.ranks) and instance.buffer.size_bytes < layout.size_bytes(own):
-            own = shards_of(unit, ranks.size)[ranks.rank]
-        return layout.cut(whole, own)
+            own = own_part(instance, unit, bodies.ranks)
+            return torch.cat(parts)[own.start * each : own.stop * each]
+        committed = [name for name in names if isinstance(name, States)]
+        ranges = [shard_part(name, unit, k, len(shares)) for k in range(len(shares)) for name in committed]
+        if is_whole:
+            ranges = [layout.part(name) for name in committed]
+        return layout.cut(layout.join(parts, ranges), bodies.states_part(content))
 
     def _check_seal(self, commit: Commit, bodies: Bodies) -> None:
         store = bodies.places.store

@@ -28,6 +28,7 @@ from tierplan.sim.contents import (
     is_tile,
     parse_content,
     parse_key,
+    part_of_shard,
     part_ranges,
     shard,
 )
@@ -188,15 +189,16 @@ def _check_content(b: Buffer, step: StepSpec, units: Mapping[str, UnitSpec], ran
         return
     training, num_parameters = step.training, owner.num_parameters
     share = len(shard(range(num_parameters), rank, num))
-    if num > 1 and isinstance(content, States) and (content.num_parts > 1 or not training.optim.is_flat):
-        of = "that travel in parts" if content.num_parts > 1 else f"of {training.optimizer}, not alike for all values,"
+    if num > 1 and isinstance(content, States) and not training.optim.is_flat:
+        of = f"of {training.optimizer}, not alike for all values,"
         yield f"buffer {b.name!r}: states {of} are executed on one device only"
     if isinstance(content, States) and training.optim.is_flat:  # others are known with the model's shapes
         ranges = part_ranges(num_parameters, content.num_parts)
         if content.part >= len(ranges):
             yield f"buffer {b.name!r} is part {content.part} of states that have {len(ranges)} parts"
+            return
         wanted = len(ranges[content.part]) * training.flat_state_bytes
-        of_share = share * training.flat_state_bytes
+        of_share = len(part_of_shard(share, content.part, content.num_parts)) * training.flat_state_bytes
     elif isinstance(content, Params):
         wanted, of_share = num_parameters * training.param_bytes, share * training.param_bytes
     elif isinstance(content, Frozen):

@@ -50,6 +50,8 @@ from tierplan.runtime.ranks.collectives import (
     header_from,
     own_part,
     shard_gradients,
+    shard_part,
+    with_shards_of_states,
 )
 from tierplan.runtime.ranks.group import Ranks
 from tierplan.sim.contents import (
@@ -127,6 +129,7 @@ class Bodies:
             for u in self.units
         }
         """By unit, how its states lie."""
+        self._has_shards_of = with_shards_of_states(self.schedule, self.layouts) if self.ranks else frozenset()
         self._runs: dict[tuple[int, int], MicroBatchRun] = {}
         self._running: MicroBatchRun | None = None
         """Whose forward was the last op of the compute stream, where several threads help."""
@@ -442,12 +445,13 @@ class Bodies:
 
     def _update(self, call: Call) -> None:
         role = self._update_roles.get(call.op.key) or self._update_role(call)
-        unit, layout, part = role.unit, role.layout, role.part
+        unit, layout, own, part = role.unit, role.layout, role.own, role.part
         for instance in call.writes:
             self.places.place(instance)
         grads, params = value_of(call.reads[0]), value_of(call.writes[role.params_at])
         flat = params.block.data.view(self.dtype)
-        flat = flat if flat.numel() == len(part) else flat[part.start : part.stop]
+        begin = own.start if flat.numel() == len(own) else 0
+        flat = flat[part.start - begin : part.stop - begin]
         views: Sequence[View] = ()
         if role.states_at is not None:
             block = value_of(call.writes[role.states_at]).block
@@ -461,7 +465,7 @@ class Bodies:
             gradient = flat_gradients(grads, unit, part)
         else:
             gradient = grads.block.data.view(torch.float32 if role.is_fp32 else self.dtype)
-            gradient = gradient if gradient.numel() == len(part) else gradient[part.start : part.stop]
+            gradient = gradient[part.start - own.start : part.stop - own.start]
             gradient = gradient.to(self.dtype)  # exact either way
         step = call.step - (unit.name in self._updated_late)
         clip = None if role.clip_at is None else value_of(call.reads[role.clip_at]).clip
@@ -470,9 +474,15 @@ class Bodies:
 
     def _update_role(self, call: Call) -> UpdateRole:
         unit = self.unit_of(call.op)
-        own = own_part(call.reads[0], unit, self.ranks)
-        role = self._update_roles[call.op.key] = update_role_of(call, unit, self.layouts[unit.name], own)
-        return role
+        layout, own = self.layouts[unit.name], own_part(call.reads[0], unit, self.ranks)
+        found = update_role_of(call, unit, layout, own, self.states_part)
+        return self._update_roles.setdefault(call.op.key, found)
+
+    def states_part(self, content: States) -> range:
+        """The parameters whose states these are, of all or of this rank's shard."""
+        if self.ranks is not None and content.unit in self._has_shards_of:
+            return shard_part(content, self.unit_of(content), self.ranks.rank, self.ranks.size)
+        return self.layouts[content.unit].part(content)
 
     def update(
         self,

@@ -24,7 +24,7 @@ from tierplan.runtime.execution.values import BufferValue, content_of, states_of
 from tierplan.runtime.memory.arena import PAGE_BYTES, map_host
 from tierplan.runtime.memory.files import Folders, paths_of
 from tierplan.runtime.memory.store import Extent, Store, measure_weights
-from tierplan.runtime.ranks.collectives import joined, own_part, shards_of
+from tierplan.runtime.ranks.collectives import joined, own_part
 from tierplan.sim.contents import Content, Frozen, Gradients, Params
 from tierplan.sim.schedule import Schedule
 
@@ -105,9 +105,7 @@ class Placement:
             self.fill(home, flat_n[own.start : own.stop].view(torch.uint8))
             for content in states_of(unit.name, by_content):
                 layout = self.bodies.layouts[unit.name]
-                part = layout.part(content)
-                if (ranks := self.bodies.ranks) and by_content[content].buffer.size_bytes < layout.size_bytes(part):
-                    part = shards_of(unit, ranks.size)[ranks.rank]
+                part = self.bodies.states_part(content)
                 start = map_host(size_bytes := layout.size_bytes(part))[:size_bytes]
                 for view in layout.views(start, part) if layout.has_master else ():
                     view.tensors["master"].copy_(flat_n[view.begin :][: view.length])
@@ -188,9 +186,9 @@ class Placement:
         return memory if is_whole else joined(memory.view(unit.dtype), unit, ranks).view(torch.uint8)
 
     def _states(self, name: str) -> torch.Tensor:
-        """A copy of all states of a unit, joined where they travel in parts."""
-        parts = [self._as_it_is(part) for part in states_of(name, self._by_content())]
-        return parts[0] if len(parts) == 1 else self.bodies.layouts[name].join(parts)
+        """A copy of all states of a unit that this rank has, joined where they travel in parts."""
+        parts = {self.bodies.states_part(c): self._as_it_is(c) for c in states_of(name, self._by_content())}
+        return self.bodies.layouts[name].join(list(parts.values()), list(parts))
 
     def _after_late_update(self, name: str) -> torch.Tensor:
         """A copy of a unit's parameters with the update that the next step would begin with."""

@@ -86,8 +86,10 @@ class UpdateRole:
 
     unit: ModelUnit
     layout: StateLayout
+    own: range
+    """The parameters of which this rank has gradients."""
     part: range
-    """The parameters that it updates here."""
+    """Of these, the ones that it updates."""
     params_at: int
     states_at: int | None
     clip_at: int | None
@@ -95,13 +97,15 @@ class UpdateRole:
     """Its gradient is the cast one."""
 
 
-def update_role_of(call: Call, unit: ModelUnit, layout: StateLayout, own: range) -> UpdateRole:
-    """That of an update of `unit`, of which this rank's gradient has the parameters `own`. Raises `ModelError` where
-    there is nothing to make the new parameters from."""
-    states_at, params_at, part = None, None, layout.whole
+def update_role_of(
+    call: Call, unit: ModelUnit, layout: StateLayout, own: range, part_of: Callable[[States], range]
+) -> UpdateRole:
+    """That of an update of `unit`, of which this rank's gradient has the parameters `own`, and states those that
+    `part_of` says. Raises `ModelError` where there is nothing to make the new parameters from."""
+    states_at, params_at, part = None, None, own
     for k, instance in enumerate(call.writes):
         if isinstance(content := content_of(instance), States):
-            states_at, part = k, layout.part(content)
+            states_at, part = k, part_of(content)
             continue
         params_at = k
         if instance.over is None and not layout.has_master:
@@ -110,5 +114,4 @@ def update_role_of(call: Call, unit: ModelUnit, layout: StateLayout, own: range)
     read = [content_of(instance) for instance in call.reads]
     clip_at = read.index(Clip()) if Clip() in read else None
     is_fp32 = isinstance(read[0], CastGradients)
-    part = own if len(part) == unit.num_trained else part
-    return UpdateRole(unit, layout, part, params_at, states_at, clip_at, is_fp32)
+    return UpdateRole(unit, layout, own, part, params_at, states_at, clip_at, is_fp32)

@@ -131,23 +131,25 @@ class StateLayout:
     def cut(self, whole: torch.Tensor, part: range) -> torch.Tensor:
         """A copy of one part of a unit's states; uint8."""
         states = torch.empty(self.size_bytes(part), dtype=torch.uint8)
-        for of_whole, of_part in self._pairs(whole, states, part):
+        for of_whole, of_part in self._pairs(whole, self.whole, states, part):
             of_part.copy_(of_whole)
         return states
 
-    def join(self, parts: Sequence[torch.Tensor], ranges: Sequence[range] = ()) -> torch.Tensor:
-        """A unit's states, from all of its parts: those of a schedule, if not said otherwise; uint8."""
-        whole = torch.empty(self.size_bytes(self.whole), dtype=torch.uint8)
-        ranges = ranges or state_parts(self.optimizer, self.owned, len(parts))
+    def join(self, parts: Sequence[torch.Tensor], ranges: Sequence[range]) -> torch.Tensor:
+        """The states of neighbouring parts, in order, as one; uint8."""
+        if len(parts) == 1:
+            return parts[0]
+        of = range(ranges[0].start, ranges[-1].stop)
+        whole = torch.empty(self.size_bytes(of), dtype=torch.uint8)
         for states, part in zip(parts, ranges, strict=True):
-            for of_whole, of_part in self._pairs(whole, states, part):
+            for of_whole, of_part in self._pairs(whole, of, states, part):
                 of_whole.copy_(of_part)
         return whole
 
     def _pairs(
-        self, whole: torch.Tensor, states: torch.Tensor, part: range
+        self, whole: torch.Tensor, of: range, states: torch.Tensor, part: range
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        views = {view.index: view for view in self.views(whole, self.whole)}
+        views = {view.index: view for view in self.views(whole, of)}
         for view in self.views(states, part):
             of_whole = views[view.index]
             begin = view.begin - of_whole.begin

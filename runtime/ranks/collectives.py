@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -19,8 +20,10 @@ from tierplan.runtime.execution.gradients import flat_gradients
 from tierplan.runtime.execution.instances import Call, Instance
 from tierplan.runtime.execution.values import BufferValue, content_of, value_of
 from tierplan.runtime.optim.adam import NonFiniteGradientError
+from tierplan.runtime.optim.states import StateLayout
 from tierplan.runtime.ranks.group import Ranks
-from tierplan.sim.contents import CastGradients, shard
+from tierplan.sim.contents import CastGradients, States, parse_content, part_of_shard, shard
+from tierplan.sim.schedule import Schedule
 
 CHUNK_BYTES = 1 << 22
 """What goes from one rank to another at once."""
@@ -38,6 +41,22 @@ def own_part(instance: Instance, unit: ModelUnit, ranks: Ranks | None) -> range:
     if ranks is None or instance.buffer.size_bytes >= len(whole) * each:
         return whole
     return shards_of(unit, ranks.size)[ranks.rank]
+
+
+def with_shards_of_states(schedule: Schedule, layouts: Mapping[str, StateLayout]) -> frozenset[str]:
+    """The units of whose states this rank has a shard, and not all."""
+    sizes_bytes = Counter[str]()
+    for b in schedule.buffers:
+        if b.initial and isinstance(content := parse_content(b.content), States):
+            sizes_bytes[content.unit] += b.size_bytes
+    return frozenset(name for name, size in sizes_bytes.items() if size < layouts[name].size_bytes(layouts[name].whole))
+
+
+def shard_part(content: States, unit: ModelUnit, rank: int, num_ranks: int) -> range:
+    """The parameters whose states a part has of a rank's shard."""
+    own = shards_of(unit, num_ranks)[rank]
+    part = part_of_shard(len(own), content.part, content.num_parts)
+    return range(own.start + part.start, own.start + part.stop)
 
 
 def copy_bytes(

@@ -1,4 +1,4 @@
-"""Compiled division of a schedule: what it makes of random plans is what it made before it was compiled."""
+"""Compiled division of a schedule: what it makes of random plans is what it made before."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ import pytest
 
 from tests.planner.test_plan import devices
 from tests.random_plans import random_plan, with_some_in_host, with_updates_here
-from tests.toys import toy_workload
-from tierplan.planner.lowering import Lowering
+from tests.toys import toy_workload, uniform_plan
+from tierplan.planner.lowering import Lowering, lower
 from tierplan.planner.lowering.unitwise import chains_of, unitwise_step
-from tierplan.planner.plan import Sharing, UnitwisePlan
+from tierplan.planner.plan import Sharing, UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import Divided, PlanError
 from tierplan.planner.several_devices.dividing import FORWARD, OF_SHARED, OTHER
 from tierplan.planner.several_devices.kinds import kinds_of
 from tierplan.sim.columns import ScheduleColumns
-from tierplan.sim.workloads.workload import Workload
+from tierplan.sim.contents import States, parse_content, part_of_shard, shard
+from tierplan.sim.workloads.models import load_workload
+from tierplan.sim.workloads.workload import Training, Workload
 
 DIGESTS = {
-    "all": "26fe56a43d9e80eb",
-    "gradients": "83cb7c587ac73443",
-    "states": "7db0abbececba3d3",
+    "all": "fb99e15ef83a3e61",
+    "gradients": "0c7e49e4493bc705",
+    "states": "a788d72cfc78d4ee",
     "nothing": "48c855c93abbb825",
     "tensors": "56f1905eb78f9f21",
 }
-"""Of schedules, by what is divided: those without late updates on devices are what the division in Python made."""
+"""Of schedules, by what is divided."""
 AWAY = ("params", "frozen", "grads", "states")
 
 
@@ -77,6 +79,29 @@ def test_schedules_of_random_plans_are_what_they_were(divided: str) -> None:
         for columns in (lowering.columns(plan, refine=False), lowering.simulated(plan)[0]):
             found.update(digest(columns))
     assert found.hexdigest()[:16] == DIGESTS[divided]
+
+
+@pytest.mark.parametrize("num", [2, 3, 8])
+def test_a_device_has_a_part_of_its_shard_for_each_part_of_the_states(num: int) -> None:
+    """As the runtime cuts them: together the shard, and about equal."""
+    workload = load_workload("gpt2", Training(dtype="bf16"))
+    plan = uniform_plan(
+        workload, UnitPlan(params="host", grads="host", states="host", update="device", state_shards=16)
+    )
+    sharing = Sharing(divided="all")
+    schedule = lower(replace(plan, devices=num, sharing=sharing), workload, devices(num), refine=False)
+    found: dict[tuple[str, str], list[int]] = {}
+    for b in schedule.buffers:
+        if b.initial and isinstance(content := parse_content(b.content), States):
+            found.setdefault((content.unit, b.name.rpartition("/")[2]), []).append(b.size_bytes)
+    each = workload.training.flat_state_bytes
+    assert len(found) == num * len([u for u in workload.units if u.num_trained])
+    by_unit = {u.name: u.num_trained for u in workload.units}
+    for (unit, device_name), sizes in found.items():
+        own = len(shard(range(by_unit[unit]), int(device_name.removeprefix("gpu")), num))
+        assert sizes == [each * len(part_of_shard(own, k, len(sizes))) for k in range(len(sizes))]
+        assert sum(sizes) == each * own
+        assert max(sizes) - min(sizes) <= 2 * 32 * each
 
 
 @pytest.mark.parametrize("divided", ["all", "gradients"])

@@ -24,13 +24,13 @@ from tests.runtime.models import make_batches, make_model, observed_workload
 from tests.runtime.ranks.pair import run_ranks
 from tests.runtime.test_coded_activations import RunAgain, with_blocks
 from tests.runtime.test_trainer import CPU, machine
+from tests.toys import uniform_plan
 from tierplan.hwmodels.machine import Machine, Rate, Stream
 from tierplan.hwmodels.names import HOST_ADAM
 from tierplan.planner.lowering import lower
-from tierplan.planner.plan import Plan, Sharing, UnitwisePlan
+from tierplan.planner.plan import Plan, Sharing, UnitPlan, UnitwisePlan
 from tierplan.planner.planning import plan
 from tierplan.planner.policies import decide
-from tierplan.planner.search.moves import with_shards
 from tierplan.runtime.autograd.units import split_model
 from tierplan.runtime.execution.executable import executable_step
 from tierplan.runtime.execution.placement import TrainingError
@@ -74,14 +74,16 @@ class Case:
             asked: dict[str, Any] = {"batches": "each", "orders": ("horizontal",), "time_limit_s": 0.5}
             found = plan(workload, several(num, **self.options), **asked).plan  # type: ignore[arg-type]
             assert isinstance(found, UnitwisePlan)
-            return with_shards(found, 1)  # in which states travel whole
+            return found
+        if self.policy == "parts":
+            unit = UnitPlan(params="host", states="host", update="device", state_shards=3)
+            return replace(uniform_plan(workload, unit), devices=num, sharing=Sharing(reduces="each"))
         if self.policy != "random":
             return decide(self.policy, workload, several(num), self.options)
         rng = random.Random(str(self))
         drawn = with_updates_here(random_plan(workload, rng), rng)
-        units = tuple(replace(unit, state_shards=1, host_shards=0) for unit in drawn.units)
         sharing = Sharing(keeps=rng.choice(("nothing", "ends", "all")), reduces=rng.choice(("last", "each")))
-        return replace(drawn, devices=num, units=units, sharing=sharing)
+        return replace(drawn, devices=num, sharing=sharing)
 
     def __str__(self) -> str:
         words = [self.policy, *self.options.values(), self.family, self.dtype, self.accumulation, self.clip or ""]
@@ -335,6 +337,7 @@ MOVED = [
     Case("zero-2", accumulation=4),
     Case("megatron-pp", accumulation=4),
     Case("harmony-pp", {**OWN_MEMORY, "pack": 1}, accumulation=4),
+    Case("parts", accumulation=4),
 ]
 """Trained by 1, 2 and 4 ranks with 4, 2 and 1 micro-batches, or by as many stages: plain training on all of them."""
 
@@ -375,16 +378,13 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_from_the_last_commit_of_all(
     for wrong in run_ranks(resume_and_train_all, 2, tmp_path):
         assert wrong == []
     check_moved(tmp_path, 6)
-    assert [len(list((tmp_path / str(case)).rglob("resident-*.bin"))) for case in MOVED] == [1, 1, 1, 1]
+    assert [len(list((tmp_path / str(case)).rglob("resident-*.bin"))) for case in MOVED] == [1] * len(MOVED)
 
 
-def test_shards_of_ranks_do_not_travel_in_parts() -> None:
+def test_states_that_are_not_alike_for_all_values_are_not_divided() -> None:
     model = make_model("gpt2", num_blocks=2)
     workload = observed_workload(model, make_batches(1)[0], CPU)
-    plan: Any = Case("zero-infinity").plan(workload, 2)
-    parts = replace(plan, units=tuple(replace(unit, state_shards=4) for unit in plan.units))
-    with pytest.raises(TrainingError, match="states that travel in parts are executed on one device only"):
-        executable_step(lower(parts, workload, several(2)), 1, 2)
+    plan = Case("zero-infinity").plan(workload, 2)
     coded = replace(workload, training=replace(workload.training, optimizer="adamw:states=8bit"))
     what = "states of adamw:states=8bit, not alike for all values, are executed on one device only"
     with pytest.raises(TrainingError, match=what):
