@@ -474,15 +474,14 @@ class Bodies:
 
     def _update_role(self, call: Call) -> UpdateRole:
         unit = self.unit_of(call.op)
-        layout, own = self.layouts[unit.name], own_part(call.reads[0], unit, self.ranks)
-        found = update_role_of(call, unit, layout, own, self.states_part)
-        return self._update_roles.setdefault(call.op.key, found)
+        own = own_part(call.reads[0], unit, self.ranks)
+        role = update_role_of(call, unit, self.layouts[unit.name], own, self.states_part)
+        return self._update_roles.setdefault(call.op.key, role)
 
     def states_part(self, content: States) -> range:
         """The parameters whose states these are, of all or of this rank's shard."""
-        if self.ranks is not None and content.unit in self._has_shards_of:
-            return shard_part(content, self.unit_of(content), self.ranks.rank, self.ranks.size)
-        return self.layouts[content.unit].part(content)
+        unit, ranks = self.unit_of(content), self.ranks if content.unit in self._has_shards_of else None
+        return shard_part(content, unit, ranks.rank, ranks.size) if ranks else self.layouts[unit.name].part(content)
 
     def update(
         self,
