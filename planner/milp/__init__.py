@@ -1,6 +1,7 @@
 """The planning program, in the order in which it is built. docs/planner.md has its mathematics.
 
 amounts     seconds and gigabytes of each unit
+rates       how fast transfers and updates go at most
 modes       placements that a unit may have
 columns     decisions, durations and flows as columns
 queues      what moves, as queues over windows of time

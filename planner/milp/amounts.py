@@ -11,24 +11,32 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from tierplan.hwmodels.machine import Machine, MachineError
-from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
+from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.names import COMPUTE, HOST_ADAM, NVME_READ, NVME_WRITE
 from tierplan.planner.lowering.launches import with_launches
-from tierplan.planner.lowering.sketch import MOST_TOGETHER_BYTES
 from tierplan.planner.lowering.tiling import cut_batches
 from tierplan.planner.milp.modes import MODES, Mode
+from tierplan.planner.milp.rates import (
+    GB,
+    STATE_SHARDS,
+    Rates,
+    coded_frac_of,
+    host_update_s,
+    limit_loads,
+    limit_seconds,
+    seconds_alone,
+    stream_rates,
+)
 from tierplan.planner.plan import Keeps
 from tierplan.planner.plan_rules import Order
 from tierplan.sim.step import Semantics
-from tierplan.sim.workloads.workload import SavedTensor, Training, Unit, Workload, first_alike, total_work
+from tierplan.sim.workloads.workload import SavedTensor, Unit, Workload, first_alike, total_work
 
-GB = 1e9
 SMALL_FRAC = 0.02
 """Slots below this share of a unit's saved bytes are planned together: moving them one by one is not worth an op."""
 
-STATE_SHARDS = (4, 16, 1, 2, 8)
-"""Numbers of shards in which states travel, as they are tried. In the program they are fluid; in schedules those of one
-or two shards are on the way at a time, so what is in flight is a unit's states over its shards."""
+ALIKE = 1.1
+"""Times the quickest unit's seconds per parameter, up to which updates are alike."""
 NUM_ALONE = 3
 """Units at either end of the chain that always have a window of their own: there, what is first and last matters."""
 MAX_RUNS = 16
@@ -122,23 +130,6 @@ class BatchGroup:
     last: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Amounts:
-    """Rates by stream and class of bytes (GB/s), the most that any transfer of that class reaches alone."""
-
-    up: Mapping[str, float]
-    down: Mapping[str, float]
-    read: Mapping[str, float]
-    write: Mapping[str, float]
-    adam: float
-    """1e9 parameters per second on the host's cores; 0 where the host has none for it."""
-    update: float
-    """The same on the device."""
-    chain_s: Mapping[str, tuple[float, ...]]
-    """By home of the parameters (`nvme`, else `host`), per unit: least seconds from gradients on the device, through
-    an update on the host, to parameters that compute can use."""
-
-
 class Shape(NamedTuple):
     """What a search for plans does not change."""
 
@@ -170,7 +161,7 @@ class Problem:
     host_gb: float
     nvme_gb: float
     has_nvme: bool
-    rates: Amounts
+    rates: Rates
     coded_frac: float
     """Bytes with which activations travel and wait, of those that they have on the device: the least of any."""
     loads: Mapping[str, Mapping[str, float]]
@@ -220,12 +211,17 @@ class Problem:
 
     def host_gparams(self, unit: UnitAmounts) -> float:
         """What the rate of updates on the host is told for: 1e9 parameters of the unit whose update is quickest."""
-        return unit.gparams if self.workload.training.optim.is_flat else unit.host_update_s * self.rates.adam
+        return self._of_quickest(unit.gparams, unit.host_update_s * self.rates.adam)
 
     def slower_update_s(self, unit: UnitAmounts) -> float:
         """What an update on the device takes more than by the rate of the unit whose update is quickest."""
-        is_alike = self.workload.training.optim.is_flat
-        return 0.0 if is_alike else max(0.0, unit.update_s - unit.gparams / self.rates.update)
+        rate = self.rates.update
+        return (self._of_quickest(unit.gparams, unit.update_s * rate) - unit.gparams) / rate
+
+    def _of_quickest(self, gparams: float, equal_gparams: float) -> float:
+        """What another unit takes as long for, where the optimizer treats units unlike."""
+        is_alike = self.workload.training.optim.is_flat or equal_gparams < ALIKE * gparams
+        return gparams if is_alike else equal_gparams
 
     def modes(self, unit: int) -> Sequence[int]:
         """Numbers of the placements that this unit may have."""
@@ -282,8 +278,8 @@ def problem(
     streams = {s.name for s in machine.streams}
     has_nvme = "nvme" in tiers and {NVME_READ, NVME_WRITE} <= streams and {"host"} <= tiers.keys()
     alike = first_alike(workload.units)
-    coded_frac = _coded_frac(workload, alike)
-    rates = _rates(workload, machine, has_nvme, alike, coded_frac)
+    coded_frac = coded_frac_of(workload, alike)
+    rates = stream_rates(workload, machine, has_nvme, alike, coded_frac)
     return Problem(
         workload=workload,
         machine=machine,
@@ -316,21 +312,6 @@ def runs_of(num_units: int, max_runs: int = MAX_RUNS) -> tuple[range, ...]:
     end = NUM_ALONE + between
     middle = [range(u, min(u + size, end)) for u in range(NUM_ALONE, end, size)]
     return (*(range(u, u + 1) for u in first), *middle, *(range(u, u + 1) for u in last))
-
-
-def seconds_alone(machine: Machine, stream: str, work: Mapping[str, float]) -> float:
-    """Of work on a stream that has all that it shares to itself; 0 where the machine has no such stream."""
-    try:
-        return machine.cost(stream, work).alone_s if any(work.values()) else 0.0
-    except MachineError:
-        return 0.0
-
-
-def limit_seconds(machine: Machine, stream: str, work: Mapping[str, float]) -> dict[str, float]:
-    """Seconds at full use of each shared limit that work on a stream takes."""
-    cost = machine.cost(stream, work)
-    limits = machine.limits
-    return {name: demand * cost.work_s / limits[name] for name, demand in cost.demand.items()}
 
 
 def _units(workload: Workload, machine: Machine, alike: Sequence[int]) -> tuple[UnitAmounts, ...]:
@@ -371,7 +352,7 @@ def _unit(unit: Unit, workload: Workload, machine: Machine, names: Mapping[str, 
         fwd_s=seconds_alone(machine, COMPUTE, unit.forward),
         bwd_s=seconds_alone(machine, COMPUTE, unit.backward),
         update_s=seconds_alone(machine, COMPUTE, t.update_work(unit)),
-        host_update_s=_host_update_s(unit, t, machine),
+        host_update_s=host_update_s(unit, t, machine),
         accumulate_s=seconds_alone(machine, HOST_ADAM, {"elementwise_bytes": 3 * n * t.grad_bytes}),
         norm_s=seconds_alone(machine, HOST_ADAM, {"elementwise_bytes": n * t.grad_bytes})
         if t.max_grad_norm is not None
@@ -421,79 +402,3 @@ def _groups(unit: Unit, machine: Machine, is_first: bool) -> tuple[SlotGroup, ..
             )
         )
     return tuple(found)
-
-
-def _host_update_s(unit: Unit, training: Training, machine: Machine) -> float:
-    work = training.host_work(unit)
-    return min(
-        num * seconds_alone(machine, HOST_ADAM, {kind: amount / num for kind, amount in work.items()})
-        for num in STATE_SHARDS
-    )
-
-
-def _best_rate(machine: Machine, stream: str, sizes: Iterable[int]) -> float:
-    """Highest bytes per second (in GB/s) that transfers of these sizes reach alone, latency included."""
-    best = 0.0
-    for size in {s for s in sizes if s > 0}:
-        seconds = seconds_alone(machine, stream, {"bytes": size})
-        best = max(best, size / seconds / GB if seconds > 0 else 1e6)
-    return best or 1e6
-
-
-def _travelling(unit: Unit, training: Training) -> list[tuple[int, int]]:
-    """Bytes on the device, and on their way, of what a unit saves, of its input, and of the most small ones at once."""
-    found = [(t.size_bytes, training.moved_bytes(unit, t)) for t in unit.saved]
-    together_bytes = min(MOST_TOGETHER_BYTES, sum(t.size_bytes for t in unit.saved))
-    return [*found, (unit.input_bytes, training.moved_bytes(unit)), (together_bytes, together_bytes)]
-
-
-def _coded_frac(workload: Workload, alike: Sequence[int]) -> float:
-    found = [pair for first in set(alike) for pair in _travelling(workload.units[first], workload.training)]
-    return min((moved / whole for whole, moved in found if whole), default=1.0)
-
-
-def _rates(workload: Workload, machine: Machine, has_nvme: bool, alike: Sequence[int], coded_frac: float) -> Amounts:
-    t = workload.training
-    kinds = {first: workload.units[first] for first in alike}
-    sizes = {
-        "acts": {moved for u in kinds.values() for _, moved in _travelling(u, t)},
-        "params": {n for u in kinds.values() for n in (u.num_trained * t.param_bytes, u.frozen_bytes)},
-        "grads": {u.num_trained * t.grad_bytes for u in kinds.values()},
-        "states": {t.states_bytes(u) // num for u in kinds.values() for num in STATE_SHARDS},
-    }
-    streams = {s.name for s in machine.streams}
-
-    def by_class(stream: str) -> dict[str, float]:
-        best = {name: _best_rate(machine, stream, found) if stream in streams else 0.0 for name, found in sizes.items()}
-        return {**best, "acts": best["acts"] / coded_frac}
-
-    up, down = by_class(H2D), by_class(D2H)
-    read, write = by_class(NVME_READ), by_class(NVME_WRITE)
-    adam = update = 0.0
-    chain_s: dict[int, tuple[float, float]] = {}
-    for first, u in kinds.items():
-        n, adam_s = u.num_trained, _host_update_s(u, t, machine)
-        update_s = seconds_alone(machine, COMPUTE, t.update_work(u))
-        adam = max(adam, n / adam_s / 1e9 if adam_s else 0.0)
-        update = max(update, n / update_s / 1e9 if update_s else 0.0)
-        arrive = seconds_alone(machine, D2H, {"bytes": n * t.grad_bytes})
-        home = seconds_alone(machine, H2D, {"bytes": n * t.param_bytes})
-        moved = {"bytes": n * t.param_bytes}
-        ways = (NVME_WRITE, NVME_READ) if has_nvme else ()
-        through = sum(seconds_alone(machine, stream, moved) for stream in ways)
-        chain_s[first] = arrive + adam_s + home, arrive + adam_s + through + home
-    chain = {place: tuple(chain_s[first][k] for first in alike) for k, place in enumerate(("host", "nvme"))}
-    return Amounts(up, down, read, write, adam, update or 1e6, chain)
-
-
-def limit_loads(workload: Workload, machine: Machine) -> dict[str, dict[str, float]]:
-    """Of each shared limit, what a GB or 1e9 parameters on each stream take; where units differ, the least."""
-    found: dict[str, dict[str, float]] = {}
-    owners = [(u.num_trained, workload.training.host_work(u)["parameters"]) for u in workload.units]
-    work = min((work / num for num, work in owners if num), default=1.0)
-    for stream in machine.streams:
-        for limit, weights in stream.takes.items():
-            kind = "parameters" if stream.name == HOST_ADAM else "bytes"
-            if weight := weights.get(kind, 0.0) * (work if kind == "parameters" else 1.0):
-                found.setdefault(limit, {})[stream.name] = weight * GB / machine.limits[limit]
-    return found

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from tierplan.hwmodels.names import COMPUTE
-from tierplan.planner.milp.amounts import GB, Problem
+from tierplan.planner.milp.amounts import Problem
 from tierplan.planner.milp.model import Margins, Model, build
 from tierplan.planner.milp.program import Solution, Solver
+from tierplan.planner.milp.rates import GB
 from tierplan.planner.plan import Plan
 
 MEMORY_FAMILIES: Mapping[str, str] = {"device memory": "device", "host memory": "host", "NVMe capacity": "nvme"}

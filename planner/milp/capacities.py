@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from math import isfinite
 
 from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
-from tierplan.planner.milp.amounts import GB, STATE_SHARDS, Problem, UnitAmounts
+from tierplan.planner.milp.amounts import Problem, UnitAmounts
 from tierplan.planner.milp.columns import Columns, minus, times
 from tierplan.planner.milp.modes import MODES
 from tierplan.planner.milp.program import Terms
 from tierplan.planner.milp.queues import Held, parameters_needed
+from tierplan.planner.milp.rates import GB, STATE_SHARDS
 from tierplan.planner.plan_rules import PLACES
 
 ENDURANCE = "drive endurance"

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.planner.lowering import Lowering
-from tierplan.planner.milp.amounts import GB
+from tierplan.planner.milp.rates import GB
 from tierplan.planner.plan import PackPlan, PagedPlan, Plan, UnitwisePlan
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.questions.endurance import written_bytes

@@ -13,8 +13,9 @@ from itertools import cycle
 from typing import Any
 
 from tierplan.hwmodels.names import H2D, HOST_ADAM, NVME_READ, NVME_WRITE
-from tierplan.planner.milp.amounts import STATE_SHARDS, Problem
+from tierplan.planner.milp.amounts import Problem
 from tierplan.planner.milp.model import Margins
+from tierplan.planner.milp.rates import STATE_SHARDS
 from tierplan.planner.plan import UnitwisePlan
 from tierplan.planner.search.candidates import Candidate
 from tierplan.planner.search.moves import LATE_ONE_IN, OVER_UNITS

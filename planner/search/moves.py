@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
-from tierplan.planner.milp.amounts import STATE_SHARDS, Problem
+from tierplan.planner.milp.amounts import Problem
 from tierplan.planner.milp.modes import MODES, Mode
+from tierplan.planner.milp.rates import STATE_SHARDS
 from tierplan.planner.plan import Sharing, UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import ACTIONS, PLANNER, Place, UpdatePlace
 

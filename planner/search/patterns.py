@@ -16,8 +16,9 @@ from functools import cache
 from itertools import count
 from typing import Any
 
-from tierplan.planner.milp.amounts import STATE_SHARDS, Problem
+from tierplan.planner.milp.amounts import Problem
 from tierplan.planner.milp.modes import MODES
+from tierplan.planner.milp.rates import STATE_SHARDS
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.descent import BETTER

@@ -17,9 +17,10 @@ from itertools import product
 from math import inf
 from typing import Literal
 
-from tierplan.planner.milp.amounts import STATE_SHARDS, Problem, Shape
+from tierplan.planner.milp.amounts import Problem, Shape
 from tierplan.planner.milp.bounds import FEW_UNITS, Bound
 from tierplan.planner.milp.modes import MODES, Mode
+from tierplan.planner.milp.rates import STATE_SHARDS
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import PLACES, PLANNER, Place
 from tierplan.planner.search.candidates import Candidate, PlanSimulator

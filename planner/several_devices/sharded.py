@@ -13,7 +13,8 @@ from itertools import accumulate
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import collective, parse_stream
-from tierplan.planner.milp.amounts import GB, Problem, UnitAmounts, limit_loads, limit_seconds, seconds_alone
+from tierplan.planner.milp.amounts import Problem, UnitAmounts
+from tierplan.planner.milp.rates import GB, limit_loads, limit_seconds, seconds_alone
 from tierplan.planner.plan import Keeps
 from tierplan.planner.several_devices.alike import first_for_all
 from tierplan.planner.several_devices.collectives import collective_work

@@ -9,8 +9,9 @@ import pytest
 from tests.planner.instances import MB, chain, small_machine
 from tests.toys import toy_machine, toy_workload
 from tierplan.hwmodels.machine import Rate
-from tierplan.planner.milp.amounts import GB, MAX_RUNS, NUM_ALONE, problem, runs_of
+from tierplan.planner.milp.amounts import MAX_RUNS, NUM_ALONE, problem, runs_of
 from tierplan.planner.milp.modes import MODES
+from tierplan.planner.milp.rates import GB
 
 MACHINE = small_machine(link_mb_per_s=100, read_mb_per_s=50, write_mb_per_s=40, adam_m_per_s=20)
 
