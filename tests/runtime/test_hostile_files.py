@@ -307,6 +307,7 @@ def test_a_full_or_failing_drive_at_the_end(
 def test_all_kinds_of_the_runtime_are_known() -> None:
     """The table of kinds and streams is that of the functions that execute them."""
     step = mock.Mock(units=(), training=mock.Mock(dtype_of_trained="fp32"))
-    bodies = mock.Mock(units=[], parameters=[], optimizer=mock.Mock(groups=()), schedule=mock.Mock(ops=(), step=step))
+    schedule = mock.Mock(ops=(), step=step)
+    bodies = mock.Mock(units=[], parameters=[], optimizer=mock.Mock(groups=()), schedule=schedule, ranks=None)
     Bodies.__post_init__(bodies)
     assert set(bodies._kinds) == set(STREAMS_BY_KIND)
