@@ -247,11 +247,13 @@ class Durability:
         assert isinstance(content, Params | States | Gradients)
         unit, layout = bodies.unit_of(content), bodies.layouts[content.unit]
         shares: list[list[torch.Tensor]] = []
-        names: Sequence[Params | States | Gradients] = ()
+        cut: list[States] = []
         for log, commit in self._log.parts or [(self._log, self.last)]:
-            names = states_of(unit.name, commit.contents) if isinstance(content, States) else [content]
-            if any(str(name) not in commit.contents for name in names or [content]):
+            there = states_of(unit.name, commit.contents) if isinstance(content, States) else []
+            names: Sequence[Params | States | Gradients] = there or [content]
+            if any(str(name) not in commit.contents for name in names):
                 continue  # of a pipeline, another rank has the unit
+            cut = there
             shares.append([self._committed(str(name), bodies, log) for name in names])
         each = unit.dtype.itemsize
         size_bytes = layout.size_bytes(layout.whole) if isinstance(content, States) else unit.num_trained * each
@@ -262,10 +264,9 @@ class Durability:
         if not isinstance(content, States):
             own = own_part(instance, unit, bodies.ranks)
             return torch.cat(parts)[own.start * each : own.stop * each]
-        committed = [name for name in names if isinstance(name, States)]
-        ranges = [shard_part(name, unit, k, len(shares)) for k in range(len(shares)) for name in committed]
+        ranges = [shard_part(name, unit, k, len(shares)) for k in range(len(shares)) for name in cut]
         if is_whole:
-            ranges = [layout.part(name) for name in committed]
+            ranges = [layout.part(name) for name in cut]
         return layout.cut(layout.join(parts, ranges), bodies.states_part(content))
 
     def _check_seal(self, commit: Commit, bodies: Bodies) -> None:
