@@ -17,7 +17,7 @@ from tierplan.hwmodels.catalog import load_part
 from tierplan.planner.questions.endurance import SECONDS_PER_YEAR
 from tierplan.sim.output.text import format_s
 from tierplan.studies.advice_text import advice_lines, write_advice
-from tierplan.studies.advise import Advice, advise, answer_point, largest_model_of, rental_of, worthwhile
+from tierplan.studies.advise import Advice, advise, answer_point, largest_model_of, rental_of, worth_telling, worthwhile
 from tierplan.studies.evaluate import machine_of, most_tokens_per_s
 from tierplan.studies.purchases import PriceList, Purchase, costs_of, purchases, worth_planning
 from tierplan.studies.study import Point
@@ -219,7 +219,10 @@ def test_the_largest_model_fits_and_the_next_does_not(monkeypatch: pytest.Monkey
     monkeypatch.setattr("tierplan.studies.advise.ROOMY", ("fuyou",))
     monkeypatch.setattr("tierplan.studies.advise.MODELS", ("gpt-6.7b", "gpt-135b", "gpt-175b"))
     found = largest_model_of(Point(model="gpt-6.7b", machine="desktop-4090"))
-    assert found == {"largest_model": "gpt-135b"}
+    assert found["largest_model"] == "gpt-135b"
+    smaller, larger = ({"fits": True, "num_parameters": count} for count in (8e9, 140e9))
+    assert worth_telling(found, smaller) == worth_telling(found, {"fits": False}) == "gpt-135b"
+    assert not worth_telling(found, larger)
 
 
 def test_unknown_machine_or_model_is_an_error() -> None:

@@ -19,7 +19,7 @@ from tierplan.hwmodels.description import PARTS
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.search.lesser import Known
 from tierplan.studies.answer import answer_record, impossible_record
-from tierplan.studies.evaluate import QUICK, best_plan, most_tokens_per_s, predict_point
+from tierplan.studies.evaluate import QUICK, best_plan, machine_of, most_tokens_per_s, predict_point, workload_at
 from tierplan.studies.purchases import (
     MOST_OF_A_KIND,
     TOKENS,
@@ -188,7 +188,7 @@ def advise(
         planned = dict(zip([b.what for b in rest], ask([b.applied(like) for b in rest], how), strict=True))
         answers = [row() for row in [*first, *(planned[b.what] for b in bought[num_first:])]]
         rental = rental_of(rented[0](), tokens)
-        largest_model = "".join(str(row().get("largest_model", "")) for row in largest)
+        largest_model = "".join(worth_telling(row(), answer) for row in largest)
     answer.pop("known", None)
     if "error" in answer:
         raise ValueError(answer["error"])
@@ -287,6 +287,12 @@ def rental_of(answer: Row, tokens: float) -> Rental | None:
     )
 
 
+def worth_telling(largest: Row, answer: Row) -> str:
+    """The largest model, unless the one that was asked for fits and is larger, of whose family `MODELS` has none."""
+    is_less = answer.get("fits") and largest.get("num_parameters", 0) < answer["num_parameters"]
+    return "" if is_less else str(largest.get("largest_model", ""))
+
+
 def largest_model_of(point: Point) -> dict[str, object]:
     """The largest of `MODELS` that fits with one sequence, by bisection: a larger one never needs less memory."""
     one = replace(point, sequences=0, batch=1, accumulation=1)
@@ -294,8 +300,10 @@ def largest_model_of(point: Point) -> dict[str, object]:
     def does_not_fit(model: str) -> bool:
         return not any(predict_point(replace(one, model=model, policy=policy)).fits for policy in ROOMY)
 
-    num = bisect_left(MODELS, True, key=does_not_fit)
-    return {"largest_model": MODELS[num - 1] if num else ""}
+    if not (num := bisect_left(MODELS, True, key=does_not_fit)):
+        return {"largest_model": ""}
+    largest = replace(one, model=MODELS[num - 1])
+    return {"largest_model": largest.model, "num_parameters": workload_at(largest, machine_of(largest)).num_parameters}
 
 
 def _assumptions(description: Description, prices: PriceList, bought: Sequence[Purchase]) -> tuple[str, ...]:
