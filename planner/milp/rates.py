@@ -49,6 +49,7 @@ def limit_seconds(machine: Machine, stream: str, work: Mapping[str, float]) -> d
 
 
 def host_update_s(unit: Unit, training: Training, machine: Machine) -> float:
+    """Seconds of a unit's update on the host's cores, in the shards in which it takes least."""
     work = training.host_work(unit)
     return min(
         num * seconds_alone(machine, HOST_ADAM, {kind: amount / num for kind, amount in work.items()})
@@ -73,6 +74,8 @@ def _travelling(unit: Unit, training: Training) -> list[tuple[int, int]]:
 
 
 def coded_frac_of(workload: Workload, alike: Sequence[int]) -> float:
+    """Bytes with which activations travel, of those that they have on the device: the least of any. `alike` are the
+    first units like each."""
     found = [pair for first in set(alike) for pair in _travelling(workload.units[first], workload.training)]
     return min((moved / whole for whole, moved in found if whole), default=1.0)
 
@@ -80,6 +83,8 @@ def coded_frac_of(workload: Workload, alike: Sequence[int]) -> float:
 def stream_rates(
     workload: Workload, machine: Machine, has_nvme: bool, alike: Sequence[int], coded_frac: float
 ) -> Rates:
+    """The most that streams of this machine reach with what the workload moves and updates; activations are told in
+    bytes on the device."""
     t = workload.training
     kinds = {first: workload.units[first] for first in alike}
     sizes = {

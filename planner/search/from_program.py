@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from math import inf
 
 from tierplan.hwmodels.names import HOST_ADAM, NVME_READ, NVME_WRITE
@@ -66,8 +66,14 @@ class ProgramPlans:
         # late updates hold gradients in host memory: where that binds, begin without them
         stretch = float("inf") if bound.s_per_gb.get("host", 0.0) > 1e-6 else 1.5
         tuned = None
-        begins = partial(tune, stretch=stretch, brings_states=p.brings_states, granules_gb=units)
-        for found in begins(trial, goal_s=goal_s, needs_states_here=bound.needs_states_here):
+        for found in tune(
+            trial,
+            goal_s=goal_s,
+            stretch=stretch,
+            brings_states=p.brings_states,
+            needs_states_here=bound.needs_states_here,
+            granules_gb=units,
+        ):
             tuned = found
             yield inf if found is None else found[1]
         if tuned is None:
