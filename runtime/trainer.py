@@ -435,6 +435,7 @@ class Trainer:
             trace_steps=self.trace_steps,
             first_step=self._resumed.num_steps if self._resumed else 0,
         )
+        self._set_back.callback(self._executor.close)
         self.placement = Placement(self._executor, self._bodies, self._step.late_updates)
         self._is_set_up = True
         if self._origin is None or self._resumed is None:

@@ -14,6 +14,7 @@ A run that does not come to its end raises `TierFullError`, or the error of the 
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import time
@@ -24,7 +25,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from tierplan.runtime.execution.device import DEVICE_STREAMS, Device
 from tierplan.runtime.execution.instances import Call, ExecutionError, Instance, OpRun
 from tierplan.runtime.execution.rules import Rules
-from tierplan.runtime.execution.threads import coreless_ns
+from tierplan.runtime.execution.threads import LastingThread, coreless_ns, let_helpers_go
 from tierplan.runtime.memory.freed_memory import only_new_objects_searched
 from tierplan.sim.schedule import Op, Schedule, ScheduleError
 from tierplan.sim.trace import Trace
@@ -122,6 +123,11 @@ class Executor:
             on_free=self.on_free,
         )
         self.ledger = self._rules.ledger
+        self._threads = [
+            (LastingThread(f"tierplan {name}{stream}"), functools.partial(work, stream))
+            for work, name, streams in ((self._work, "", streams), (self._await, "end of ", self._issued))
+            for stream in streams
+        ]
 
     @property
     def carried(self) -> dict[str, Instance]:
@@ -169,28 +175,27 @@ class Executor:
         rules.num_running = len(self._wakeup)
         self._num_workers = len(self._wakeup) + len(self._issued)
         self._done_issuing.clear()
-        workers = [
-            threading.Thread(target=target, args=(stream,), name=f"tierplan {name}{stream}", daemon=True)
-            for target, name, streams in ((self._work, "", self._wakeup), (self._await, "end of ", self._issued))
-            for stream in streams
-        ]
         try:
-            for worker in workers:
-                worker.start()
+            for thread, work in self._threads:
+                thread.begin(work)
             self._watch()
-            for worker in workers:
-                worker.join()
+            for thread, _ in self._threads:
+                thread.wait()
         except BaseException as error:
             with self._lock:
                 self._fail(error)
-            for worker in workers:
-                if worker.ident is not None:
-                    worker.join()
+            self.close()
             raise
         self._stop_wanted = False  # not at the beginning: a stop may be asked for right before
         if self._failure is not None:
+            self.close()
             raise self._failure
         rules.carry_over()
+
+    def close(self) -> None:
+        """Ends the workers, which else are there as long as this object. It cannot run any more."""
+        for thread, _ in self._threads:
+            thread.end()
 
     def request_stop(self) -> None:
         """Lets every step that a stream has begun run to its end, and no more. For signal handlers and bodies, too."""
@@ -239,6 +244,7 @@ class Executor:
         except BaseException as error:
             self._fail_in(self._rules.at.get(stream), error)
         finally:
+            let_helpers_go()
             with self._lock:
                 self._rules.num_running -= 1
                 self._num_workers -= 1

@@ -17,9 +17,10 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 
@@ -71,6 +72,42 @@ def _other_threads(num_threads: int, before: int) -> Iterator[None]:
     finally:
         let_helpers_go()
         limit_this_thread(before)
+
+
+class LastingThread:
+    """A thread that does one piece of work after another, until `end` is called or nobody has this object any more.
+
+    What it has freed it takes again: the C library gives a new thread the memory that some other thread has left.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=_do_all, args=(self._work,), name=name, daemon=True)
+        self._no_more = weakref.finalize(self, self._work.put, None)
+
+    def begin(self, work: Callable[[], None]) -> None:
+        """Does it when all that it was given before is done. Work may not raise."""
+        if self._thread.ident is None:
+            self._thread.start()
+        self._work.put(work)
+
+    def wait(self) -> None:
+        """Returns when all that it was given is done."""
+        done = threading.Event()
+        self.begin(done.set)
+        done.wait()
+
+    def end(self) -> None:
+        """Returns when all that it was given is done and the thread has ended."""
+        self._no_more()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+
+def _do_all(work: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (one := work.get()) is not None:
+        one()
+        del one
 
 
 class _Clock:

@@ -13,7 +13,7 @@ import ctypes
 import functools
 import gc
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 # Parameters of glibc's `mallopt` (malloc.h).
@@ -29,21 +29,29 @@ def keep_freed_memory() -> bool:
     """Tells the C library to keep what is freed: the process holds its peak until it ends.
 
     False where it is not glibc, which is left as it is. So is a process whose memory is capped (`ulimit -d`, `-v`):
-    holes between what is in use would count there. Threads that have an arena of their own keep it, and
-    later ones take turns in those. Called before any was started, this left one arena: a process with 63 M parameters
-    then held 2.2 GiB instead of 2.9, but its steps took 12 % longer (six turns). So a device's opening calls it. Of
-    several ranks, each has some twenty threads for its exchanges by then, and new threads would wander through as many
-    arenas, all of them cold: a quarter of a step of Harmony went into page faults. So ranks call it first of all.
+    holes between what is in use would count there. Each thread has an arena of its own to take memory from. In one
+    arena, a thread that computes and its helpers wait for each other with each allocation, 16,000 times in two steps of
+    63 M parameters: those took 10 to 30 % longer.
     """
+    return _set(((MMAP_MAX, 0), (TRIM_THRESHOLD, NEVER), (TOP_PAD, GROWTH_BYTES)))
+
+
+def share_an_arena() -> bool:
+    """Threads that come later take memory from the arenas that there are, in turns; False where memory is not kept.
+
+    For ranks, which have some twenty threads for their exchanges and one that computes: new threads would wander
+    through as many arenas, all of them cold. A quarter of a step of Harmony went into page faults.
+    """
+    return keep_freed_memory() and _set(((ARENA_MAX, 1),))
+
+
+def _set(settings: Iterable[tuple[int, int]]) -> bool:
     if any(
         resource.getrlimit(what)[0] != resource.RLIM_INFINITY for what in (resource.RLIMIT_DATA, resource.RLIMIT_AS)
     ):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    settings = ((ARENA_MAX, 1), (MMAP_MAX, 0), (TRIM_THRESHOLD, NEVER), (TOP_PAD, GROWTH_BYTES))
-    return all(mallopt(name, value) == 1 for name, value in settings)
+    return mallopt is not None and all(mallopt(name, value) == 1 for name, value in settings)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tierplan.runtime.memory.freed_memory import keep_freed_memory
+from tierplan.runtime.memory.freed_memory import share_an_arena
 
 CHANNELS = ("collectives", "norms", "steps", "commits")
 """What exchanges something at its own pace, in a thread of its own."""
@@ -59,7 +59,7 @@ class Ranks:
                 f"{os.environ['WORLD_SIZE']} ranks were started, {os.environ['LOCAL_WORLD_SIZE']} of them on this "
                 "machine; ranks on several machines are not executed yet: start all on one"
             )
-        keep_freed_memory()  # before exchanges have threads: each would get an arena, and runs use them in turns
+        share_an_arena()  # before exchanges have threads
         timeout = timedelta(seconds=TIMEOUT_S)
         dist.init_process_group("gloo", timeout=timeout)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()

@@ -249,6 +249,17 @@ def test_two_runs_are_one_longer_run(schedule: Schedule, first: int, second: int
     assert sorted(x.buffer.name for x in whole.ledger.held) == sorted(x.buffer.name for x in cut.ledger.held)
 
 
+def test_a_stream_keeps_its_thread_from_run_to_run_until_it_is_closed() -> None:
+    """So what an op has freed, the op of a later run takes again."""
+    threads: dict[str, set[threading.Thread]] = {}
+    executor = Executor(chain(), lambda call: threads.setdefault(call.op.stream, set()).add(threading.current_thread()))
+    for _ in range(3):
+        executor.run(2)
+    assert all(len(those) == 1 for those in threads.values())
+    executor.close()
+    assert not any(thread.is_alive() for those in threads.values() for thread in those)
+
+
 @pytest.mark.parametrize(("params", "states", "acts"), list(product(("device", "nvme"), ("host", "nvme"), ("nvme",))))
 @pytest.mark.parametrize("order", ["horizontal", "vertical"])
 @pytest.mark.parametrize("semantics", ["in-backward", "exact-clip", "delayed-1"])
@@ -345,7 +356,13 @@ def test_too_small_a_tier_names_op_and_holders() -> None:
         executor.run(1)
 
 
+def workers() -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if t.name.startswith("tierplan ")}
+
+
 def test_an_error_in_a_body_ends_the_run_and_names_the_op() -> None:
+    before = workers()
+
     def body(call: Call) -> None:
         if call.op.key == "use" and call.step == 2:
             raise OSError("the drive is gone")
@@ -354,11 +371,13 @@ def test_an_error_in_a_body_ends_the_run_and_names_the_op() -> None:
     with pytest.raises(OSError, match="the drive is gone") as caught:
         executor.run(5)
     assert caught.value.__notes__ == ["in op 'use' of step 2"]
-    assert not [t for t in threading.enumerate() if t.name.startswith("tierplan ")]
+    assert not workers() - before
 
 
 def test_ctrl_c_ends_all_workers() -> None:
     """The signal comes while the main thread waits: Python loses one that hits a weak reference's callback."""
+
+    before = workers()
 
     def body(call: Call) -> None:
         time.sleep(0.001)
@@ -367,7 +386,7 @@ def test_ctrl_c_ends_all_workers() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         Executor(chain(), body).run(10**6)
-    assert not [t for t in threading.enumerate() if t.name.startswith("tierplan ")]
+    assert not workers() - before
 
 
 def test_the_end_of_a_step_is_told_in_order_without_holding_up_the_workers() -> None:
@@ -394,6 +413,8 @@ def test_the_end_of_a_step_is_told_in_order_without_holding_up_the_workers() -> 
 
 
 def test_an_error_at_the_end_of_a_step_ends_the_run_as_it_is() -> None:
+    before = workers()
+
     def on_step_end(step: int, time_ns: int) -> None:
         if step == 2:
             raise LookupError("no room for metrics")
@@ -402,7 +423,7 @@ def test_an_error_at_the_end_of_a_step_ends_the_run_as_it_is() -> None:
     with pytest.raises(LookupError, match="no room for metrics"):
         executor.run(10**6)
     assert executor.num_steps_done < 10**6
-    assert not [t for t in threading.enumerate() if t.name.startswith("tierplan ")]
+    assert not workers() - before
     with pytest.raises(ExecutionError, match="cannot go on"):
         executor.run(1)
 

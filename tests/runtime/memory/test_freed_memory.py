@@ -58,3 +58,25 @@ def test_a_process_whose_memory_is_capped_gives_it_back() -> None:
         "from tierplan.runtime.memory.freed_memory import keep_freed_memory; print(keep_freed_memory())"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_threads_that_compute_at_once_do_not_wait_for_each_others_memory() -> None:
+    """Each has an arena of its own, by the C library's account, in a process that has opened a device."""
+    if not keep_freed_memory():
+        pytest.skip("the C library is not glibc, or memory is capped")
+    code = (
+        "import threading, torch\n"
+        "from tests.runtime.ranks.test_memory_of_ranks import num_arenas\n"
+        "from tierplan.runtime.execution.device import Device\n"
+        "Device()\n"
+        "before, all_here = num_arenas(), threading.Barrier(4)\n"
+        "def work():\n"
+        "    torch.ones(625_000)\n"
+        "    all_here.wait()\n"
+        "threads = [threading.Thread(target=work) for _ in range(3)]\n"
+        "[t.start() for t in threads]\n"
+        "all_here.wait()\n"
+        "print(num_arenas() - before)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(run.stdout.split()[-1]) == 3
