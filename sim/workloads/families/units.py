@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from tierplan.sim.workloads.adapters import is_thin
 from tierplan.sim.workloads.families.ops import derived, kernel, product, to_dtype
 from tierplan.sim.workloads.families.tape import Storage, Tape, Value
 from tierplan.sim.workloads.workload import DTYPE_BYTES, NotCovered, Training, Unit, WorkloadError
@@ -133,7 +134,13 @@ def chunked_loss(
     tokens = shifted.numel
     each = -(-tokens // tape.training.loss_chunks)
     parts = [min(each, tokens - begin) for begin in range(0, tokens, each)]
-    product = f"matmul_{dtype}_flops"
+    product, item_bytes = f"matmul_{dtype}_flops", DTYPE_BYTES[dtype]
+
+    def moved_if_thin(part: int) -> dict[str, float]:
+        sizes = (part * width, width * vocabulary, part * vocabulary)
+        is_so = is_thin(tape.training.lora, part, width, vocabulary)
+        return {"elementwise_bytes": item_bytes * sum(sizes)} if is_so else {}
+
     chosen = tape.made("ne", [shifted], (tokens,), "bool")
     count = tape.made("sum", [chosen], (), "int64")
     del chosen
@@ -141,7 +148,7 @@ def chunked_loss(
     for part in parts:
         flops = 2 * part * width * vocabulary
         logits = tape.empty((part, vocabulary), dtype)
-        tape.record("mm", [hidden, weight], [logits], {product: flops})
+        tape.record("mm", [hidden, weight], [logits], {product: flops} | moved_if_thin(part))
         wide, next_ones = to_dtype(tape, logits, "fp32"), Value((part,), "int64", shifted.storage)
         del logits
         log_probabilities = tape.made("_log_softmax", [wide], wide.shape, "fp32")
@@ -157,9 +164,9 @@ def chunked_loss(
         assert held
         hidden_grad, weight_grad = tape.grad(tokens * width, dtype), None
         tape.backward_work.append(tape.moved(hidden_grad))
-        item_bytes = DTYPE_BYTES[dtype]
         for part in parts:
             numel = part * vocabulary
+            tape.backward_work.append(moved_if_thin(part))
             logits = tape.grad(numel, dtype)
             wide = tape.grad(numel, "fp32") if dtype != "fp32" else logits
             del logits
@@ -174,6 +181,7 @@ def chunked_loss(
             del probabilities
             if wants_weight and weight_grad is None:
                 weight_grad = tape.grad(width * vocabulary, dtype)
+                tape.backward_work.append(moved_if_thin(part))
             del narrow
             casts = 2 * (4 + item_bytes) if dtype != "fp32" else 0
             moved = numel * (8 + 8 + 8 + casts) + part * (9 + 16 + 4 + 12 + 5 + 4) + grad.size_bytes
