@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import sys
 import threading
 import time
 import weakref
@@ -86,7 +87,9 @@ class LastingThread:
         self._no_more = weakref.finalize(self, self._work.put, None)
 
     def begin(self, work: Callable[[], None]) -> None:
-        """Does it when all that it was given before is done. Work may not raise."""
+        """Does it when all that it was given before is done. Raises `RuntimeError` once the thread was told to end."""
+        if not self._no_more.alive:
+            raise RuntimeError(f"thread {self._thread.name!r} has ended and takes no more work; make another")
         if self._thread.ident is None:
             self._thread.start()
         self._work.put(work)
@@ -106,7 +109,10 @@ class LastingThread:
 
 def _do_all(work: SimpleQueue[Callable[[], None] | None]) -> None:
     while (one := work.get()) is not None:
-        one()
+        try:
+            one()
+        except BaseException:  # told as that of any thread; what comes behind it is done
+            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
         del one
 
 

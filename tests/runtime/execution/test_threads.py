@@ -1,4 +1,5 @@
-"""What a thread has waited for a core is known, with what others waited for it, and stands in the spans of ops."""
+"""What a thread has waited for a core is known, with what others waited for it, and stands in the spans of ops.
+A thread that lasts does what it is given, and ends."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from tests.toys import toy_machine, toy_workload, uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.execution import executor, threads
-from tierplan.runtime.execution.threads import coreless_ns
+from tierplan.runtime.execution.threads import LastingThread, coreless_ns
 
 COUNTS = Path("/proc/thread-self/schedstat").exists()
 
@@ -103,3 +105,37 @@ def test_spans_say_how_long_their_ops_waited(monkeypatch: pytest.MonkeyPatch) ->
     assert {span.coreless_ns for span in spans} == {7}
     assert {span.late_ns for span in spans} == {100}
     assert all(0 <= span.delayed_ns <= min(100, span.dispatch_ns) for span in spans)
+
+
+def test_a_lasting_thread_does_all_that_it_is_given_in_order_and_then_ends() -> None:
+    done: list[tuple[int, int]] = []
+    thread = LastingThread("one")
+    for k in range(3):
+        thread.begin(partial(lambda k: done.append((k, threading.get_native_id())), k))
+    thread.wait()
+    assert [k for k, _ in done] == [0, 1, 2]
+    assert len({native for _, native in done}) == 1
+    thread.end()
+    with pytest.raises(RuntimeError, match="thread 'one' has ended"):
+        thread.begin(lambda: None)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_error_in_a_lasting_thread_is_told_and_it_goes_on() -> None:
+    done: list[int] = []
+    thread = LastingThread("one")
+    thread.begin(lambda: done.append(1 // 0))
+    thread.begin(lambda: done.append(1))
+    thread.wait()
+    thread.end()
+    assert done == [1]
+
+
+def test_a_lasting_thread_that_nobody_has_any_more_ends() -> None:
+    threads: list[threading.Thread] = []
+    thread = LastingThread("one")
+    thread.begin(lambda: threads.append(threading.current_thread()))
+    thread.wait()
+    del thread
+    threads[0].join(30)
+    assert not threads[0].is_alive()
