@@ -59,7 +59,8 @@ class Ranks:
                 f"{os.environ['WORLD_SIZE']} ranks were started, {os.environ['LOCAL_WORLD_SIZE']} of them on this "
                 "machine; ranks on several machines are not executed yet: start all on one"
             )
-        share_an_arena()  # before exchanges have threads
+        if torch.get_num_threads() == 1:  # threads that compute together would wait for each other in one arena
+            share_an_arena()  # before exchanges have threads
         timeout = timedelta(seconds=TIMEOUT_S)
         dist.init_process_group("gloo", timeout=timeout)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()

@@ -17,9 +17,12 @@ from tierplan.runtime.ranks.group import Ranks
 Case = Callable[[Ranks], Any]
 
 
-def run_ranks(function: Callable[..., Any], num: int, *arguments: Any, timeout_s: float = 240) -> list[Any]:
-    """What `function(ranks, *arguments)` returns on each rank; an exception where a rank has raised one, or the exit
-    status where it has said nothing. `function` is one that a module has at its top."""
+def run_ranks(
+    function: Callable[..., Any], num: int, *arguments: Any, timeout_s: float = 240, num_threads: int = 1
+) -> list[Any]:
+    """What `function(ranks, *arguments)` returns on each rank, which computes with so many threads; an exception where
+    a rank has raised one, or the exit status where it has said nothing. `function` is one that a module has at its
+    top."""
     with tempfile.TemporaryDirectory() as folder:
         call = Path(folder) / "call"
         call.write_bytes(pickle.dumps((function, arguments)))
@@ -29,7 +32,7 @@ def run_ranks(function: Callable[..., Any], num: int, *arguments: Any, timeout_s
         processes = []
         for rank in range(num):
             alike = {"WORLD_SIZE": str(num), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            env = {**os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), **alike}
+            env = {**os.environ, "OMP_NUM_THREADS": str(num_threads), "RANK": str(rank), **alike}
             command = [sys.executable, "-m", "tests.runtime.ranks.pair", str(call)]
             processes.append(subprocess.Popen(command, env=env))
         try:
@@ -45,7 +48,7 @@ def run_ranks(function: Callable[..., Any], num: int, *arguments: Any, timeout_s
 def main(call: str) -> None:
     import torch
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     function, arguments = pickle.loads(Path(call).read_bytes())
     result: Any
     try:

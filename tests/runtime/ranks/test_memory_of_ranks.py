@@ -1,4 +1,6 @@
-"""What a rank's threads free, later ones take again: however many threads its exchanges have, there is one arena."""
+"""What a rank's threads free, later ones take again: however many threads its exchanges have, there is one arena.
+
+Not where a rank computes with several threads, which would wait for each other."""
 
 from __future__ import annotations
 
@@ -43,3 +45,9 @@ def test_threads_of_a_rank_share_what_was_freed() -> None:
     if not keep_freed_memory():
         pytest.skip("the C library is not glibc, or memory is capped")
     assert run_ranks(arenas_of_a_rank, 2) == [1, 1]
+
+
+def test_threads_that_compute_together_do_not() -> None:
+    if not keep_freed_memory():
+        pytest.skip("the C library is not glibc, or memory is capped")
+    assert all(num > 2 for num in run_ranks(arenas_of_a_rank, 2, num_threads=2))
