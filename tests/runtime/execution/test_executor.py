@@ -249,17 +249,6 @@ def test_two_runs_are_one_longer_run(schedule: Schedule, first: int, second: int
     assert sorted(x.buffer.name for x in whole.ledger.held) == sorted(x.buffer.name for x in cut.ledger.held)
 
 
-def test_a_stream_keeps_its_thread_from_run_to_run_until_it_is_closed() -> None:
-    """So what an op has freed, the op of a later run takes again."""
-    threads: dict[str, set[threading.Thread]] = {}
-    executor = Executor(chain(), lambda call: threads.setdefault(call.op.stream, set()).add(threading.current_thread()))
-    for _ in range(3):
-        executor.run(2)
-    assert all(len(those) == 1 for those in threads.values())
-    executor.close()
-    assert not any(thread.is_alive() for those in threads.values() for thread in those)
-
-
 @pytest.mark.parametrize(("params", "states", "acts"), list(product(("device", "nvme"), ("host", "nvme"), ("nvme",))))
 @pytest.mark.parametrize("order", ["horizontal", "vertical"])
 @pytest.mark.parametrize("semantics", ["in-backward", "exact-clip", "delayed-1"])

@@ -120,15 +120,34 @@ def test_a_lasting_thread_does_all_that_it_is_given_in_order_and_then_ends() -> 
         thread.begin(lambda: None)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_error_in_a_lasting_thread_is_told_and_it_goes_on() -> None:
+def test_an_error_in_a_lasting_thread_is_told_and_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[int] = []
+    told: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
     thread = LastingThread("one")
     thread.begin(lambda: done.append(1 // 0))
     thread.begin(lambda: done.append(1))
     thread.wait()
     thread.end()
     assert done == [1]
+    assert [(args.exc_type, args.thread and args.thread.name) for args in told] == [(ZeroDivisionError, "one")]
+
+
+def test_a_stream_keeps_its_thread_from_run_to_run_until_it_is_closed() -> None:
+    """So what an op has freed, the op of a later run takes again."""
+    used: dict[str, set[threading.Thread]] = {}
+    schedule = lower(uniform_plan(toy_workload(3), UnitPlan(acts="host")), toy_workload(3), toy_machine())
+    run = executor.Executor(
+        schedule, lambda call: used.setdefault(call.op.stream, set()).add(threading.current_thread())
+    )
+    for _ in range(3):
+        run.run(2)
+    assert len(used) > 2
+    assert all(len(those) == 1 for those in used.values())
+    run.close()
+    assert not any(thread.is_alive() for those in used.values() for thread in those)
+    with pytest.raises(RuntimeError, match="has ended"):
+        run.run(1)
 
 
 def test_a_lasting_thread_that_nobody_has_any_more_ends() -> None:
