@@ -51,15 +51,18 @@ class RankDeath(RankFailure):
 
 
 class Ranks:
-    """This process among others, as `torchrun` started it. A context manager that ends it in order."""
+    """This process among others, as `torchrun` started it, which computes with so many threads (else as many as PyTorch
+    has). A context manager that ends it in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_threads: int | None = None) -> None:
         if os.environ["WORLD_SIZE"] != os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]):
             raise RankFailure(
                 f"{os.environ['WORLD_SIZE']} ranks were started, {os.environ['LOCAL_WORLD_SIZE']} of them on this "
                 "machine; ranks on several machines are not executed yet: start all on one"
             )
-        if torch.get_num_threads() == 1:  # threads that compute together would wait for each other in one arena
+        if (
+            num_threads or torch.get_num_threads()
+        ) == 1:  # threads that compute together would wait for each other in one arena
             share_an_arena()  # before exchanges have threads
         timeout = timedelta(seconds=TIMEOUT_S)
         dist.init_process_group("gloo", timeout=timeout)

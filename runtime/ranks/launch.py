@@ -44,13 +44,13 @@ def start_ranks(num: int, arguments: Sequence[str]) -> int:
 
 
 @contextmanager
-def own_ranks(name: str) -> Iterator[Ranks | None]:
+def own_ranks(name: str, *, num_threads: int | None = None) -> Iterator[Ranks | None]:
     """This process among the others that `torchrun` has started, if it has. An error ends it, and one rank says it,
-    under this name."""
+    under this name. `num_threads` is as for `Ranks`."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield None
         return
-    ranks = Ranks()
+    ranks = Ranks(num_threads)
     try:
         with ranks:
             yield ranks

@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         num_threads=args.threads,
         **{name: getattr(args, name) for name in alike},
     )
-    with own_ranks(f"tierplan {args.command}") as ranks:
+    with own_ranks(f"tierplan {args.command}", num_threads=args.threads) as ranks:
         is_first = ranks is None or ranks.rank == 0
         done = run_job(job, show_progress=is_first, ranks=ranks)
         if is_first:
