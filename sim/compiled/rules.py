@@ -22,8 +22,8 @@ from tierplan.sim.compiled.graph_columns import GraphColumns
 TOO_LATE = 1 << 61
 """Nanoseconds (73 years) beyond which no clock goes: sums of two still fit into 64 bits."""
 
-NUM_KNOWN = 1 << 10
-"""Sets of flows whose speeds are remembered."""
+MOST_KNOWN = 1 << 14
+"""Sets of flows whose speeds are remembered, in long schedules."""
 
 
 class Prices(NamedTuple):
@@ -119,38 +119,68 @@ def no_time(num_ops: int) -> Prices:
 
 
 @compiled
+def _takes(demand: Float64) -> tuple[Int32, Int32, Float64]:
+    """Of each price the limits of which it takes, and how much: mostly two or three of many. The first array says where
+    in the others those of each price begin."""
+    (num_prices, num_limits), num = demand.shape, 0
+    begins = np.zeros(num_prices + 1, np.int32)
+    limit_of, amount = np.empty(demand.size, np.int32), np.empty(demand.size)
+    for p in range(num_prices):
+        for limit in range(num_limits):
+            if demand[p, limit] > 0:
+                limit_of[num], amount[num] = limit, demand[p, limit]
+                num += 1
+        begins[p + 1] = num
+    return begins, limit_of[:num], amount[:num]
+
+
+@compiled
 def _divide(
-    prices_of: Int32, share: Float64, demand: Float64, limits: Float64, speeds: Float64, left: Float64, grows: Bool
+    prices_of: Int32,
+    share: Float64,
+    takes: tuple[Int32, Int32, Float64],
+    limits: Float64,
+    speeds: Float64,
+    left: Float64,
+    pulls: Float64,
+    grows: Bool,
 ) -> None:
     """Max-min fair speeds of the flows that run together, as `sharing.max_min_speeds`, in the same order of sums.
 
-    `prices_of` has the price of each flow; `speeds` is the result, `left` and `grows` are room to work in.
+    `prices_of` has the price of each flow; `speeds` is the result; `left`, `pulls` and `grows` are room to work in.
+    `pulls` are what the growing flows take of each limit for each unit by which their level rises.
     """
+    begins, limit_of, amount = takes
     num, num_limits, num_growing = len(prices_of), len(limits), 0
     left[:] = limits
     for k in range(num):
+        p = prices_of[k]
         speeds[k], grows[k] = 0.0, True
-        for limit in range(num_limits):
-            if demand[prices_of[k], limit] > 0 and limits[limit] <= 0:
+        for t in range(begins[p], begins[p + 1]):
+            if limits[limit_of[t]] <= 0:
                 grows[k] = False
         num_growing += grows[k]
     while num_growing > 0:
         level = np.inf
+        pulls[:] = 0.0
         for k in range(num):
             if grows[k]:
-                level = min(level, (1.0 - speeds[k]) / share[prices_of[k]])
+                p = prices_of[k]
+                level = min(level, (1.0 - speeds[k]) / share[p])
+                for t in range(begins[p], begins[p + 1]):
+                    pulls[limit_of[t]] += amount[t] * share[p]
         for limit in range(num_limits):
-            pull = _pull(limit, prices_of, share, demand, grows)
-            if pull > 0:
-                level = min(level, left[limit] / pull)
+            if pulls[limit] > 0:
+                level = min(level, left[limit] / pulls[limit])
         for limit in range(num_limits):
-            left[limit] -= level * _pull(limit, prices_of, share, demand, grows)
+            left[limit] -= level * pulls[limit]
         for k in range(num):
             if grows[k]:
-                speeds[k] += level * share[prices_of[k]]
+                p = prices_of[k]
+                speeds[k] += level * share[p]
                 stops = speeds[k] >= 1.0 - 1e-12
-                for limit in range(num_limits):
-                    if demand[prices_of[k], limit] > 0 and left[limit] <= 1e-12 * limits[limit]:
+                for t in range(begins[p], begins[p + 1]):
+                    if left[limit_of[t]] <= 1e-12 * limits[limit_of[t]]:
                         stops = True
                 if stops:
                     grows[k] = False
@@ -158,16 +188,6 @@ def _divide(
     for k in range(num):
         if speeds[k] > 1.0 - 1e-12:
             speeds[k] = 1.0
-
-
-@compiled
-def _pull(limit: int, prices_of: Int32, share: Float64, demand: Float64, grows: Bool) -> float:
-    """What the growing flows take of a limit for each unit by which their level rises."""
-    pull = 0.0
-    for k in range(len(prices_of)):
-        if grows[k] and demand[prices_of[k], limit] > 0:
-            pull += demand[prices_of[k], limit] * share[prices_of[k]]
-    return pull
 
 
 @compiled
@@ -225,9 +245,13 @@ def execute(graph: GraphColumns, prices: Prices) -> Execution:
     # Flows, in the order in which they began: at most one per stream. One timer counts, for the earliest end.
     flows, flow_price, num_flows = np.empty(num_streams, np.int32), np.empty(num_streams, np.int32), 0
     left_ns, speeds = np.empty(num_streams), np.empty(num_streams)
-    left, grows = np.empty(len(limits)), np.empty(num_streams, np.bool_)
-    known_num, known_price = np.zeros(NUM_KNOWN, np.int32), np.empty((NUM_KNOWN, num_streams), np.int32)
-    known_speeds = np.empty((NUM_KNOWN, num_streams))
+    left, pulls, grows = np.empty(len(limits)), np.empty(len(limits)), np.empty(num_streams, np.bool_)
+    takes = _takes(demand)
+    num_known = 64  # a power of 2
+    while num_known < min(num_ops, MOST_KNOWN):
+        num_known *= 2
+    known_num, known_price = np.zeros(num_known, np.int32), np.empty((num_known, num_streams), np.int32)
+    known_speeds = np.empty((num_known, num_streams))
     since_ns, next_end_ns, timer_ns = 0, -1, -1
     are_ending = False  # flows that begin because of flows' ends are divided among once, behind all of these
 
@@ -358,14 +382,14 @@ def execute(graph: GraphColumns, prices: Prices) -> Execution:
         if is_divided:
             slot = num_flows  # from 0, price 0 and another one would be where that one alone is
             for k in range(num_flows):
-                slot = (31 * slot + flow_price[k]) % NUM_KNOWN
+                slot = (31 * slot + flow_price[k]) & (num_known - 1)
             is_known = known_num[slot] == num_flows
             for k in range(num_flows):
                 is_known = is_known and known_price[slot, k] == flow_price[k]
             if not is_known:
                 known_num[slot] = num_flows
                 known_price[slot, :num_flows] = flow_price[:num_flows]
-                _divide(known_price[slot, :num_flows], share, demand, limits, known_speeds[slot], left, grows)
+                _divide(known_price[slot, :num_flows], share, takes, limits, known_speeds[slot], left, pulls, grows)
             soonest_ns = np.inf
             for k in range(num_flows):
                 speeds[k] = known_speeds[slot, k]

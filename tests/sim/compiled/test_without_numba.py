@@ -57,12 +57,11 @@ def test_where_machine_code_can_be_kept_nowhere() -> None:
     code = """
 from numba.core import caching
 caching.CacheImpl._locator_classes = []
-from tierplan.sim.compiled.rules import _pull
+from tierplan.sim.compiled.rules import _set_up
 import numpy as np
-one = np.ones(1)
-print(_pull(0, np.zeros(1, np.int32), one, np.full((1, 1), 3.0), np.ones(1, np.bool_)), _pull.nopython_signatures != [])
+print(_set_up(np.zeros(1, np.int64), np.zeros(1, np.int64), 0, 3, 0), _set_up.nopython_signatures != [])
 """
-    assert run(code) == "3.0 True"
+    assert run(code) == "1 True"
 
 
 COMPILED = [*sorted((ROOT / "sim" / "compiled").glob("*.py")), ROOT / "planner" / "lowering" / "placing.py"]
@@ -94,13 +93,13 @@ def test_the_first_compilation_is_announced_once_and_no_search_pays_for_it(tmp_p
 import sys, io, time
 sys.stderr = io.StringIO()
 from tierplan.sim.compiled.compiler import computing_s, is_kept
-from tierplan.sim.compiled.rules import _pull
+from tierplan.sim.compiled.rules import _set_up
 import numpy as np
-was_kept = is_kept(_pull)
+was_kept = is_kept(_set_up)
 for _ in range(2):
-    _pull(0, np.zeros(1, np.int32), np.ones(1), np.full((1, 1), 3.0), np.ones(1, np.bool_))
+    _set_up(np.zeros(1, np.int64), np.zeros(1, np.int64), 0, 3, 0)
 said = sys.stderr.getvalue().count("compiling the simulator, once")
-print(was_kept, is_kept(_pull), is_kept(len), said, time.process_time() - computing_s() > 0)
+print(was_kept, is_kept(_set_up), is_kept(len), said, time.process_time() - computing_s() > 0)
 """
     assert [run(code, NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(2)] == [
         "False True True 1 True",
