@@ -46,8 +46,8 @@ class Known:
 def lesser_of_catalog(machine: Machine) -> Machine | None:
     """The machine without what it has more of than the catalog's of this name; None where it has nothing more.
 
-    Where a device would be a card that nobody has, as slow as one at small amounts, as the other at large ones, it is
-    the machine's own: only what is beside it is less.
+    Where a device would be a card that nobody has, as slow as one card at some work and as the other at other work, it
+    is the machine's own: only what is beside it is less.
     """
     if machine.name not in catalog_names():
         return None
@@ -57,8 +57,8 @@ def lesser_of_catalog(machine: Machine) -> Machine | None:
     mixed = {
         one.name.split(".")[0]
         for one in less.streams
-        for kind, rate in one.rates.items()
-        if rate not in (own_streams[one.name].rates[kind], of_base.get(one.name, {}).get(kind))
+        if one.rates != own_streams[one.name].rates
+        and any(rate != of_base.get(one.name, {}).get(kind) for kind, rate in one.rates.items())
     }
     tiers = tuple(own_tiers[one.name] if one.name in mixed else one for one in less.tiers)
     streams = tuple(own_streams[one.name] if one.name.split(".")[0] in mixed else one for one in less.streams)

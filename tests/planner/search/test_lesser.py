@@ -149,6 +149,15 @@ def test_beside_a_card_that_mixes_with_none_the_rest_is_still_less() -> None:
     assert lesser_of_catalog(found) is None
 
 
+def test_no_card_has_the_lesser_of_two_at_each_kind_of_work() -> None:
+    """An RTX Pro 6000 is slower than an H100 in bf16, and quicker in fp32."""
+    assert lesser_of_catalog(load_machine("server-8xh100", ["gpu.part=rtx-pro-6000"])) is None
+    better = load_machine("server-8xh100", ["gpu.peak_fp32=100 TFLOPS"])
+    less, base = lesser_of_catalog(better), load_machine("server-8xh100")
+    assert less is not None
+    assert (less.tiers, less.streams) == (base.tiers, base.streams)
+
+
 def test_a_part_is_above_0_and_at_most_1(gpt: Workload) -> None:
     machine = load_machine("laptop")
     made = plan(gpt, machine, time_limit_s=0.01).plan
