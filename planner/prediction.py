@@ -291,7 +291,7 @@ def predicted(
 
 def _of_first(plan: Plan, workload: Workload, machine: Machine) -> tuple[ScheduleColumns, Machine]:
     columns, one = Lowering(workload, machine).simulated(plan)
-    return refine_columns(columns, one, num_devices=plan.devices, overtakes=plan.overtaking), one
+    return refine_columns(columns, one, overtakes=plan.overtaking), one
 
 
 def _facts(plan: Plan, workload: Workload, machine: Machine) -> dict[str, object]:

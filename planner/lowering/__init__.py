@@ -81,7 +81,7 @@ class Lowering:
                 columns = known_columns(paged_columns, plan, workload, self.machine)
         if not refine:
             return columns
-        return refine_columns(columns, self.machine, num_devices=plan.devices, overtakes=plan.overtaking)
+        return refine_columns(columns, self.machine, overtakes=plan.overtaking)
 
     def _with_launches(self, sharing: Sharing | None) -> tuple[Workload, Chains]:
         if sharing not in self._launching:

@@ -132,7 +132,6 @@ class PlanSimulator:
                 columns = refine_columns(
                     columns,
                     machine,
-                    num_devices=plan.devices,
                     graph=graph,
                     prices=prices,
                     overtakes=plan.overtaking,

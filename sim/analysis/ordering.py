@@ -27,20 +27,19 @@ def refine_columns(
     columns: ScheduleColumns,
     machine: Machine,
     *,
-    num_devices: int,
     graph: GraphColumns | None = None,
     prices: Prices | None = None,
     overtakes: bool = False,
 ) -> ScheduleColumns:
-    """The same ops in the order in which they become ready; several devices contend for links, drives and cores.
+    """The same ops in the order in which they become ready, where links, drives, DRAM and cores are shared.
 
-    The first order takes each op to be alone. With several devices a simulation of it shows how much ops slow each
-    other down, and they are put in order once more. What does not fit keeps its first order: simulating it says where.
+    The first order takes each op to be alone. A simulation of it shows how much ops slow each other down, and they are
+    put in order once more. What does not fit keeps its first order: simulating it says where.
     `graph` and `prices` are those of `columns`, if they are at hand.
     """
     prices = prices or prices_on(columns, machine)
     columns = order_by_readiness(columns, prices.alone_s[prices.op_price], graph, overtakes=overtakes)
-    if num_devices == 1:
+    if not machine.shared_limits:
         return columns
     graph = graph_columns(columns)
     try:

@@ -136,7 +136,7 @@ def _simulated(workload: Workload, machine: Machine) -> Seconds:
 def _seconds(plan: PackPlan, workload: Workload, machine: Machine, known_rows: KnownRows | None = None) -> float:
     columns = known_columns(pack_columns, plan, workload, machine)
     prices = prices_on(columns, machine, known_rows)
-    columns = refine_columns(columns, machine, num_devices=plan.devices, prices=prices)
+    columns = refine_columns(columns, machine, prices=prices)
     try:
         return float(simulate_columns(columns, machine, prices).end_ns.max()) / 1e9
     except OutOfMemory:

@@ -20,10 +20,10 @@ from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVM
 from tierplan.planner.lowering import lower
 from tierplan.planner.policies import POLICIES, decide
 from tierplan.sim.analysis.completion import OutOfMemory
-from tierplan.sim.analysis.ordering import order_by_readiness
+from tierplan.sim.analysis.ordering import order_by_readiness, refine_columns
 from tierplan.sim.columns import columns_of
 from tierplan.sim.engine import simulate
-from tierplan.sim.pricing import price
+from tierplan.sim.pricing import price, simulate_on
 from tierplan.sim.schedule import Buffer, Op, Schedule, Tier, validate
 
 
@@ -181,6 +181,32 @@ def test_a_prefetch_listed_too_early_no_longer_holds_back_others() -> None:
     costs = {"make": Cost(0, 10.0), "load": Cost(0, 1.0), "compute": Cost(0, 5.0)}
     assert simulate(schedule, costs).by_key()["compute"].start_ns == 10_000_000_000
     assert simulate(by_readiness(schedule, costs), costs).by_key()["compute"].start_ns == 0
+
+
+def test_what_others_slow_down_is_listed_later() -> None:
+    """The read takes 3 s alone and 5 s beside the write: `quick` is ready after 4 s, and waits for `late` if that is
+    listed first."""
+    buffers = (
+        Buffer(name="source", tier="host", size_bytes=1, content="source", kind="x"),
+        Buffer(name="made", tier="host", size_bytes=1, content="made", kind="x"),
+        Buffer(name="late", tier="gpu0", size_bytes=1, content="late", kind="x"),
+        Buffer(name="quick", tier="gpu0", size_bytes=1, content="quick", kind="x"),
+    )
+    ops = (
+        Op(key="write", stream=NVME_WRITE, kind="x", work={"bytes": 6e9}),
+        Op(key="read", stream=NVME_READ, kind="x", work={"bytes": 6e9}, writes=("source",)),
+        Op(key="make", stream=HOST_ADAM, kind="x", work={"parameters": 2e9}, writes=("made",)),
+        Op(key="late", stream=H2D, kind="x", work={"bytes": 5e9}, reads=("source",), writes=("late",)),
+        Op(key="quick", stream=COMPUTE, kind="x", work={"matmul_bf16_flops": 1e11}, reads=("made",), writes=("quick",)),
+    )
+    machine = toy_machine(shared=True)
+    tiers = tuple(Tier(name=t.name, capacity_bytes=t.capacity_bytes) for t in machine.tiers)
+    columns = columns_of(validate(Schedule(name="s", tiers=tiers, buffers=buffers, ops=ops)))
+    alone = order_by_readiness(columns, np.array([6.0, 3.0, 4.0, 1.0, 1.0]))
+    for listed, begin_s in ((alone, 5), (refine_columns(columns, machine), 4)):
+        trace = simulate_on(listed.schedule(), machine)
+        assert trace.by_key()["read"].end_ns == 5_000_000_000
+        assert trace.by_key()["quick"].start_ns == begin_s * 1_000_000_000
 
 
 def test_what_ran_early_and_is_freed_no_longer_counts() -> None:
