@@ -16,9 +16,10 @@ from tierplan.planner.compared import NEAR, Compared, is_same
 from tierplan.planner.infeasible import InfeasiblePlan, least_lacking, spares_no_drives
 from tierplan.planner.lowering import Lowering
 from tierplan.planner.milp.amounts import Problem, Shape, problem
-from tierplan.planner.milp.bounds import Bound, bound_by_compute, lower_bound
+from tierplan.planner.milp.bounds import Bound, lower_bound
 from tierplan.planner.milp.integral import MANY_UNITS
 from tierplan.planner.milp.program import SOLVER, Solver
+from tierplan.planner.milp.totals import bound_of_totals
 from tierplan.planner.plan import Keeps, Plan, Sharing, UnitwisePlan, plain_semantics
 from tierplan.planner.plan_rules import PLANNER, Order, PlanError
 from tierplan.planner.policies import NEED_SEVERAL_DEVICES, POLICIES, comparable
@@ -309,11 +310,11 @@ class Search:
     def _bound_of_all(self, plan: Plan, problems: list[Problem], bounds: list[Bound]) -> Bound:
         """The least bound over the shapes, with that of the best plan's own if a policy has another one."""
         if self.num_devices > 1:
-            return bound_by_compute(problems[0], plan, self.num_devices)
+            return bound_of_totals(self._of_one_device("horizontal", 1, plan.semantics), plan.num_batches)
         if not isinstance(plan, UnitwisePlan) or plan.operator_tiles > 1 or plan.segment_units > 1:
             what = "packs, pages, segments or operators' tiles"
-            self.notes.append(f"the best plan works in {what}: its bound is compute alone")
-            return bound_by_compute(problems[0], plan, 1)
+            self.notes.append(f"the best plan works in {what}: its bound is that of the step's totals")
+            return bound_of_totals(self._of_one_device("horizontal", 1, plan.semantics), 1)
         own = self.posed(plan.order, plan.sub_batches, plan.semantics)
         if all((own.semantics, own.order, own.sub_batches) != (p.semantics, p.order, p.sub_batches) for p in problems):
             bounds = [*bounds, self._bound(own, Solver(seed=self.seed))]
@@ -322,6 +323,15 @@ class Search:
     def posed(
         self, order: Order, sub_batches: int, semantics: Semantics | None = None, keeps: Keeps = "nothing"
     ) -> Problem:
+        posed = self._of_one_device(order, sub_batches, semantics)
+        if self.devices > 1:
+            posed = sharded(posed, self.devices, keeps)
+        if not isinstance(self.like, UnitwisePlan):
+            return posed
+        brings = any(c.updates_here and c.states != "device" for c in self.like.units)
+        return posed if brings else replace(posed, brings_states=False)
+
+    def _of_one_device(self, order: Order, sub_batches: int, semantics: Semantics | None) -> Problem:
         posed = problem(
             self.workload,
             self.machine,
@@ -330,14 +340,7 @@ class Search:
             sub_batches=sub_batches,
             write_limit_bytes_per_s=self.write_limit_bytes_per_s,
         )
-        if needs_no_drives(self.machine, self.workload):
-            posed = replace(posed, has_nvme=False)
-        if self.devices > 1:
-            posed = sharded(posed, self.devices, keeps)
-        if not isinstance(self.like, UnitwisePlan):
-            return posed
-        brings = any(c.updates_here and c.states != "device" for c in self.like.units)
-        return posed if brings else replace(posed, brings_states=False)
+        return replace(posed, has_nvme=False) if needs_no_drives(self.machine, self.workload) else posed
 
     def _compare(self, names: Collection[str]) -> tuple[dict[str, Callable[..., PolicyResult]], Incumbents]:
         """What the policies that were asked for reach; and of all policies, the best plans for the search.

@@ -7,7 +7,7 @@ machine's limits, and the micro-batches in one of the two orders."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -15,9 +15,8 @@ import numpy as np
 from tierplan.hwmodels.names import COMPUTE
 from tierplan.planner.milp.amounts import Problem
 from tierplan.planner.milp.model import Margins, Model, build
-from tierplan.planner.milp.program import Solution, Solver
+from tierplan.planner.milp.program import Program, Solution, Solver
 from tierplan.planner.milp.rates import GB
-from tierplan.planner.plan import Plan
 
 MEMORY_FAMILIES: Mapping[str, str] = {"device memory": "device", "host memory": "host", "NVMe capacity": "nvme"}
 
@@ -118,8 +117,8 @@ def _optimum(problem: Problem, solver: Solver, *, narrower: Solver | None = None
         return Bound(step_s=compute_s(problem), shares={COMPUTE: 1.0}, s_per_gb={}, proven=False, model=model)
     return Bound(
         step_s=max(model.step_bound_s(solution.objective), compute_s(problem)),
-        shares=shares_of_step(model, solution),
-        s_per_gb=worth_of_memory(model, solution),
+        shares=shares_of(model.program, solution, [column for column, _ in model.cols.tau]),
+        s_per_gb=worth_of_memory(model.program, solution),
         solution=solution,
         model=model,
     )
@@ -131,21 +130,14 @@ def compute_s(problem: Problem) -> float:
     return batches * sum(u.fwd_s + u.bwd_s for u in problem.units)
 
 
-def bound_by_compute(problem: Problem, plan: Plan, num_devices: int) -> Bound:
-    """The compute, evenly divided: all that is certain where any device may do any op."""
-    step_s = compute_s(problem) * plan.num_batches / num_devices
-    return Bound(step_s=step_s, shares={COMPUTE: 1.0}, s_per_gb={}, proven=False)
+def shares_of(program: Program, solution: Solution, durations: Collection[int]) -> dict[str, float]:
+    """What the step time consists of, by the dual of every row that one of these columns, the durations, stands in.
 
-
-def shares_of_step(model: Model, solution: Solution) -> dict[str, float]:
-    """What the step time consists of, by the dual of every row that a window's duration stands in.
-
-    The duration's cost is the sum of its rows' duals, so these products add up to the whole step.
+    A duration's cost is the sum of its rows' duals, so these products add up to the whole step.
     """
-    program = model.program
-    durations = np.isin(program.columns, [column for column, _ in model.cols.tau])
-    rows, columns = program.row_of_entry[durations], program.columns[durations]
-    products = solution.duals[rows] * program.values[durations] * solution.values[columns]
+    found = np.isin(program.columns, list(durations))
+    rows, columns = program.row_of_entry[found], program.columns[found]
+    products = solution.duals[rows] * program.values[found] * solution.values[columns]
     by_row = np.bincount(rows, weights=products, minlength=program.shape[1])
     parts: dict[str, float] = {}
     for family, numbers in program.families.items():
@@ -156,9 +148,9 @@ def shares_of_step(model: Model, solution: Solution) -> dict[str, float]:
     return dict(sorted(shares.items(), key=lambda item: (-item[1], item[0])))
 
 
-def worth_of_memory(model: Model, solution: Solution) -> dict[str, float]:
+def worth_of_memory(program: Program, solution: Solution) -> dict[str, float]:
     """Seconds per GB that the memory rows' duals put on one more GB of each tier."""
-    rows = {tier: model.program.rows_of(family) for family, tier in MEMORY_FAMILIES.items()}
+    rows = {tier: program.rows_of(family) for family, tier in MEMORY_FAMILIES.items()}
     return {tier: -float(solution.duals[numbers].sum()) for tier, numbers in rows.items() if len(numbers)}
 
 

@@ -222,7 +222,7 @@ class _DeviceNeeds:
 def stream_rows(cols: Columns, held: Held) -> None:
     """Every stream and every shared limit has the window's duration, and early parts its idle time."""
     p, lp, rates = cols.p, cols.lp, cols.p.rates
-    streams, pairs = _streams(p), _pairs(p)
+    streams, pairs = _streams(p), drive_pairs(p)
     for s, window in enumerate(cols.windows):
         fixed, extra = cols.compute(s)
         tau = cols.tau[s][0]
@@ -310,7 +310,7 @@ def _taken(cols: Columns, s: int, streams: Mapping[str, tuple[str, float]], load
     return [(load * cols.p.moved_frac(name), c) for name, c, load in flows if load and name != "acc"]
 
 
-def _pairs(p: Problem) -> list[tuple[str, Mapping[str, float]]]:
+def drive_pairs(p: Problem) -> list[tuple[str, Mapping[str, float]]]:
     """By shared limit, seconds that reading a GB and writing one take of a window together, in two rows.
 
     A limit above 1 lets drives go on at `r` and `w` of their full speeds where they read and write at once, with

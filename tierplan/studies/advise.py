@@ -254,7 +254,7 @@ def promise_of(point: Point) -> dict[str, object]:
 
 
 def answer_bought(point: Point, *, than: float | None, known: Known | None) -> dict[str, object]:
-    """As `figures_of`, where its compute alone does not say that it cannot be quicker than today's tokens/s."""
+    """As `figures_of`, where its totals do not say that it cannot be quicker than today's tokens/s."""
     if than and most_tokens_per_s(point) < than * (1 + QUICKER_FRAC):
         return {"fits": False}
     return figures_of(point, than=than, known=known)

@@ -12,16 +12,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, get_args
 
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import OWN_DEVICES, Machine
-from tierplan.hwmodels.names import COMPUTE
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.lowering import Lowering
 from tierplan.planner.milp.amounts import problem
-from tierplan.planner.milp.bounds import compute_s, lower_bound
+from tierplan.planner.milp.bounds import Bound, lower_bound
 from tierplan.planner.milp.program import Solver
+from tierplan.planner.milp.totals import bound_of_totals
 from tierplan.planner.plan import UnitwisePlan, plain_semantics
 from tierplan.planner.plan_rules import PLANNER, Order
 from tierplan.planner.planning import plan
@@ -192,8 +192,9 @@ def _leaving_idle(best: BestPlan, point: Point, place: CalibratedPlace, known: K
     workload = workload_in(place, point, known.batch, known.accumulation)
     columns = Lowering(workload, place.machine).columns(known.plan)
     one = predicted(known.plan, columns, steady_state(columns, place.machine), workload, place.machine)
-    bound_s = one.step_s * one.tokens_per_s / most_tokens_per_s(point)  # type: ignore[operator]  # any GPU may do any op
-    changed: dict[str, Any] = {"lower_bound_s": bound_s, "bound_shares": {COMPUTE: 1.0}, "s_per_gb": {}}
+    most_per_s, bound = _bounded(point)
+    bound_s = one.step_s * one.tokens_per_s / most_per_s  # type: ignore[operator]  # it fits
+    changed: dict[str, Any] = {"lower_bound_s": bound_s, "bound_shares": bound.shares, "s_per_gb": bound.s_per_gb}
     result = replace(best.result, prediction=replace(one, idle_why=why), **changed)
     return BestPlan(workload=workload, machine=place.machine, result=result)
 
@@ -231,28 +232,32 @@ def _look_at_fewer(fewer: Point, best: BestPlan) -> float:
 
 
 def most_tokens_per_s(point: Point, *, by_program: bool = False) -> float:
-    """What no plan exceeds: the least compute of all divisions of a step, on all devices.
+    """What no plan exceeds, of any kind and with any division of the step, on all devices.
 
     `by_program`, on one device: what the planning program says that no plan exceeds, which is 0 where it has none.
     """
+    return _bounded(point, by_program=by_program)[0]
+
+
+def _bounded(point: Point, *, by_program: bool = False) -> tuple[float, Bound]:
+    """Tokens/s that no plan exceeds, and the bound of the division that allows most."""
     place, training = place_of(point), training_of(point, None)
     each = training.per_device_train_batch_size * training.gradient_accumulation_steps
     divisions = [(b, point.sequences // b) for b in divisors(point.sequences)] if point.sequences else [(0, 0)]
-    workloads = [workload_in(place, point, *division) for division in divisions]
     num = place.machine.num_devices
     semantics: Any = point.semantics or plain_semantics(training)
-    if by_program and num == 1:
-        least_s = inf
-        orders: tuple[Order, ...] = ("vertical", "horizontal")
-        for order in orders:
-            solver = Solver(seed=point.seed)  # which begins where the one before of this order has ended
-            for w in workloads:
-                if order == "horizontal" or w.training.gradient_accumulation_steps > 1:
-                    posed = problem(w, place.machine, semantics=semantics, order=order)
-                    least_s = min(least_s, lower_bound(posed, solver=solver).step_s)
-    else:
-        least_s = min(compute_s(problem(w, place.machine, semantics=semantics)) for w in workloads)
-    return (point.sequences or each) * point.seq * num / least_s
+    bounds = list[Bound]()
+    solvers = {order: Solver(seed=point.seed) for order in get_args(Order)}  # each begins where it has ended before
+    for w in (workload_in(place, point, *division) for division in divisions):
+        posed = problem(w, place.machine, semantics=semantics)
+        if not by_program or num > 1:
+            bounds.append(bound_of_totals(posed, 1 if point.sequences else num))
+            continue
+        for order, solver in solvers.items():
+            if order == "horizontal" or w.training.gradient_accumulation_steps > 1:
+                bounds.append(lower_bound(problem(w, place.machine, semantics=semantics, order=order), solver=solver))
+    least = min(bounds, key=lambda bound: bound.step_s)
+    return (point.sequences or each * num) * point.seq / least.step_s, least
 
 
 def predict_point(point: Point) -> Prediction:

@@ -16,6 +16,7 @@ from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import compute_s, lower_bound
 from tierplan.planner.milp.modes import MODES
+from tierplan.planner.milp.totals import bound_of_totals
 from tierplan.planner.plan import Keeps, PackPlan, Plan, Sharing, UnitwisePlan, plain_semantics
 from tierplan.planner.plan_rules import PLANNER, PlanError
 from tierplan.planner.planning import plan
@@ -118,6 +119,7 @@ def test_no_plan_of_all_devices_beats_the_program_of_one_of_them(keeps: Keeps) -
     of_one = sharded(posed, 2, keeps)
     bound = lower_bound(of_one)
     assert keeps == "all" or bound.step_s < lower_bound(posed).step_s
+    assert bound_of_totals(posed, 2).step_s <= bound.step_s * (1 + 1e-6)
     fits = 0
     for _ in range(60):
         modes = [MODES[rng.choice(of_one.modes(u))] for u in range(len(workload.units))]

@@ -1,0 +1,90 @@
+"""The bound of a step's totals: closed forms, and no plan of any kind is quicker."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.toys import MIB, toy_machine, toy_workload
+from tierplan.hwmodels.names import HOST_ADAM
+from tierplan.hwmodels.scaling import with_capacity, with_faster
+from tierplan.planner.compared import is_same
+from tierplan.planner.milp.amounts import problem
+from tierplan.planner.milp.bounds import compute_s
+from tierplan.planner.milp.totals import bound_of_totals
+from tierplan.planner.plan import plain_semantics
+from tierplan.planner.policies import POLICIES
+from tierplan.planner.prediction import predict
+from tierplan.studies.evaluate import machine_of, most_tokens_per_s, workload_at
+from tierplan.studies.study import Point
+
+NUM_TRAINED = 10 * MIB + 4 * 3 * MIB + 1024
+
+
+def test_with_room_for_all_it_is_computing_and_updates() -> None:
+    """Without a host, each device has all states, and updates them."""
+    p = replace(problem(toy_workload(), toy_machine(), semantics="in-backward"), host_gb=0.0, has_nvme=False)
+    found = bound_of_totals(p, 1)
+    assert found.step_s == pytest.approx(compute_s(p) + sum(u.update_s for u in p.units), rel=1e-5)
+    assert found.shares == {"gpu0.compute": pytest.approx(1.0)}
+
+
+@pytest.mark.parametrize(("adam_factor", "binds"), [(0.01, HOST_ADAM), (100.0, "gpu0.compute")])
+def test_without_room_for_states_the_host_updates_all(adam_factor: float, binds: str) -> None:
+    machine = with_faster(toy_machine(device_bytes=0), [HOST_ADAM], adam_factor)
+    p = replace(problem(toy_workload(), machine, semantics="in-backward"), brings_states=False)
+    found = bound_of_totals(p, 1)
+    assert found.step_s == pytest.approx(max(compute_s(p), NUM_TRAINED / (5e8 * adam_factor)), rel=1e-5)
+    assert next(iter(found.shares)) == binds
+
+
+def test_what_the_host_has_no_room_for_is_read_and_written_in_each_step() -> None:
+    """All states are 12 bytes a parameter; the drive writes them at 1 GB/s."""
+    free_bytes = 100 * MIB
+    machine = toy_machine(device_bytes=0, host_bytes=free_bytes)
+    p = replace(problem(toy_workload(), machine, semantics="in-backward"), brings_states=False)
+    found = bound_of_totals(p, 1)
+    on_drive = (12 + 2) * NUM_TRAINED - free_bytes
+    assert found.step_s == pytest.approx(on_drive / 1e9, rel=2e-3)  # a drive's writes have latency, and are of shards
+    assert found.s_per_gb["host"] == pytest.approx(1.0, rel=2e-3)
+
+
+def test_no_plan_of_any_kind_is_quicker() -> None:
+    """All systems, on two devices that have no room for states: the bound is far above that of compute alone."""
+    point = Point(
+        model="gpt2-large",
+        machine="fsdp-qlora-2x4090",
+        sequences=8,
+        overrides={"host.adam": "0.1 G/s", "link.h2d": "1 GB/s", "link.d2h": "1 GB/s", "gpu.capacity": "3 GiB"},
+    )
+    machine, num = machine_of(point), 0
+    most = most_tokens_per_s(point)
+    for batch, accumulation in ((1, 8), (1, 4), (2, 4), (2, 2), (4, 1)):
+        workload = workload_at(replace(point, batch=batch, accumulation=accumulation), machine)
+        posed = problem(workload, machine, semantics=plain_semantics(workload.training))
+        for name in POLICIES:
+            found = predict(name, workload, machine)
+            if found.plan is None or found.step_s is None or not is_same(found.plan, posed.semantics):
+                continue
+            bound = bound_of_totals(posed, found.plan.num_batches)
+            assert found.step_s >= bound.step_s > 2 * compute_s(posed) * found.plan.num_batches / 2
+            if batch * accumulation * found.plan.num_batches == point.sequences:
+                assert found.tokens_per_s is not None
+                assert found.tokens_per_s <= most
+            num += 1
+    assert num > 15
+
+
+def test_more_of_anything_never_lifts_it() -> None:
+    less = machine_of(Point(model="gpt2-xl", machine="fsdp-qlora-2x4090", overrides={"gpu.capacity": "6 GiB"}))
+    workload = workload_at(Point(model="gpt2-xl", machine=less.name, accumulation=4), less)
+
+    def bound_s(machine: object) -> float:
+        return bound_of_totals(problem(workload, machine, semantics="in-backward"), 2).step_s  # type: ignore[arg-type]
+
+    least_s = bound_s(less)
+    for tier in less.tiers:
+        assert bound_s(with_capacity(less, {tier.name: 2 * tier.capacity_bytes})) <= least_s * (1 + 1e-6)
+    for stream in less.streams:
+        assert bound_s(with_faster(less, [stream.name], 2.0)) <= least_s * (1 + 1e-6)
