@@ -27,7 +27,7 @@ Totals = dict[str, Terms]
 
 def bound_of_totals(p: Problem, num_batches: int) -> Bound:
     """No step in which all devices of the problem's machine together do `num_batches` times its micro-batches, for one
-    update, is shorter. `p` is that of one device, whatever its order."""
+    update, is shorter. `p` is that of one device, whatever its order. Infinite where nothing fits."""
     lp, num, forward_and_backward_s = Draft(), p.machine.num_devices, num_batches * compute_s(p)
     step = lp.column(cost=1.0)
     moved, held, updated = _totals(lp, p)
@@ -70,6 +70,8 @@ def bound_of_totals(p: Problem, num_batches: int) -> Bound:
 
     program = lp.program()
     solution, least_s = Solver().solve(program), forward_and_backward_s / num
+    if solution.status == "infeasible":
+        return Bound(step_s=inf, shares={}, s_per_gb={}, feasible=False, solution=solution)
     if solution.status != "optimal":
         return Bound(step_s=least_s, shares={COMPUTE: 1.0}, s_per_gb={}, proven=False)
     return Bound(

@@ -50,6 +50,13 @@ def test_what_the_host_has_no_room_for_is_read_and_written_in_each_step() -> Non
     assert found.s_per_gb["host"] == pytest.approx(1.0, rel=2e-3)
 
 
+def test_what_all_tiers_together_have_no_room_for_has_none() -> None:
+    for nvme_bytes, fits in ((250 * MIB, False), (350 * MIB, True)):
+        machine = toy_machine(device_bytes=0, host_bytes=10 * MIB, nvme_bytes=nvme_bytes)
+        found = bound_of_totals(problem(toy_workload(), machine, semantics="in-backward"), 1)
+        assert (found.feasible, found.step_s < float("inf")) == (fits, fits)
+
+
 def test_no_plan_of_any_kind_is_quicker() -> None:
     """All systems, on two devices that have no room for states: the bound is far above that of compute alone."""
     point = Point(
