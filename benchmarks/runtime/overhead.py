@@ -31,7 +31,8 @@ CHOICES = {
     "all kept": UnitPlan(),
     "all recomputed": UnitPlan(acts="recompute"),
     "states in host memory": UnitPlan(params="host", grads="host", states="host"),
-    "activations in host memory": UnitPlan(params="host", grads="host", states="host", acts="host", input="host"),
+    "activations in host memory": UnitPlan(acts="host", input="host"),
+    "both in host memory": UnitPlan(params="host", grads="host", states="host", acts="host", input="host"),
 }
 """By name, where what belongs to each unit is."""
 LENGTH, STEPS = 16, 4
