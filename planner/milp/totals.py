@@ -11,13 +11,14 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf, isfinite
 
-from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE, compute, d2h, h2d
+from tierplan.hwmodels.names import COMPUTE, HOST_ADAM, NVME_READ, NVME_WRITE, compute, d2h, h2d
 from tierplan.planner.milp.amounts import Problem, UnitAmounts
 from tierplan.planner.milp.bounds import MEMORY_FAMILIES, Bound, compute_s, shares_of, worth_of_memory
 from tierplan.planner.milp.capacities import ENDURANCE, drive_pairs
 from tierplan.planner.milp.columns import minus, times
 from tierplan.planner.milp.modes import MODES, Mode
 from tierplan.planner.milp.program import Draft, Solver, Terms
+from tierplan.planner.milp.rates import GB
 
 SAFE_FRAC = 1e-6
 """By which the optimum is lowered, for the solver's tolerances."""
@@ -39,29 +40,25 @@ def bound_of_totals(p: Problem, num_batches: int) -> Bound:
 
     fit(updated["device"], COMPUTE, fixed=forward_and_backward_s, each=num)
     fit(times(1 / p.rates.adam if p.rates.adam else 0.0, updated["host"]), HOST_ADAM)
-    taken = {
-        HOST_ADAM: updated["host"],
-        NVME_READ: [*moved["read params"], *moved["read states"]],
-        NVME_WRITE: [*moved["write params"], *moved["write states"]],
-    }
-    for way, rates, stream_of, family in (("up", p.rates.up, h2d, H2D), ("down", p.rates.down, d2h, D2H)):
-        kinds = {kind: [lp.column() for _ in range(num)] for kind in ("params", "states")}
-        for kind, columns in kinds.items():  # over whichever device's link
-            lp.row([*((1.0, c) for c in columns), *minus(moved[f"{way} {kind}"])], low=0.0, family="what moves")
-        for k, (params, states) in enumerate(zip(*kinds.values(), strict=True)):
-            taken[stream_of(k)] = [(1.0, params), (1.0, states)]
-            fit([(1 / rates["params"], params), (1 / rates["states"], states)], family)
+    taken = {HOST_ADAM: updated["host"], NVME_READ: moved["read"], NVME_WRITE: moved["write"]}
+    for way, stream_of in (("up", h2d), ("down", d2h)) if p.host_gb else ():
+        columns = [lp.column() for _ in range(num)]  # over whichever device's link
+        lp.row([*((1.0, c) for c in columns), *minus(moved[way])], low=0.0, family="what moves")
+        taken |= {stream_of(k): [(1.0, column)] for k, column in enumerate(columns)}
+        for k in range(num):
+            fit(times(_s_per_gb(p, stream_of(k)), taken[stream_of(k)]), stream_of(0))
     if p.has_nvme:
-        for way, rates, family in (("read", p.rates.read, NVME_READ), ("write", p.rates.write, NVME_WRITE)):
-            fit([t for kind in ("params", "states") for t in times(1 / rates[kind], moved[f"{way} {kind}"])], family)
+        for stream in (NVME_READ, NVME_WRITE):
+            fit(times(_s_per_gb(p, stream), taken[stream]), stream)
         for limit, loads in drive_pairs(p):
             fit([t for stream, load in loads.items() for t in times(load, taken[stream])], limit)
         if isfinite(p.write_limit_gb_per_s):
             fit(times(1 / p.write_limit_gb_per_s, taken[NVME_WRITE]), ENDURANCE)
-    own = {limit for limit in p.loads if limit not in p.machine.stream(compute(num - 1)).takes}
+    by_all = p.machine.stream(compute(num - 1)).takes  # what other devices' computing takes of, too
+    num_passes = num_batches * p.workload.training.gradient_accumulation_steps
     for limit, loads in p.loads.items():
-        batches = 0 if limit in own else num_batches * p.workload.training.gradient_accumulation_steps
-        fixed = batches * sum(u.fwd_load.get(limit, 0.0) + u.bwd_load.get(limit, 0.0) for u in p.units)
+        each = sum(u.fwd_load.get(limit, 0.0) + u.bwd_load.get(limit, 0.0) for u in p.units)
+        fixed = num_passes * each if limit in by_all else 0.0
         fit([t for s, load in loads.items() for t in times(load, taken.get(s, []))], limit, fixed=fixed)
     sizes = {"device": num * p.device_gb, "host": p.host_gb, "nvme": p.nvme_gb}
     for family, place in MEMORY_FAMILIES.items():
@@ -83,14 +80,14 @@ def bound_of_totals(p: Problem, num_batches: int) -> Bound:
 
 
 def _totals(lp: Draft, p: Problem) -> tuple[Totals, Totals, Totals]:
-    """How many units of each kind have which placement, as columns. Of these, by way and kind of bytes the GB that a
-    step moves, by tier the GB that it holds, and by place the updates: seconds on devices, 1e9 parameters on the host.
+    """How many units of each kind have which placement, as columns. Of these, by way the GB that a step moves, by tier
+    the GB that it holds, and by place the updates: seconds on devices, 1e9 parameters on the host.
     """
-    ways, kinds = ("up", "down", "read", "write"), ("params", "states")
-    moved: Totals = {f"{way} {kind}": [] for way in ways for kind in kinds}
+    moved: Totals = {way: [] for way in ("up", "down", "read", "write")}
     held: Totals = {place: [] for place in MEMORY_FAMILIES.values()}
     updated: Totals = {"device": [], "host": []}
-    roomy = replace(p, device_gb=inf)  # several devices update a unit in parts
+    # several devices update a unit in parts; what the host has no rate for, it does at once
+    roomy = replace(p, device_gb=inf, rates=replace(p.rates, adam=p.rates.adam or inf))
     alike: dict[tuple[float, ...], list[int]] = {}
     for k, u in enumerate(p.units):
         sizes = u.params_gb, u.frozen_gb, u.grads_gb, u.states_gb, u.gparams
@@ -117,16 +114,18 @@ def _held_gb(u: UnitAmounts, mode: Mode) -> list[tuple[str, float]]:
 
 
 def _moved_gb(u: UnitAmounts, mode: Mode) -> dict[str, float]:
-    """What a step moves at least of such a unit, by way and kind of bytes."""
+    """What a step moves at least of such a unit, by way."""
     on_host, brought = mode.updated == "host", mode.updated == "brought"
     away, frozen_away = mode.params != "device", mode.frozen not in (None, "device")
+    on_drive_gb = u.states_gb * (mode.states == "nvme")
     return {
-        "up params": u.params_gb * (on_host or away) + u.frozen_gb * frozen_away,
-        "up states": u.states_gb * brought,
-        "down params": u.grads_gb * on_host + u.params_gb * (brought and away),
-        "down states": u.states_gb * brought,
-        "read params": u.frozen_gb * (mode.frozen == "nvme"),
-        "read states": u.states_gb * (mode.states == "nvme"),
-        "write params": u.params_gb * (mode.params == "nvme"),
-        "write states": u.states_gb * (mode.states == "nvme"),
+        "up": u.params_gb * (on_host or away) + u.frozen_gb * frozen_away + u.states_gb * brought,
+        "down": u.grads_gb * on_host + u.params_gb * (brought and away) + u.states_gb * brought,
+        "read": u.frozen_gb * (mode.frozen == "nvme") + on_drive_gb,
+        "write": u.params_gb * (mode.params == "nvme") + on_drive_gb,
     }
+
+
+def _s_per_gb(p: Problem, stream: str) -> float:
+    """Without latency: however much of it a plan moves at a time."""
+    return GB / max(per_s for _, per_s in p.machine.stream(stream).rates["bytes"].points)
