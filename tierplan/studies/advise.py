@@ -250,7 +250,7 @@ def figures_of(
 
 def promise_of(point: Point) -> dict[str, object]:
     """What the bound for a machine promises."""
-    return {"promised": most_tokens_per_s(point, by_program=True)}
+    return {"promised": most_tokens_per_s(point)}
 
 
 def answer_bought(point: Point, *, than: float | None, known: Known | None) -> dict[str, object]:

@@ -12,18 +12,17 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from typing import Any, get_args
+from typing import Any
 
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import OWN_DEVICES, Machine
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.lowering import Lowering
 from tierplan.planner.milp.amounts import problem
-from tierplan.planner.milp.bounds import Bound, lower_bound
-from tierplan.planner.milp.program import Solver
+from tierplan.planner.milp.bounds import Bound
 from tierplan.planner.milp.totals import bound_of_totals
 from tierplan.planner.plan import UnitwisePlan, plain_semantics
-from tierplan.planner.plan_rules import PLANNER, Order
+from tierplan.planner.plan_rules import PLANNER
 from tierplan.planner.planning import plan
 from tierplan.planner.prediction import Prediction, predict, predicted
 from tierplan.planner.results import PlanResult
@@ -231,32 +230,20 @@ def _look_at_fewer(fewer: Point, best: BestPlan) -> float:
     return found.prediction.tokens_per_s or 0.0
 
 
-def most_tokens_per_s(point: Point, *, by_program: bool = False) -> float:
-    """What no plan exceeds, of any kind and with any division of the step, on all devices.
-
-    `by_program`, on one device: what the planning program says that no plan exceeds, which is 0 where it has none.
-    """
-    return _bounded(point, by_program=by_program)[0]
+def most_tokens_per_s(point: Point) -> float:
+    """What no plan exceeds, of any kind and with any division of the step, on all devices."""
+    return _bounded(point)[0]
 
 
-def _bounded(point: Point, *, by_program: bool = False) -> tuple[float, Bound]:
+def _bounded(point: Point) -> tuple[float, Bound]:
     """Tokens/s that no plan exceeds, and the bound of the division that allows most."""
     place, training = place_of(point), training_of(point, None)
     each = training.per_device_train_batch_size * training.gradient_accumulation_steps
     divisions = [(b, point.sequences // b) for b in divisors(point.sequences)] if point.sequences else [(0, 0)]
     num = place.machine.num_devices
     semantics: Any = point.semantics or plain_semantics(training)
-    bounds = list[Bound]()
-    solvers = {order: Solver(seed=point.seed) for order in get_args(Order)}  # each begins where it has ended before
-    for w in (workload_in(place, point, *division) for division in divisions):
-        posed = problem(w, place.machine, semantics=semantics)
-        if not by_program or num > 1:
-            bounds.append(bound_of_totals(posed, 1 if point.sequences else num))
-            continue
-        for order, solver in solvers.items():
-            if order == "horizontal" or w.training.gradient_accumulation_steps > 1:
-                bounds.append(lower_bound(problem(w, place.machine, semantics=semantics, order=order), solver=solver))
-    least = min(bounds, key=lambda bound: bound.step_s)
+    problems = (problem(workload_in(place, point, *one), place.machine, semantics=semantics) for one in divisions)
+    least = min((bound_of_totals(p, 1 if point.sequences else num) for p in problems), key=lambda bound: bound.step_s)
     return (point.sequences or each * num) * point.seq / least.step_s, least
 
 
