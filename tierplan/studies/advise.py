@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from tierplan.hwmodels import Description, load_description
 from tierplan.hwmodels.catalog import load_part
@@ -153,40 +153,34 @@ def advise(
     prices = prices or PriceList()
     description = load_description(point.machine, point.settings)
     bought = [b for b in purchases(description, prices) if not quick or "gpu.count" not in b.overrides]
-    bought.sort(key=lambda b: not b.machine)
     with asking(num_workers, progress=progress) as ask:
-        like, how = point, cast(Ask, figures_of)
+        like = point
         if quick:
             most_s = point.planner_s or QUICK_TODAY_S
             point, like = (replace(point, planner_s=s, policy=QUICK) for s in (most_s, min(most_s, QUICK_S)))
         today = ask([point], answer_point)
-        # other machines meanwhile: what is bought for this one has its answer for a start
-        num_first = sum(b.machine != "" for b in bought)
-        others = [b.applied(like) for b in bought[:num_first]]
-        first = ask(others, figures_of)
         rented = ask([replace(like, machine=RENTED, overrides={}, devices=None)], partial(figures_of, names=SPEED))
-        if quick:
-            like, how = _like(like, today[0]())
-        kinds = Counter(b.kind for b in bought)
-        many = [b for b in bought if kinds[b.kind] > MOST_OF_A_KIND and not b.machine]
-        bounds = ask([b.applied(like) for b in many], promise_of)
         largest = [] if quick else ask([point], largest_model_of)
-        answer = today[0]()
-        if not quick:
-            how = partial(answer_bought, known=answer.get("known"))
+        kinds = Counter(b.kind for b in bought if not b.machine)
+        # what a further drive brings no bound knows so well
+        some = [b for b in bought if kinds[b.kind] > MOST_OF_A_KIND or b.kind == "host.capacity"]
+        bounds = ask([b.applied(like) for b in some], promise_of)
         promised = [float(row().get("promised") or 0.0) for row in bounds]
         left_out = {
             b.what: most
-            for b, most, is_worth in zip(many, promised, worth_planning(many, promised), strict=True)
+            for b, most, is_worth in zip(some, promised, worth_planning(some, promised), strict=True)
             if not is_worth
         }
         bought = [b for b in bought if b.what not in left_out]
-        # what is asked last should not take long: second cards do, and other cards, which have no answer for a start
-        longest = ("gpu.count", "gpu.part")
-        rest = sorted(bought[num_first:], key=lambda b: (*(key not in b.overrides for key in longest), -b.price_usd))
-        how = partial(how, than=answer.get("tokens_per_s"))
-        planned = dict(zip([b.what for b in rest], ask([b.applied(like) for b in rest], how), strict=True))
-        answers = [row() for row in [*first, *(planned[b.what] for b in bought[num_first:])]]
+        answer = today[0]()
+        anew = partial(answer_bought, than=answer.get("tokens_per_s"))
+        changed, how = _like(like, answer, anew) if quick else (like, partial(anew, known=answer.get("known")))
+        # what is asked last should not take long: second cards do, and what has no answer for a start
+        longest = ("gpu.count", "gpu.part", "machine")
+        asked = sorted(bought, key=lambda b: (*(b.kind != kind for kind in longest), -b.price_usd))
+        rows = [ask([b.applied(like if b.machine else changed)], anew if b.machine else how)[0] for b in asked]
+        row_of = dict(zip([b.what for b in asked], rows, strict=True))
+        answers = [row_of[b.what]() for b in bought]
         rental = rental_of(rented[0](), tokens)
         largest_model = "".join(worth_telling(row(), answer) for row in largest)
     answer.pop("known", None)
@@ -206,13 +200,13 @@ def advise(
     )
 
 
-def _like(point: Point, answer: Row) -> tuple[Point, Ask]:
+def _like(point: Point, answer: Row, anew: Ask) -> tuple[Point, Ask]:
     """What to ask of a machine with something bought, and how, where the answer for this one says what kind of plan is
     worth a look: its order, its micro-batches and those of twice the size."""
     known: Known | None = answer.get("known")
     is_on_several = known is not None and known.machine.num_devices > 1
     if known is None or not (is_on_several or answer["order"]):
-        return point, figures_of
+        return point, anew
     if is_on_several:
         point = replace(point, sequences=0, batch=known.batch, accumulation=known.accumulation)
         point = replace(point, planner_s=QUICK_SEVERAL_S)
@@ -222,7 +216,7 @@ def _like(point: Point, answer: Row) -> tuple[Point, Ask]:
             batch *= 2
         point = replace(point, sequences=0, batch=batch, accumulation=point.sequences // batch)
         known = known.divided(point.batch, point.accumulation, point.batch // each)
-    return point, partial(figures_of, policies=(), like=known.plan, known=known)
+    return point, partial(anew, policies=(), like=known.plan, known=known)
 
 
 def answer_point(point: Point) -> dict[str, object]:
@@ -253,11 +247,11 @@ def promise_of(point: Point) -> dict[str, object]:
     return {"promised": most_tokens_per_s(point)}
 
 
-def answer_bought(point: Point, *, than: float | None, known: Known | None) -> dict[str, object]:
+def answer_bought(point: Point, *, than: float | None, **only: Any) -> dict[str, object]:
     """As `figures_of`, where its totals do not say that it cannot be quicker than today's tokens/s."""
     if than and most_tokens_per_s(point) < than * (1 + QUICKER_FRAC):
         return {"fits": False}
-    return figures_of(point, than=than, known=known)
+    return figures_of(point, than=than, **only)
 
 
 def worthwhile(answer: Row, bought: Sequence[Purchase], answers: Sequence[Row]) -> tuple[Change, ...]:
