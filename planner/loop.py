@@ -33,7 +33,8 @@ from tierplan.planner.search.lesser import Known, needs_no_drives, without_exces
 from tierplan.planner.search.moves import loosened, off_drives, reducing, with_shape_of
 from tierplan.planner.search.race import GOOD_FRAC, MOST_OPS, OrderSearch, Racer, race, rounds
 from tierplan.planner.search.shape import tried
-from tierplan.planner.several_devices.pack_search import bound_of_packs, search_packs
+from tierplan.planner.several_devices.packs.search import bound_of_packs, search_packs
+from tierplan.planner.several_devices.packs.stages import search_stages
 from tierplan.planner.several_devices.sharded import sharded
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.step import Semantics
@@ -150,14 +151,23 @@ class Search:
     def go_on(self) -> None:
         """Until the budget is spent."""
         try:
-            packed = self.seeds.packed if self.num_devices > 1 else None
-            if packed and bound_of_packs(self.posed("horizontal", 1), packed.plan.packs) < self.beat_s:
-                search_packs(self.seeds, self.simulate_plan, num_ops=self.budget.ops_left, seed=self.seed)
-                self.incumbents.consider(self.seeds.packed or packed)
+            if self.num_devices > 1:
+                self._search_packs()
             while next(self.in_rounds, self) is not self and not self.budget.is_out_of_time:
                 pass
         except KeyboardInterrupt:
             self.interrupt()
+
+    def _search_packs(self) -> None:
+        """Stages and packs, on several devices."""
+        search_stages(self.seeds, self.simulate_plan, num_ops=self.budget.ops_left, beat_s=self.beat_s)
+        beat_s = min(self.beat_s, step_s_of(self.seeds.staged))
+        packed = self.seeds.packed
+        if packed and bound_of_packs(self.posed("horizontal", 1), packed.plan.packs) < beat_s:
+            search_packs(self.seeds, self.simulate_plan, num_ops=self.budget.ops_left, seed=self.seed)
+        for found in (self.seeds.staged, self.seeds.packed):
+            if found:
+                self.incumbents.consider(found)
 
     def interrupt(self) -> None:
         """Ctrl-C ends the search, where there is a plan already."""

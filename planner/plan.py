@@ -243,6 +243,9 @@ class Packs:
     """The next step begins on the device behind the one where this one ended; else always on the first."""
     hold_updates: bool = False
     """Gradients wait in host memory for the norm of all of them, by which they are clipped; then come the updates."""
+    kept: tuple[int, ...] = ()
+    """In stages that stay: blocks whose activations wait for backward, by number; others are made again from their
+    inputs."""
     own_memory: bool = False
     """Each device's process has host memory of its own, as ranks have, and is sent what another has made. Else all see
     one host memory, as Harmony's processes do."""
@@ -307,6 +310,13 @@ class PackPlan:
         for name in ("cleanup_s", "host_copy_bytes_per_s"):
             if not 0 <= (value := getattr(packs, name)) < float("inf"):
                 raise PlanError(f"plan {self.policy!r}: {name} is {value!r}; it must be a number of 0 or more")
+        blocks = {u for u, unit in enumerate(workload.units) if unit.kind == "block"}
+        if packs.kept and not (packs.stays and blocks.issuperset(packs.kept)):
+            raise PlanError(
+                f"plan {self.policy!r} keeps the activations of units {packs.kept} in packs of form "
+                f"{packs.form!r}; only blocks, in form 'resident', can keep theirs ({len(blocks)} of "
+                f"{len(workload.units)} units are blocks)"
+            )
         if packs.stays:
             if not packs.devices == len(packs.backward) <= total:
                 raise PlanError(

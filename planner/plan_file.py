@@ -23,7 +23,7 @@ from tierplan.sim.schedule import Schedule
 from tierplan.sim.schedule_file import load_schedule, save_schedule
 from tierplan.sim.workloads.workload import Workload
 
-VERSION = 3
+VERSION = 4
 MACHINE_KEY = "machine_record"
 """Where in `meta` of any schedule the machine stands that it was made for."""
 
@@ -101,14 +101,14 @@ def load_plan(
         raise PlanFileError(f"{path} is a schedule without a plan; write plans with `tierplan plan -o`")
     try:
         record = decode(_Record, schedule.meta[PLAN_KEY], "the plan's record")
+        if record.version != VERSION:
+            raise RecordError(f"has plan version {record.version!r}, this reader takes {VERSION}; plan again")
         kind = KINDS.get(str(record.plan.get("kind")))
         if kind is None:
             raise RecordError(f"the plan's kind is {record.plan.get('kind')!r}; it must be {' or '.join(KINDS)}")
         plan = decode(kind, {name: value for name, value in record.plan.items() if name != "kind"}, "the plan")
     except RecordError as error:
         raise PlanFileError(f"{path}: {error}") from None
-    if record.version != VERSION:
-        raise PlanFileError(f"{path} has plan version {record.version!r}, this reader takes {VERSION}; plan again")
     if not is_as_written(schedule):
         raise PlanFileError(changed_text(path))
     meta = {name: value for name, value in schedule.meta.items() if name not in (PLAN_KEY, SEAL_KEY)}

@@ -22,11 +22,11 @@ from tierplan.planner.plan import PackPlan, PagedPlan, Plan, Sharing, UnitwisePl
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.several_devices.alike import do_the_same, first_for_all
 from tierplan.planner.several_devices.known import known_columns
-from tierplan.planner.several_devices.packs import pack_columns
-from tierplan.planner.several_devices.packs_unitwise import unitwise_pack_columns
+from tierplan.planner.several_devices.packs.by_turns import pack_columns
+from tierplan.planner.several_devices.packs.resident import resident_columns
+from tierplan.planner.several_devices.packs.unitwise import unitwise_pack_columns
 from tierplan.planner.several_devices.paged import paged_columns
 from tierplan.planner.several_devices.partition import partition
-from tierplan.planner.several_devices.resident import resident_columns
 from tierplan.sim.analysis.ordering import refine_columns
 from tierplan.sim.builder import tiers_of
 from tierplan.sim.columns import ScheduleColumns, Work

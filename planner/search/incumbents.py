@@ -28,7 +28,9 @@ class Incumbents:
     by_shape: dict[Shape, Candidate[UnitwisePlan]] = field(default_factory=dict)
     """The best of each shape that local moves can start from."""
     packed: Candidate[PackPlan] | None = None
-    """The best in packs."""
+    """The best in packs that visit devices."""
+    staged: Candidate[PackPlan] | None = None
+    """The best in stages that stay on theirs."""
 
     @property
     def plain(self) -> Candidate[UnitwisePlan] | None:
@@ -49,8 +51,11 @@ class Incumbents:
             shape = self.shape(candidate.plan)
             if shape not in self.by_shape or per_batch_s(candidate) < per_batch_s(self.by_shape[shape]):
                 self.by_shape[shape] = candidate
-        if _is_packed(candidate) and (self.packed is None or per_batch_s(candidate) < per_batch_s(self.packed)):
-            self.packed = candidate
+        if _is_packed(candidate):
+            if candidate.plan.packs.stays:
+                self.staged = min((c for c in (self.staged, candidate) if c), key=per_batch_s)
+            else:
+                self.packed = min((c for c in (self.packed, candidate) if c), key=per_batch_s)
         if not allowed:
             return
         if self.best is None or per_batch_s(candidate) < per_batch_s(self.best):

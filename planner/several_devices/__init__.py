@@ -1,17 +1,13 @@
 """Plans for several devices:
 
-builder         a schedule in the making, as columns: names are made when somebody asks for them
-collectives     what devices do together, as work of a ring
-sharded         the planning problem of one of several that divide all but their micro-batches
-partition       one device's schedule on each of several, with states cut into shards (ZeRO-3)
-dividing        its ops and buffers, compiled
-kinds           what decides how a schedule is divided, as numbers in place of names
-alike           one device for several that all do the same at once
-packs           runs of units that visit devices in turn (Harmony)
-packs_unitwise  the same unit by unit, as the runtime executes it
-resident        stages that stay on their devices, one forward and one backward in turns (1F1B)
-paged           weights paged in and out for every use: the baseline that Harmony beats
-known           what was made for one machine, for the next one
-pack_estimate   how long packs take, without simulating
-pack_search     better packs than Harmony's own search finds
+builder      a schedule in the making, as columns: names are made when somebody asks for them
+collectives  what devices do together, as work of a ring
+sharded      the planning problem of one of several that divide all but their micro-batches
+partition    one device's schedule on each of several, with states cut into shards (ZeRO-3)
+dividing     its ops and buffers, compiled
+kinds        what decides how a schedule is divided, as numbers in place of names
+alike        one device for several that all do the same at once
+packs        runs of units that visit devices in turn (Harmony), or stay on them as stages (Megatron)
+paged        weights paged in and out for every use: the baseline that Harmony beats
+known        what was made for one machine, for the next one
 """

@@ -26,8 +26,8 @@ from tierplan.planner.plan import PackPlan, Packs
 from tierplan.planner.plan_rules import PackForm, PlanError, Runs
 from tierplan.planner.policies.options import OptionError, Options, Policy
 from tierplan.planner.several_devices.known import known_columns
-from tierplan.planner.several_devices.pack_estimate import PackEstimate, PackSizes
-from tierplan.planner.several_devices.packs import pack_columns
+from tierplan.planner.several_devices.packs.by_turns import pack_columns
+from tierplan.planner.several_devices.packs.estimate import PackEstimate, PackSizes
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.ordering import refine_columns
 from tierplan.sim.columns import collector_paused

@@ -25,7 +25,7 @@ from tierplan.planner.plan import PackPlan, Packs
 from tierplan.planner.plan_rules import PlanError, Runs
 from tierplan.planner.policies.options import Options, Policy
 from tierplan.planner.policies.several.harmony import backward_bytes
-from tierplan.planner.several_devices.pack_estimate import PackSizes
+from tierplan.planner.several_devices.packs.estimate import PackSizes
 from tierplan.sim.workloads.workload import Unit, Workload, total_work
 
 SHARES_BATCHES = True

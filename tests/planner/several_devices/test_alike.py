@@ -17,7 +17,7 @@ from tierplan.planner.policies import decide
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.planner.several_devices.alike import do_the_same, first_for_all
-from tierplan.planner.several_devices.pack_estimate import PackEstimate
+from tierplan.planner.several_devices.packs.estimate import PackEstimate
 from tierplan.sim.analysis.steady import SteadyState, steady_state
 
 NUM = 4

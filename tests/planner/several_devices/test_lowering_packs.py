@@ -315,12 +315,19 @@ def test_one_forward_one_backward_takes_as_long_as_the_papers_say() -> None:
     plan = PackPlan(policy="t", packs=Packs(form="resident", devices=2, forward=stages[:-1], backward=stages))
     schedule = lower(plan, workload, two_gpus())
     assert simulate_on(schedule, two_gpus()).duration_s == pytest.approx((4 + 2 - 1) * 2 * (1 + 1 + 2), rel=0.02)
+    keeping = replace(plan, packs=replace(plan.packs, kept=(1, 2, 4)))
+    kept = lower(keeping, workload, two_gpus())
+    assert simulate_on(kept, two_gpus()).duration_s == pytest.approx(2 + 4 * (2 * (1 + 2) + 1) + 4, rel=0.02)
+    assert {op.unit for op in kept.ops if op.kind == "recompute"} == {workload.units[3].name}
     first = [op.key for op in schedule.ops if op.unit == "embed"]
     assert first[:5] == [
         f"{key}/embed/mb{m}" for key, m in (("fwd", 0), ("fwd", 1), ("bwd", 0), ("fwd", 2), ("bwd", 1))
     ]
     with pytest.raises(PlanError, match="2 stages for 3 devices"):
         replace(plan, packs=replace(plan.packs, devices=3)).check(workload)
+    for wrong in (replace(keeping.packs, form="pipeline"), replace(keeping.packs, kept=(0,))):
+        with pytest.raises(PlanError, match=r"only blocks, in form 'resident', can keep theirs \(4 of 6 units"):
+            replace(plan, packs=wrong).check(workload)
 
 
 def test_a_round_of_mobius_begins_when_the_one_before_has_left() -> None:

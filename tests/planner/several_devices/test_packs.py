@@ -16,8 +16,8 @@ from tierplan.planner.plan import PackPlan, Packs
 from tierplan.planner.planning import plan
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
-from tierplan.planner.several_devices.pack_estimate import PackEstimate
-from tierplan.planner.several_devices.pack_search import Borders, balanced, improve_packs, neighbours
+from tierplan.planner.several_devices.packs.estimate import PackEstimate
+from tierplan.planner.several_devices.packs.search import Borders, balanced, improve_packs, neighbours
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.validation.published.workloads import layered_workload

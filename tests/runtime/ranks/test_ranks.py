@@ -28,7 +28,7 @@ from tests.toys import uniform_plan
 from tierplan.hwmodels.machine import Machine, Rate, Stream
 from tierplan.hwmodels.names import HOST_ADAM
 from tierplan.planner.lowering import lower
-from tierplan.planner.plan import Plan, Sharing, UnitPlan, UnitwisePlan
+from tierplan.planner.plan import PackPlan, Plan, Sharing, UnitPlan, UnitwisePlan
 from tierplan.planner.planning import plan
 from tierplan.planner.policies import decide
 from tierplan.runtime.autograd.units import split_model
@@ -78,6 +78,10 @@ class Case:
         if self.policy == "parts":
             unit = UnitPlan(params="host", states="host", update="device", state_shards=3)
             return replace(uniform_plan(workload, unit), devices=num, sharing=Sharing(reduces="each"))
+        if self.policy == "stages":
+            found = decide("megatron-pp", workload, several(num))
+            assert isinstance(found, PackPlan)
+            return replace(found, packs=replace(found.packs, kept=self.options["kept"]))
         if self.policy != "random":
             return decide(self.policy, workload, several(num), self.options)
         rng = random.Random(str(self))
@@ -96,12 +100,12 @@ class Case:
         Where parameters stay, nothing is awaited before the next block's gradients are made: they are there beside
         those that are being summed, where sums take longer than on the machine of the prediction.
         """
-        names = ("ddp", "zero-1", "zero-2", "zero-3", "fsdp", "megatron-pp", "harmony-dp", "harmony-pp")
+        names = ("ddp", "zero-1", "zero-2", "zero-3", "fsdp", "megatron-pp", "stages", "harmony-dp", "harmony-pp")
         return self.policy in names and not {"host", "off"} & set(self.options.values())
 
     @property
     def is_pipeline(self) -> bool:
-        return self.policy in ("megatron-pp", "harmony-pp")
+        return self.policy in ("megatron-pp", "stages", "harmony-pp")
 
     @property
     def divides(self) -> bool:
@@ -260,6 +264,8 @@ PAIR = [
     Case("zero-infinity", dtype="bf16", accumulation=2, acts="fp8"),
     Case("megatron-pp", accumulation=3, clip=0.5),
     Case("megatron-pp", family="llama", dtype="bf16", accumulation=2),
+    Case("stages", {"kept": (1, 3)}, accumulation=3, clip=0.5),
+    Case("stages", {"kept": (2, 3, 4)}, family="llama", dtype="bf16", accumulation=3),
     *map(Case.random, (0, 5)),
     Case("planned", {"device_bytes": 400_000}, accumulation=2),
     Case("planned", {"device_bytes": 240_000}, family="llama", dtype="bf16", accumulation=2, clip=0.5),
@@ -282,7 +288,8 @@ EVERY = [
     for family, dtype in [("gpt2", "fp32"), ("gpt2", "bf16"), ("llama", "bf16")]
     for accumulation, clip in [(1, None), (1, 0.5), (3, None), (3, 0.5)]
 ] + [
-    Case("megatron-pp", {}, family, dtype, accumulation, clip)
+    Case(policy, options, family, dtype, accumulation, clip)
+    for policy, options in [("megatron-pp", {}), ("stages", {"kept": (1, 2, 4)})]
     for family, dtype in [("gpt2", "fp32"), ("gpt2", "bf16"), ("llama", "bf16")]
     for accumulation, clip in [(4, None), (5, 0.5)]
 ]  # fmt: skip

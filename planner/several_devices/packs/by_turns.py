@@ -6,7 +6,7 @@ backward tasks recompute, a backward task sends its gradients to host memory, wh
 the next task runs. Between tasks micro-batches stay on the device tier's links: over host memory on the same device,
 peer to peer between devices. Which moment each transfer may begin is given by `after` edges.
 
-One op stands for a whole pack. That is enough to choose packs by; `packs_unitwise` has the ops of each unit, for the
+One op stands for a whole pack. That is enough to choose packs by; `unitwise` has the ops of each unit, for the
 runtime.
 """
 
@@ -24,7 +24,7 @@ from tierplan.hwmodels.names import HOST, HOST_ADAM, compute, d2h, device, h2d, 
 from tierplan.planner.plan import PackPlan, facts_of, shared_micro_batches
 from tierplan.planner.several_devices.builder import ColumnBuilder, Said
 from tierplan.planner.several_devices.collectives import add_all_reduce
-from tierplan.planner.several_devices.pack_estimate import PackSizes
+from tierplan.planner.several_devices.packs.estimate import PackSizes
 from tierplan.sim.columns import ScheduleColumns, collector_paused
 from tierplan.sim.contents import (
     NORM_BYTES,
@@ -94,7 +94,7 @@ class Task:
 
 
 class PackLowering(ColumnBuilder):
-    """Builds the schedule turn by turn, with one op per pack; `packs_unitwise` overrides what differs unit by unit."""
+    """Builds the schedule turn by turn, with one op per pack; `unitwise` overrides what differs unit by unit."""
 
     def __init__(self, plan: PackPlan, workload: Workload, machine: Machine) -> None:
         super().__init__(plan, workload, machine)

@@ -4,7 +4,7 @@ Harmony tries packs of about equal compute. What decides is not equality: the fi
 last ones drain it, every turn costs its change of parameters, and forward packs need less memory than backward packs.
 So the search goes over forms (wrap-around pipeline, data parallelism), numbers of forward and of backward packs, and
 the sizes of the packs at either end, each balanced exactly; then over borders, moved one by one; both by an estimate
-(`pack_estimate`), best of several starts. What the estimate ranks first is simulated, and its borders are moved again,
+(`estimate`), best of several starts. What the estimate ranks first is simulated, and its borders are moved again,
 now by simulation. Micro-batch sizes are the outer search's (`plan_sequences`).
 """
 
@@ -24,7 +24,7 @@ from tierplan.planner.plan_rules import PackForm, Runs
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.descent import BETTER
 from tierplan.planner.search.incumbents import Incumbents
-from tierplan.planner.several_devices.pack_estimate import PackEstimate
+from tierplan.planner.several_devices.packs.estimate import PackEstimate
 
 Ends = tuple[int, ...]
 """Of each pack in order, the unit after its last one."""
@@ -43,7 +43,7 @@ class Borders(NamedTuple):
 
     def packs(self, like: Packs) -> Packs:
         """Such packs, alike in all else."""
-        return replace(like, form=self.form, forward=_runs(self.forward), backward=_runs(self.backward))
+        return replace(like, form=self.form, forward=runs_to(self.forward), backward=runs_to(self.backward))
 
 
 Numbers = tuple[PackForm, int, int]
@@ -82,10 +82,10 @@ def search_packs(incumbents: Incumbents, simulate_plan: PlanSimulator, *, num_op
 
 
 def bound_of_packs(problem: Problem, packs: Packs) -> float:
-    """No step in packs of this form is shorter, in seconds: compute is shared, and where packs visit devices, every
-    parameter is updated in host memory."""
+    """No step in packs that visit devices is shorter, in seconds: compute is shared, and every parameter is updated in
+    host memory."""
     parameters, adam = sum(map(problem.host_gparams, problem.units)), problem.rates.adam
-    return max(compute_s(problem) / packs.devices, parameters / adam if adam and not packs.stays else 0.0)
+    return max(compute_s(problem) / packs.devices, parameters / adam if adam else 0.0)
 
 
 def improve_packs(
@@ -315,5 +315,6 @@ def _changed(borders: Ends) -> Iterator[Ends]:
                 yield (*(b + shift for b in borders[: i + 1]), *borders[i + 1 :])
 
 
-def _runs(borders: Sequence[int]) -> Runs:
+def runs_to(borders: Sequence[int]) -> Runs:
+    """By where they end, the runs of units."""
     return tuple(pairwise((0, *borders)))

@@ -1,8 +1,9 @@
 """A pipeline whose stages stay on their devices: one forward, one backward in turns (1F1B, PipeDream's, Megatron's).
 
 Device d makes as many forwards ahead as there are stages behind it, then a backward and a forward in turns. A stage
-keeps the inputs of its blocks and makes their activations again. Borders go to the neighbour by its link, or through
-the host at the rate of a ring of two; compute waits for what it sends. Every device updates its own stage in the end.
+keeps the inputs of its blocks; their activations it keeps, too, or makes again. Borders go to the neighbour by its
+link, or through the host at the rate of a ring of two; compute waits for what it sends. Every device updates its own
+stage in the end.
 
 A tied head has a copy of the embedding's parameters: its share of their gradient goes to the first device with every
 micro-batch, whose sums are then those of plain training, and the updated parameters come back.
@@ -16,8 +17,8 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import compute, device
 from tierplan.planner.plan import PackPlan, facts_of
 from tierplan.planner.several_devices.builder import Said
-from tierplan.planner.several_devices.packs import Task
-from tierplan.planner.several_devices.packs_unitwise import Pipeline
+from tierplan.planner.several_devices.packs.by_turns import Task
+from tierplan.planner.several_devices.packs.unitwise import Pipeline
 from tierplan.sim.columns import ScheduleColumns
 from tierplan.sim.contents import Clip, KeptActs, Params, RecomputedActs, Shared, States, copy_key, device_name, op_key
 from tierplan.sim.step import StepSpec, unit_spec
@@ -39,6 +40,7 @@ class _Resident(Pipeline):
         self.arrived: dict[tuple[str, int, int], int] = {}  # forward or backward, device, micro-batch -> its border
         self.kept: dict[tuple[str, int], list[int | None]] = {}  # unit, micro-batch -> its input, and what it has saved
         self.shared: dict[tuple[int, int], int] = {}
+        self.kept_blocks = frozenset(self.packs.kept)
 
     def _declare_homes(self) -> None:
         own = {unit.name: d for unit, d in zip(self.units, self.own, strict=True)}
@@ -50,7 +52,7 @@ class _Resident(Pipeline):
                 self.states_home[unit.name] = self.home((States, unit.name), device(d), size, "states")
 
     def step(self) -> StepSpec:
-        units = tuple(unit_spec(u, "recompute" if u.kind == "block" else "keep") for u in self.units)
+        units = tuple(unit_spec(u, "keep" if self._keeps(k) else "recompute") for k, u in enumerate(self.units))
         return StepSpec(training=self.training, semantics=self.plan.semantics, units=units)
 
     def meta(self) -> dict[str, object]:
@@ -79,6 +81,10 @@ class _Resident(Pipeline):
             turns += [("bwd", m), *([("fwd", m + ahead)] if m + ahead < total else [])]
         return turns
 
+    def _keeps(self, u: int) -> bool:
+        """Whether a unit's activations stay until its backward."""
+        return self.units[u].kind != "block" or u in self.kept_blocks
+
     def _is_ready(self, phase: str, m: int) -> bool:
         return (phase, self.at, m) in self.arrived or self.at == (0 if phase == "fwd" else self.n - 1)
 
@@ -105,7 +111,7 @@ class _Resident(Pipeline):
         if u == self.first and shared_bytes:
             self.shared[self.at, m] = self.buffer((Shared, m), device(self.at), shared_bytes, "acts")
             writes.append(self.shared[self.at, m])
-        saved = None if unit.kind == "block" else KeptActs
+        saved = KeptActs if self._keeps(u) else None
         _, y, acts = self._run("forward", u, m, reads, writes=writes, saved=saved)
         self.kept[unit.name, m] = [x, acts]
         return y
@@ -114,7 +120,7 @@ class _Resident(Pipeline):
         """Adds a unit's backward, and what it makes again for that; the gradient of its input."""
         unit, params = self.units[u], self._reads(self.units[u], m)
         x, acts = self.kept.pop((unit.name, m))
-        if unit.kind == "block":
+        if not self._keeps(u):
             again, work = [*params, x, dy if u + 1 == self.stages[self.at].stop else None], unit.recompute
             _, _, acts = self._run("recompute", u, m, again, work=work, saved=RecomputedActs, hands_over=False)
         _, dx = self._unit_backward(u, m, [*params, x, acts, dy])

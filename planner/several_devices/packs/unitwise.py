@@ -21,7 +21,7 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import HOPS, HOST, collective, d2h, device, p2p, ring
 from tierplan.planner.plan import PackPlan, Sharing
 from tierplan.planner.several_devices.builder import Said
-from tierplan.planner.several_devices.packs import PackLowering, Task
+from tierplan.planner.several_devices.packs.by_turns import PackLowering, Task
 from tierplan.planner.several_devices.partition import partition
 from tierplan.sim.columns import ScheduleColumns
 from tierplan.sim.contents import (

@@ -1,0 +1,106 @@
+"""Stages that stay on their devices: the search against all there are, the estimate against simulation."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+
+from tests.planner.several_devices.test_packs import with_device_bytes
+from tierplan.hwmodels import load_machine
+from tierplan.hwmodels.machine import Machine
+from tierplan.planner.plan import PackPlan, Packs
+from tierplan.planner.planning import plan
+from tierplan.planner.prediction import predict
+from tierplan.planner.search.budget import Budget
+from tierplan.planner.search.candidates import PlanSimulator
+from tierplan.planner.search.incumbents import Incumbents
+from tierplan.planner.several_devices.packs.search import runs_to
+from tierplan.planner.several_devices.packs.stages import StageEstimate, search_stages
+from tierplan.sim.workloads.models import load_workload
+from tierplan.sim.workloads.workload import Training, Workload
+
+MIB, GIB = 2**20, 2**30
+
+
+def unequal(seed: int, num_blocks: int = 5, accumulation: int = 5, clip: float | None = None) -> Workload:
+    """Blocks that take times and save bytes of their own."""
+    training = Training(
+        per_device_train_batch_size=2, gradient_accumulation_steps=accumulation, sequence_length=512, max_grad_norm=clip
+    )
+    rng, whole = random.Random(seed), load_workload("gpt2-large", training)
+    blocks = []
+    for block in whole.blocks[:num_blocks]:
+        times, size = rng.choice((1, 2, 3)), rng.choice((1, 2))
+        longer = {name: {k: times * v for k, v in getattr(block, name).items()} for name in ("forward", "backward")}
+        blocks.append(replace(block, **longer, saved=block.saved * size, recompute=None))
+    return replace(whole, units=(whole.units[0], *blocks, whole.units[-1]))
+
+
+def devices(num: int, capacity_bytes: int) -> Machine:
+    return with_device_bytes(load_machine("fsdp-qlora-6000-ada", [f"gpu.count={num}"]), capacity_bytes)
+
+
+def resident(ends: tuple[int, ...], kept: tuple[int, ...] = ()) -> PackPlan:
+    runs = runs_to(ends)
+    packs = Packs(form="resident", devices=len(runs), forward=runs[:-1], backward=runs, kept=kept)
+    return PackPlan(policy="t", packs=packs)
+
+
+def simulator(workload: Workload, machine: Machine) -> PlanSimulator:
+    return PlanSimulator(workload, machine, Budget.of(None))
+
+
+def searched(workload: Workload, machine: Machine) -> float | None:
+    found, simulate_plan = Incumbents("shared", 5, 1), simulator(workload, machine)
+    search_stages(found, simulate_plan, num_ops=simulate_plan.budget.ops_left)
+    return found.staged.step_s if found.staged else None
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_hardly_any_stages_are_quicker(seed: int) -> None:
+    """Of all borders and all sets of blocks that keep their activations, which may be of any size."""
+    workload, num = unequal(seed, clip=0.5 if seed % 3 == 0 else None), 2 + seed % 2
+    machine = devices(num, (1500 + 400 * seed) * MIB)
+    simulate_plan, units = simulator(workload, machine), len(workload.units)
+    steps = [
+        simulate_plan(resident((*borders, units), kept)).step_s
+        for borders in combinations(range(1, units), num - 1)
+        for number in range(units - 1)
+        for kept in combinations(range(1, units - 1), number)
+    ]
+    best_s = min((step_s for step_s in steps if step_s is not None), default=None)
+    found_s = searched(workload, machine)
+    assert (found_s is None) == (best_s is None)
+    assert found_s is None or best_s is None or best_s <= found_s <= 1.02 * best_s
+
+
+@pytest.mark.parametrize("num", [2, 3])
+def test_the_estimate_is_what_is_simulated(num: int) -> None:
+    """Where nothing is shared by two stages, and no link by two transfers."""
+    workload, machine = unequal(7), devices(num, 12 * GIB)
+    head = replace(workload.units[-1], shares=None, num_parameters=workload.units[0].num_parameters)
+    workload = replace(workload, units=(*workload.units[:-1], head))
+    simulate_plan, rng = simulator(workload, machine), random.Random(num)
+    estimate = StageEstimate(simulate_plan, machine.tier("gpu0").capacity_bytes)
+    for _ in range(8):
+        ends = (*sorted(rng.sample(range(1, len(workload.units)), num - 1)), len(workload.units))
+        kept = tuple(k for stage in estimate.stages(ends) for k in stage.kept)
+        assert kept == tuple(range(1, len(workload.units) - 1)), "there is room for all"
+        lacking_bytes, step_s = estimate.of(ends)
+        assert not lacking_bytes
+        assert simulate_plan(resident(ends, kept)).step_s == pytest.approx(step_s, rel=0.01)
+
+
+def test_what_the_planner_finds_is_quicker_than_megatrons_stages() -> None:
+    """8B in bf16 on eight GPUs of 24 GB: all of it fits in stages, and most activations need not be made again."""
+    training = Training(gradient_accumulation_steps=16, sequence_length=1024, dtype="bf16", backend="cuda")
+    workload, machine = load_workload("llama-3.1-8b", training), load_machine("fsdp-qlora-a5000")
+    megatrons = predict("megatron-pp", workload, machine).step_s
+    found = plan(workload, machine, batches="shared", time_limit_s=0.5)
+    assert isinstance(found.plan, PackPlan)
+    assert found.plan.packs.stays
+    assert megatrons is not None
+    assert found.step_s < 0.7 * megatrons
