@@ -460,12 +460,12 @@ class Trainer:
             self._end_commit()
 
     def _batch(self, step: int, m: int, turn: Turn) -> Batch:
-        """The next micro-batch, or one that has been here in this step: packs that visit the device take it again."""
+        """The next micro-batch, or one that has been here in this step, for other packs or stages of the device."""
         if (batch := self._had.get((step, m)) or self._batches.next()) is None:
             raise TrainingError(
                 f"the batches ended before micro-batch {m} of step {step}; give more, or run fewer steps"
             )
-        if turn.is_visit:
+        if turn.is_visit or turn.is_one_of:
             self._had = {key: one for key, one in self._had.items() if key[0] == step} | {(step, m): batch}
         return batch
 

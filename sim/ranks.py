@@ -84,6 +84,8 @@ class Turn:
     """The units leave afterwards, and with them all that is not in a buffer."""
     goes_back: bool = False
     """Backward follows in the same turn."""
+    is_one_of: bool = False
+    """It has others with the micro-batch, of other stages, before backward."""
 
 
 def turns(schedule: Schedule) -> dict[str, Turn]:
@@ -94,14 +96,19 @@ def turns(schedule: Schedule) -> dict[str, Turn]:
     """
     index = {unit.name: k for k, unit in enumerate(schedule.step.units)} if schedule.step else {}
     turn_of: dict[str, Turn] = {}
-    begun: dict[int, Turn] = {}
+    begun: dict[int, list[Turn]] = {}
     for op in schedule.ops if any(op.kind == SEND for op in schedule.ops) else ():
         if op.kind == "leave":
-            for turn in begun.values():
+            for turn in (turn for some in begun.values() for turn in some):
                 turn.is_visit = True
             begun.clear()
         elif op.kind in ("forward", "recompute", "backward") and op.unit in index:
-            unit, turn = index[op.unit], begun.setdefault(op.micro_batch, Turn(range(index[op.unit], index[op.unit])))
+            unit, some = index[op.unit], begun.setdefault(op.micro_batch, [])
+            if not any(unit in turn.units or unit == turn.units.stop for turn in some):
+                some.append(Turn(range(unit, unit)))
+                for turn in some:
+                    turn.is_one_of = len(some) > 1
+            turn = next(turn for turn in some if unit in turn.units or unit == turn.units.stop)
             turn.units = range(turn.units.start, max(turn.units.stop, unit + 1))
             turn.goes_back |= op.kind == "backward"
             turn_of[op.key] = turn

@@ -130,7 +130,7 @@ class Bodies:
         }
         """By unit, how its states lie."""
         self._has_shards_of = with_shards_of_states(self.schedule, self.layouts) if self.ranks else frozenset()
-        self._runs: dict[tuple[int, int], MicroBatchRun] = {}
+        self._runs: dict[tuple[int, int, int], MicroBatchRun] = {}  # by step, micro-batch and the turn's first unit
         self._running: MicroBatchRun | None = None
         """Whose forward was the last op of the compute stream, where several threads help."""
         self._position = {id(p): k for k, p in enumerate(self.parameters)}
@@ -322,10 +322,10 @@ class Bodies:
 
     def _forward(self, call: Call) -> None:
         index, turn = self._index[call.op.unit], self._turn(call)
-        key = call.step, call.op.micro_batch
+        key = self._run_key(call)
         if index == turn.units.start:
             self.before_computing(call.step)
-            self._runs[key] = self.begin_micro_batch(*key, turn)
+            self._runs[key] = self.begin_micro_batch(call.step, call.op.micro_batch, turn)
         batch_run = self._runs[key]
         self._compute_with(batch_run)
         if index == turn.units.start:
@@ -368,16 +368,19 @@ class Bodies:
             loss, step, m = batch_run.loss, call.step, call.op.micro_batch
             call.at_end = [*call.at_end, lambda: self.on_loss(step, m, loss.item())]
         if turn.is_visit and not turn.goes_back and index + 1 == turn.units.stop:
-            self._runs.pop((call.step, call.op.micro_batch)).cancel()
+            self._runs.pop(self._run_key(call)).cancel()
 
     def _turn(self, call: Call) -> Turn:
         return self._turns.get(call.op.key, self._whole)
+
+    def _run_key(self, call: Call) -> tuple[int, int, int]:
+        return call.step, call.op.micro_batch, self._turn(call).units.start
 
     def _recompute(self, call: Call) -> None:
         if self._turn(call).is_visit:
             self._forward(call)
             return
-        index, batch_run = self._index[call.op.unit], self._runs[call.step, call.op.micro_batch]
+        index, batch_run = self._index[call.op.unit], self._runs[self._run_key(call)]
         roles = self._bind(call)
         made_bytes = batch_run.run_again(index, makes_output=bool(roles.outputs))
         for k in roles.kept:
@@ -387,8 +390,7 @@ class Bodies:
 
     def _backward(self, call: Call) -> None:
         index, units = self._index[call.op.unit], self._turn(call).units
-        key = call.step, call.op.micro_batch
-        batch_run = self._runs[key]
+        batch_run = self._runs[key := self._run_key(call)]
         if index + 1 == units.stop:
             self._arrive(call, batch_run, InputGradient, index + 1)
         roles = self._bind(call)

@@ -1,9 +1,10 @@
 """A pipeline whose stages stay on their devices: one forward, one backward in turns (1F1B, PipeDream's, Megatron's).
 
-Device d makes as many forwards ahead as there are stages behind it, then a backward and a forward in turns. A stage
-keeps the inputs of its blocks; their activations it keeps, too, or makes again. Borders go to the neighbour by its
-link, or through the host at the rate of a ring of two; compute waits for what it sends. Every device updates its own
-stage in the end.
+Device d makes as many forwards ahead as there are stages behind it, then a backward and a forward in turns. With more
+stages than devices, device d has every n-th, and micro-batches go round in groups of n (interleaved, Megatron's). A
+stage keeps the inputs of its blocks; their activations it keeps, too, or makes again. Borders go to the neighbour by
+its link, or through the host at the rate of a ring of two; compute waits for what it sends. Every device updates its
+own stages in the end.
 
 A tied head has a copy of the embedding's parameters: its share of their gradient goes to the first device with every
 micro-batch, whose sums are then those of plain training, and the updated parameters come back.
@@ -11,7 +12,7 @@ micro-batch, whose sums are then those of plain training, and the updated parame
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import product, zip_longest
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import compute, device
@@ -30,14 +31,29 @@ def resident_columns(plan: PackPlan, workload: Workload, machine: Machine) -> Sc
     return _Resident(plan, workload, machine).lowered()
 
 
+def turns_on(d: int, num: int, num_stages: int, num_batches: int) -> list[tuple[bool, int, int]]:
+    """What device d of so many does, in order: whether it goes back, with which stage and micro-batch."""
+    each = num_stages // num
+    group = num if each > 1 else num_batches
+    rounds = [(k, range(first, first + group)) for first in range(0, num_batches, group) for k in range(each)]
+    forwards = [(False, k * num + d, m) for k, batches in rounds for m in batches]
+    backwards = [(True, (each - 1 - k) * num + d, m) for k, batches in rounds for m in batches]
+    ahead = min(len(forwards), num - d if each == 1 else 2 * (num - 1 - d) + (each - 1) * num + 1)
+    turns = forwards[:ahead]
+    for back, forward in zip_longest(backwards, forwards[ahead:]):
+        turns += [back, forward] if forward else [back]
+    return turns
+
+
 class _Resident(Pipeline):
     """As `Pipeline`, with all that a stage has on its device."""
 
     def __init__(self, plan: PackPlan, workload: Workload, machine: Machine) -> None:
         super().__init__(plan, workload, machine)
         self.stages, self.n = [range(a, b) for a, b in self.packs.backward], self.packs.devices
-        self.own = [d for d, stage in enumerate(self.stages) for _ in stage]
-        self.arrived: dict[tuple[str, int, int], int] = {}  # forward or backward, device, micro-batch -> its border
+        self.own = [s % self.n for s, stage in enumerate(self.stages) for _ in stage]
+        self.at_stage = 0
+        self.arrived: dict[tuple[bool, int, int], int] = {}  # whether backward, stage, micro-batch -> its border
         self.kept: dict[tuple[str, int], list[int | None]] = {}  # unit, micro-batch -> its input, and what it has saved
         self.shared: dict[tuple[int, int], int] = {}
         self.kept_blocks = frozenset(self.packs.kept)
@@ -59,7 +75,8 @@ class _Resident(Pipeline):
         return facts_of(self.plan, self.workload, self.machine, devices=self.n, config=dict(self.workload.config))
 
     def _take_turns(self) -> None:
-        turns = [self._turns(d) for d in range(self.n)]
+        num = self.training.gradient_accumulation_steps
+        turns = [turns_on(d, self.n, len(self.stages), num) for d in range(self.n)]
         while any(turns):  # whatever may come next on any device: list order is one in which ops can run one by one
             for self.at, own in enumerate(turns):
                 if own and self._is_ready(*own[0]):
@@ -72,30 +89,21 @@ class _Resident(Pipeline):
         for task in tasks:
             self._update(task)
 
-    def _turns(self, d: int) -> list[tuple[str, int]]:
-        """What device d does, in order."""
-        total = self.training.gradient_accumulation_steps
-        ahead = min(total, self.n - d)
-        turns = [("fwd", m) for m in range(ahead)]
-        for m in range(total):
-            turns += [("bwd", m), *([("fwd", m + ahead)] if m + ahead < total else [])]
-        return turns
-
     def _keeps(self, u: int) -> bool:
         """Whether a unit's activations stay until its backward."""
         return self.units[u].kind != "block" or u in self.kept_blocks
 
-    def _is_ready(self, phase: str, m: int) -> bool:
-        return (phase, self.at, m) in self.arrived or self.at == (0 if phase == "fwd" else self.n - 1)
+    def _is_ready(self, goes_back: bool, stage: int, m: int) -> bool:
+        return (goes_back, stage, m) in self.arrived or stage == (len(self.stages) - 1 if goes_back else 0)
 
-    def _stage(self, phase: str, m: int) -> None:
+    def _stage(self, goes_back: bool, stage: int, m: int) -> None:
         """A stage's forward or backward; what it hands over is sent to its neighbour."""
-        step, run = (1, self._unit_forward) if phase == "fwd" else (-1, self._stage_backward)
-        border, self.first = self.arrived.get((phase, self.at, m)), self.stages[self.at].start
-        for u in self.stages[self.at][::step]:
+        step, run = (-1, self._stage_backward) if goes_back else (1, self._unit_forward)
+        border, self.first, self.at_stage = self.arrived.get((goes_back, stage, m)), self.stages[stage].start, stage
+        for u in self.stages[stage][::step]:
             border = run(u, m, border)
         if border is not None:
-            self.arrived[phase, self.at + step, m] = self._hand_over(border, self.at + step, m)
+            self.arrived[goes_back, stage + step, m] = self._hand_over(border, (stage + step) % self.n, m)
 
     def _reads(self, unit: Unit, m: int) -> list[int | None]:
         params = [self.homes[self.at].get(name) for name in (unit.name, unit.shares) if name]
@@ -108,7 +116,7 @@ class _Resident(Pipeline):
         """Adds a unit's forward; the next unit's input."""
         unit, shared_bytes, writes = self.units[u], self.workload.shared_bytes, list[int]()
         reads = [*self._reads(unit, m), x]
-        if u == self.first and shared_bytes:
+        if u == self.first and shared_bytes and (self.at, m) not in self.shared:
             self.shared[self.at, m] = self.buffer((Shared, m), device(self.at), shared_bytes, "acts")
             writes.append(self.shared[self.at, m])
         saved = KeptActs if self._keeps(u) else None
@@ -121,7 +129,7 @@ class _Resident(Pipeline):
         unit, params = self.units[u], self._reads(self.units[u], m)
         x, acts = self.kept.pop((unit.name, m))
         if not self._keeps(u):
-            again, work = [*params, x, dy if u + 1 == self.stages[self.at].stop else None], unit.recompute
+            again, work = [*params, x, dy if u + 1 == self.stages[self.at_stage].stop else None], unit.recompute
             _, _, acts = self._run("recompute", u, m, again, work=work, saved=RecomputedActs, hands_over=False)
         _, dx = self._unit_backward(u, m, [*params, x, acts, dy])
         owner = next((v for v, other in enumerate(self.units) if other.name == unit.shares), u)

@@ -8,6 +8,7 @@ activations of as many blocks as it has room for, and what the estimate ranks fi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import permutations, product
@@ -18,11 +19,12 @@ import numpy as np
 
 from tierplan.hwmodels.names import COMPUTE, DEVICE, HOPS, collective, p2p, ring
 from tierplan.planner.plan import PackPlan, Packs
-from tierplan.planner.plan_rules import PLANNER
+from tierplan.planner.plan_rules import PLANNER, Runs
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.incumbents import Incumbents, step_s_of
+from tierplan.planner.several_devices.packs.resident import turns_on
 from tierplan.planner.several_devices.packs.search import Ends, balanced, runs_to
-from tierplan.sim.columns import Float64
+from tierplan.sim.columns import Float64, Int64
 from tierplan.sim.compiled.compiler import compiled
 from tierplan.sim.workloads.workload import Unit, Workload
 
@@ -36,17 +38,19 @@ TRIES = 3
 """With less memory each time, where nothing fits."""
 PROMISING = 1.05
 """By the estimate, what is simulated takes at most so many times the best so far."""
+MOST_STAGES = 3
+"""Of one device."""
 SHIFTS = (1, 2)
 """Units that move from a stage to another at a time."""
 Estimate = tuple[float, float]
 """What stages lack in bytes, and seconds of a step: those that lack less are better."""
 
 
-class Stage(NamedTuple):
-    """What a device does with a micro-batch and with its units in the end, in seconds, and what it keeps."""
+class Share(NamedTuple):
+    """What a device does with a micro-batch in each of its stages and in the end, in seconds, and what it keeps."""
 
-    forward_s: float
-    backward_s: float
+    forward_s: list[float]
+    backward_s: list[float]
     update_s: float
     kept: tuple[int, ...]
     """Blocks whose activations wait for backward."""
@@ -74,7 +78,7 @@ def search_stages(incumbents: Incumbents, simulate_plan: PlanSimulator, *, num_o
 
 
 class StageEstimate:
-    """Step times of stages, one on each device, which has so much memory."""
+    """Step times of stages on devices that have so much memory."""
 
     def __init__(self, simulate_plan: PlanSimulator, capacity_bytes: float) -> None:
         self.workload, self.machine, self.capacity_bytes = simulate_plan.workload, simulate_plan.machine, capacity_bytes
@@ -87,9 +91,9 @@ class StageEstimate:
         ]
         """Of what a unit saves, in seconds that a byte spares."""
         self.update_s = [self._compute_s(training.update_work(u)) if u.num_trained else 0.0 for u in units]
-        self.held_bytes = [_held_bytes(u, self.workload) for u in units]
-        self.stage = cache(self._stage)
-        """Of a device, from a unit to the one before another."""
+        self.share = cache(self._share)
+        """Of a device with stages from units to others, of so many stages in all."""
+        self.turns = cache(self._turns)
         self.send_s = cache(self._send_s)
         tied = [u for u in units if u.name in {v.shares for v in units if v.adds_to_shared}]
         self.tied_s = sum(self.send_s(u.num_trained * training.grad_bytes) for u in tied)
@@ -98,39 +102,61 @@ class StageEstimate:
         self.of = cache(self._of)
         """By where stages end."""
 
-    def stages(self, ends: Ends) -> list[Stage]:
-        return [self.stage(d, *run) for d, run in enumerate(runs_to(ends))]
+    def shares(self, ends: Ends) -> list[Share]:
+        runs, num = runs_to(ends), self.machine.num_devices
+        return [self.share(d, runs[d::num], len(runs)) for d in range(num)]
 
     def _of(self, ends: Ends) -> Estimate:
-        stages, training = self.stages(ends), self.workload.training
-        forward_s, backward_s, update_s = np.array([stage[:3] for stage in stages]).T.copy()
+        shares, training, num = self.shares(ends), self.workload.training, self.machine.num_devices
+        forward_s = np.array([shares[stage % num].forward_s[stage // num] for stage in range(len(ends))])
+        backward_s = np.array([shares[stage % num].backward_s[stage // num] for stage in range(len(ends))])
+        update_s = np.array([share.update_s for share in shares])
         sends_s = np.array([self.send_s(self.workload.units[end].input_bytes) for end in ends[:-1]])
-        num, holds = training.gradient_accumulation_steps, training.max_grad_norm is not None
-        step_s = _step_s(forward_s, backward_s, update_s, sends_s, self.tied_s, self.new_s, num, holds)
-        return sum(stage.lacking_bytes for stage in stages), float(step_s)
+        times = forward_s, backward_s, update_s, sends_s, self.tied_s, self.new_s
+        step_s = _step_s(*times, self.turns(len(ends))[0], training.max_grad_norm is not None)
+        return sum(share.lacking_bytes for share in shares), float(step_s)
 
-    def _stage(self, d: int, first: int, end: int) -> Stage:
-        workload, units = self.workload, self.workload.units[first:end]
-        ahead = min(workload.training.gradient_accumulation_steps, self.machine.num_devices - d)
+    def _turns(self, num_stages: int) -> tuple[Int64, list[dict[int, int]]]:
+        """What devices do in order, by `turns_on`, and by stage the micro-batches that wait for backward at most."""
+        num, total = self.machine.num_devices, self.workload.training.gradient_accumulation_steps
+        turns = [turns_on(d, num, num_stages, total) for d in range(num)]
+        most = []
+        for own in turns:
+            waiting, ahead = Counter[int](), Counter[int]()
+            for goes_back, stage, _ in own:
+                waiting[stage] += -1 if goes_back else 1
+                ahead[stage] = max(ahead[stage], waiting[stage])
+            most.append(dict(ahead))
+        return np.array(turns, np.int64), most
+
+    def _share(self, d: int, runs: Runs, num_stages: int) -> Share:
+        workload, numbers = self.workload, [range(first, end) for first, end in runs]
+        ahead = dict(zip(numbers, self.turns(num_stages)[1][d].values(), strict=True))
+        units = [workload.units[k] for stage in numbers for k in stage]
         names = {u.name for u in units}
         lent = [u for u in workload.units if u.name not in names and any(v.shares == u.name for v in units)]
         shared = {u.shares for u in workload.units if u.name not in names}
-        waiting = workload.shared_bytes + sum(
-            u.input_bytes + (u.saved_bytes if u.kind != "block" else 0) for u in units
-        )
-        beside = 2 * (units[0].input_bytes + units[-1].output_bytes) + max(map(_works_bytes, units))
-        held = sum(self.held_bytes[first:end]) + sum(_held_bytes(u, workload, is_lent=True) for u in lent)
-        held += sum(u.num_trained * workload.training.grad_bytes for u in units if u.name in shared)
-        free, kept = self.capacity_bytes - held - ahead * waiting - beside, list[int]()
-        lacking = max(0.0, -free)
-        blocks = [k for k in range(first, end) if workload.units[k].kind == "block"]
-        for k in sorted(blocks, key=lambda k: (-self.worth[k], -k)):
-            if (needed := ahead * workload.units[k].saved_bytes) <= free:
+        held = sum(_held_bytes(u, workload) for u in units) + max(map(_works_bytes, units))
+        held += sum(_held_bytes(u, workload, is_lent=True) for u in lent)
+        sums_bytes = sum(u.num_trained * workload.training.grad_bytes for u in units if u.name in shared)
+        held += max(ahead.values()) * sums_bytes  # come sooner than its backward
+        held += max(ahead.values()) * workload.shared_bytes
+        for stage, batches in ahead.items():
+            own = [workload.units[k] for k in stage]
+            waiting = sum(u.input_bytes + (u.saved_bytes if u.kind != "block" else 0) for u in own)
+            held += batches * waiting + 2 * (own[0].input_bytes + own[-1].output_bytes)
+        free = self.capacity_bytes - held
+        blocks = {k: batches for stage, batches in ahead.items() for k in stage if workload.units[k].kind == "block"}
+        lacking, kept = max(0.0, -free), set[int]()
+        for k in sorted(blocks, key=lambda k: (-self.worth[k] / blocks[k], -k)):
+            if (needed := blocks[k] * workload.units[k].saved_bytes) <= free:
                 free -= needed
-                kept.append(k)
-        forward_s, backward_s, again_s = self.seconds[first:end].sum(axis=0)
-        backward_s += again_s - sum(self.seconds[k, 2] for k in kept)
-        return Stage(forward_s, backward_s, sum(self.update_s[first:end]), tuple(sorted(kept)), lacking)
+                kept.add(k)
+        forward_s = [float(self.seconds[stage.start : stage.stop, 0].sum()) for stage in numbers]
+        again_s = [0.0 if k in kept else self.seconds[k, 2] for k in range(len(self.seconds))]
+        backward_s = [float(sum(self.seconds[k, 1] + again_s[k] for k in stage)) for stage in numbers]
+        update_s = sum(self.update_s[k] for stage in numbers for k in stage)
+        return Share(forward_s, backward_s, update_s, tuple(sorted(kept)), lacking)
 
     def _compute_s(self, work: Mapping[str, float]) -> float:
         return self.machine.cost(COMPUTE, work).alone_s if work else 0.0
@@ -160,6 +186,7 @@ class _Search:
         self.simulate_plan, self.end_frac = simulate_plan, end_frac
         self.num = simulate_plan.machine.num_devices
         self.estimate = StageEstimate(simulate_plan, simulate_plan.machine.tier(DEVICE).capacity_bytes)
+        self.held_bytes = [_held_bytes(u, simulate_plan.workload) for u in simulate_plan.workload.units]
         self.short_bytes = 0.0
         """What those lacked at least that did not fit; 0 where none was simulated."""
 
@@ -176,25 +203,31 @@ class _Search:
         return best if step_s_of(best) < inf else None
 
     def _starts(self) -> Iterator[Ends]:
-        """As many units each, as long, and as large."""
-        num_units = len(self.simulate_plan.workload.units)
-        anywhere, equal = [num_units] * num_units, [1.0] * self.num
-        for weights in ([1.0] * num_units, self.estimate.seconds.sum(axis=1).tolist(), self.estimate.held_bytes):
-            if (ends := balanced(weights, equal, anywhere)) is not None:
-                yield ends
+        """As many units each, as long, and as large: a stage on each device, or several."""
+        workload = self.simulate_plan.workload
+        num_units, each = len(workload.units), 1
+        while each * self.num <= len(workload.blocks) and each <= MOST_STAGES:
+            anywhere, equal = [num_units] * num_units, [1.0] * (each * self.num)
+            for weights in ([1.0] * num_units, self.estimate.seconds.sum(axis=1).tolist(), self.held_bytes):
+                if (ends := balanced(weights, equal, anywhere)) is not None:
+                    yield ends
+            each += 1 if workload.training.gradient_accumulation_steps % self.num == 0 else MOST_STAGES
 
     def _descended(self, ends: Ends) -> Iterator[Ends]:
         """All that are met on the way down the estimate."""
         yield ends
-        while around := list(_neighbours(ends)):
-            yield from around
-            if self.estimate.of(better := min(around, key=self.estimate.of)) >= self.estimate.of(ends):
-                return
-            ends = better
+        is_less = True
+        while is_less:
+            least, is_less = self.estimate.of(ends), False
+            for near in _neighbours(ends, self.num):
+                yield near
+                if is_less := self.estimate.of(near) < least:
+                    ends = near
+                    break
 
     def _simulated(self, ends: Ends) -> Candidate[PackPlan]:
-        stages, runs = self.estimate.stages(ends), runs_to(ends)
-        kept = tuple(k for stage in stages for k in stage.kept)
+        runs = runs_to(ends)
+        kept = tuple(sorted(k for share in self.estimate.shares(ends) for k in share.kept))
         packs = Packs(form="resident", devices=self.num, forward=runs[:-1], backward=runs, kept=kept)
         tried = self.simulate_plan(PackPlan(policy=PLANNER, packs=packs))
         if tried.step_s is None and (short_gb := -tried.room_gb.get("device", 0.0)) > 0:
@@ -202,9 +235,11 @@ class _Search:
         return tried
 
 
-def _neighbours(ends: Ends) -> Iterator[Ends]:
+def _neighbours(ends: Ends, num_devices: int) -> Iterator[Ends]:
     """Where one stage has fewer units and another one more; those between have as many as before."""
     for (giving, taking), number in product(permutations(range(len(ends)), 2), SHIFTS):
+        if giving % num_devices == taking % num_devices or (number > 1 and len(ends) > num_devices):
+            continue
         low, high, shift = min(giving, taking), max(giving, taking), number if taking < giving else -number
         moved = (*ends[:low], *(end + shift for end in ends[low:high]), *ends[high:])
         if all(a < b for a, b in runs_to(moved)):
@@ -219,44 +254,38 @@ def _step_s(
     sends_s: Float64,
     tied_s: float,
     new_s: float,
-    num_batches: int,
+    turns: Int64,
     holds: bool,
 ) -> float:
     """From the end of a step to that of the next, after the first few, of stages that take so long for a micro-batch
-    each way, for their update, and to send to the next one; the last sends the first the gradient of what it shares,
-    and gets it back. Updates wait for the gradients of all where it `holds`."""
-    num = len(forward_s)
+    each way and to send to the next one, on devices that take so long for their update; the last sends the first the
+    gradient of what it shares, and gets it back. Updates wait for the gradients of all where it `holds`."""
+    num, last = len(update_s), len(forward_s) - 1
+    num_turns = turns.shape[1]
+    num_batches = num * num_turns // (2 * len(forward_s))
     free_s, end_s, end_before_s, sent_s = np.zeros(num), 0.0, 0.0, 0.0
     for _ in range(STEPS):
-        came_s = np.full((2, num, num_batches), np.inf)  # what forward and backward wait for
-        came_s[0, 0], came_s[1, num - 1] = 0.0, 0.0
-        turns, left = np.zeros(num, np.int64), 2 * num * num_batches
+        came_s = np.full((2, last + 1, num_batches), np.inf)  # what forward and backward wait for
+        came_s[0, 0], came_s[1, last] = 0.0, 0.0
+        done, left = np.zeros(num, np.int64), num * num_turns
         while left:
             for d in range(num):
-                ahead = min(num_batches, num - d)
-                while turns[d] < 2 * num_batches:
-                    turn, in_turns = turns[d] - ahead, 2 * (num_batches - ahead)
-                    if turn < 0:
-                        goes_back, m = 0, turns[d]
-                    elif turn < in_turns:
-                        goes_back = 1 - turn % 2
-                        m = turn // 2 + (0 if goes_back else ahead)
-                    else:
-                        goes_back, m = 1, turn - in_turns + num_batches - ahead
-                    if came_s[goes_back, d, m] == np.inf:
+                while done[d] < num_turns:
+                    goes_back, s, m = turns[d, done[d]]
+                    if came_s[goes_back, s, m] == np.inf:
                         break
-                    now = max(free_s[d], came_s[goes_back, d, m])
-                    if goes_back and d + 1 == num:
+                    now = max(free_s[d], came_s[goes_back, s, m])
+                    if goes_back and s == last:
                         sent_s = max(sent_s, now) + tied_s
-                    now += backward_s[d] if goes_back else forward_s[d]
-                    if goes_back and d:
-                        now = (max(now, sent_s) if d + 1 == num else now) + sends_s[d - 1]
-                        came_s[1, d - 1, m] = now
-                    elif not goes_back and d + 1 < num:
-                        now += sends_s[d]
-                        came_s[0, d + 1, m] = now
+                    now += backward_s[s] if goes_back else forward_s[s]
+                    if goes_back and s:
+                        now = (max(now, sent_s) if s == last else now) + sends_s[s - 1]
+                        came_s[1, s - 1, m] = now
+                    elif not goes_back and s < last:
+                        now += sends_s[s]
+                        came_s[0, s + 1, m] = now
                     free_s[d] = now
-                    turns[d] += 1
+                    done[d] += 1
                     left -= 1
         free_s[0] = max(free_s[0], sent_s)
         if holds:

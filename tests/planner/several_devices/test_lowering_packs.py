@@ -319,12 +319,19 @@ def test_one_forward_one_backward_takes_as_long_as_the_papers_say() -> None:
     kept = lower(keeping, workload, two_gpus())
     assert simulate_on(kept, two_gpus()).duration_s == pytest.approx(2 + 4 * (2 * (1 + 2) + 1) + 4, rel=0.02)
     assert {op.unit for op in kept.ops if op.kind == "recompute"} == {workload.units[3].name}
+    each_has_two = replace(plan.packs, forward=((0, 2), (2, 3), (3, 4)), backward=((0, 2), (2, 3), (3, 4), (4, 6)))
+    interleaved = lower(replace(plan, packs=each_has_two), workload, two_gpus())
+    fills_s = (2 - 1) * 2 * (1 + 1 + 2) / 2  # a half of the pipeline's, with twice as many stages
+    assert simulate_on(interleaved, two_gpus()).duration_s == pytest.approx(4 * 2 * (1 + 1 + 2) + fills_s, rel=0.02)
     first = [op.key for op in schedule.ops if op.unit == "embed"]
     assert first[:5] == [
         f"{key}/embed/mb{m}" for key, m in (("fwd", 0), ("fwd", 1), ("bwd", 0), ("fwd", 2), ("bwd", 1))
     ]
     with pytest.raises(PlanError, match="2 stages for 3 devices"):
         replace(plan, packs=replace(plan.packs, devices=3)).check(workload)
+    three = replace(WORKLOAD, training=replace(WORKLOAD.training, gradient_accumulation_steps=3))
+    with pytest.raises(PlanError, match=r"4 stages for 2 devices and 3 micro-batches; .* a multiple of the devices"):
+        replace(plan, packs=each_has_two).check(three)
     for wrong in (replace(keeping.packs, form="pipeline"), replace(keeping.packs, kept=(0,))):
         with pytest.raises(PlanError, match=r"only blocks, in form 'resident', can keep theirs \(4 of 6 units"):
             replace(plan, packs=wrong).check(workload)

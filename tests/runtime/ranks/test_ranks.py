@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,11 @@ class Case:
         if self.policy == "stages":
             found = decide("megatron-pp", workload, several(num))
             assert isinstance(found, PackPlan)
-            return replace(found, packs=replace(found.packs, kept=self.options["kept"]))
+            packs = replace(found.packs, kept=self.options["kept"])
+            if "ends" in self.options:
+                runs = tuple(pairwise((0, *self.options["ends"])))  # type: ignore[misc]
+                packs = replace(packs, forward=runs[:-1], backward=runs)
+            return replace(found, packs=packs)
         if self.policy != "random":
             return decide(self.policy, workload, several(num), self.options)
         rng = random.Random(str(self))
@@ -266,6 +271,8 @@ PAIR = [
     Case("megatron-pp", family="llama", dtype="bf16", accumulation=2),
     Case("stages", {"kept": (1, 3)}, accumulation=3, clip=0.5),
     Case("stages", {"kept": (2, 3, 4)}, family="llama", dtype="bf16", accumulation=3),
+    Case("stages", {"kept": (1, 4), "ends": (2, 3, 4, 6)}, accumulation=4, clip=0.5),
+    Case("stages", {"kept": (3,), "ends": (1, 2, 4, 6)}, family="llama", dtype="bf16", accumulation=4),
     *map(Case.random, (0, 5)),
     Case("planned", {"device_bytes": 400_000}, accumulation=2),
     Case("planned", {"device_bytes": 240_000}, family="llama", dtype="bf16", accumulation=2, clip=0.5),
