@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from tierplan.runtime.autograd.nests import PLAIN
 from tierplan.runtime.autograd.replay import Recipe
 from tierplan.runtime.autograd.saved import Recorder
 from tierplan.runtime.autograd.units import ModelUnit
@@ -26,18 +27,24 @@ class ModelHooks:
         self._blocks: list[tuple[nn.Module, dict[str, Any]]] = []
         """With the `forward` that was set on the instance, if there was one."""
         self.recipes: dict[tuple[int, object], Recipe | None] = {}
-        """How to make what a block has dropped again, by block and shapes, once it is known."""
+        """How to make what a block has dropped again, by block and how it is called, once it is known; None where that
+        is run again each time."""
         self.are_replays_timed = False
         self.results: dict[object, tuple[list[Any], Any]] = {}
-        """What blocks give that other ranks run, without the numbers: by block and shapes."""
+        """What blocks give that other ranks run, without the numbers: by block and how it is called."""
         self.recorders: dict[object, Recorder] = {}
         """What units of which nothing moves have saved, by shapes: so they do in every micro-batch of these."""
         self.checked: set[tuple[int, int]] = set()
         """Units, with their number of outputs, whose graphs are known to end at the boundary to the unit before."""
+        self._attributes = {unit.block: _plain_attributes(unit.block) for unit in units if unit.block is not None}
         for index, unit in enumerate(units):
             if (block := unit.block) is not None:
                 self._blocks.append((block, {name: own for name, own in vars(block).items() if name == "forward"}))
                 block.forward = partial(self._forward, index, block.forward)
+
+    def is_as_ever(self, block: nn.Module | None) -> bool:
+        """Whether no forward so far has set plain attributes of the block's modules, by which it may compute."""
+        return block is not None and _plain_attributes(block) == self._attributes[block]
 
     def _forward(self, index: int, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         run: RunsBlock | None = getattr(self._local, "run", None)
@@ -58,3 +65,12 @@ class ModelHooks:
             del block.forward
             vars(block).update(own)
         self._blocks.clear()
+
+
+def _plain_attributes(block: nn.Module) -> dict[tuple[str, str], object]:
+    return {
+        (path, name): value
+        for path, module in block.named_modules()
+        for name, value in vars(module).items()
+        if name != "training" and type(value) in PLAIN
+    }

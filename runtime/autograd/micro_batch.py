@@ -28,7 +28,7 @@ from tierplan.hwmodels.names import COMPUTE
 from tierplan.runtime.autograd.cuts import Cuts, Root, check_cut, handed_over
 from tierplan.runtime.autograd.flow import Flow
 from tierplan.runtime.autograd.hooks import ModelHooks
-from tierplan.runtime.autograd.nests import addresses, flatten, shapes_of
+from tierplan.runtime.autograd.nests import addresses, flatten, form_of, shapes_of
 from tierplan.runtime.autograd.replay import OperationLog, Recipe, Source
 from tierplan.runtime.autograd.saved import AbsentError, AllRecreated, Recorder, Recreator, SavedStorage
 from tierplan.runtime.autograd.units import FlatParameters, ModelError, ModelUnit, placeholder
@@ -213,13 +213,14 @@ class MicroBatchRun:
         flat = [t for t in flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
         inputs = [*run.leaves, *(leaf for _, leaf in run.glue)]
         there: _There = {"arg": flat, "input": inputs, "param": [part.bound for part in self._params_of(index)]}
-        recipes, key = self.hooks.recipes, (index, shapes_of(flat))
+        recipes, key = self.hooks.recipes, (index, form_of(args, kwargs))
         if not makes_output and (recipe := recipes.get(key)) is not None:
             self._replay(index, recipe, wanted, there)
         elif makes_output or key in recipes:
             self._rerun(index, wanted, inputs, makes_output=makes_output)
         else:
-            recipes[key] = self._rerun(index, wanted, inputs, noted=there)
+            is_as_ever = self.hooks.is_as_ever(self.units[index].block)
+            recipes[key] = self._rerun(index, wanted, inputs, noted=there if is_as_ever else None)
         return made_bytes
 
     def _replay(self, index: int, recipe: Recipe, wanted: Mapping[int, SavedStorage], there: _There) -> None:
@@ -479,8 +480,7 @@ class MicroBatchRun:
         """What a block returns that another rank runs: tensors without numbers, which are leaves."""
         self._close()
         self.runs[index - 1] = UnitRun()
-        flat, _ = flatten((args, kwargs))
-        key = (index, shapes_of(flat))
+        key = (index, form_of(args, kwargs))
         if key not in self.hooks.results:
             with FakeTensorMode(allow_non_fake_inputs=True), ExpertsOnFakes():
                 self.hooks.results[key] = flatten(original(*args, **kwargs))

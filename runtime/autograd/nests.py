@@ -21,6 +21,15 @@ def shapes_of(values: Iterable[object]) -> tuple[object, ...]:
     return tuple((t.shape, t.dtype) for t in values if isinstance(t, torch.Tensor))
 
 
+def form_of(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[object, ...]:
+    """How a call looks: shapes and types of its tensors, the values of plain ones, and the names of what has one."""
+    flat, _ = flatten((args, kwargs))
+    of_each = (
+        (t.shape, t.dtype) if isinstance(t, torch.Tensor) else (type(t), t if type(t) in PLAIN else None) for t in flat
+    )
+    return (len(args), *kwargs, *of_each)
+
+
 def flatten(values: object) -> tuple[list[Any], Callable[[Sequence[object]], Any]]:
     """The leaves of a nest of values, and what makes such a nest of others.
 
@@ -48,7 +57,8 @@ def _is_leaf(value: object) -> bool:
     return isinstance(value, torch.Tensor) or value is None or tree_is_leaf(value)
 
 
-_LEAVES = {torch.Tensor, nn.Parameter, type(None), bool, int, float, str}
+PLAIN = {type(None), bool, int, float, str}
+_LEAVES = {torch.Tensor, nn.Parameter, *PLAIN}
 
 
 def batch_addresses(batch: Mapping[str, object], modules: Iterable[nn.Module]) -> set[int]:

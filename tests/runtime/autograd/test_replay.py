@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
-from tests.runtime.models import VOCABULARY, make_model, observed_workload
+from tests.runtime.models import VOCABULARY, make_batches, make_model, observed_workload
+from tests.runtime.test_trainer import CPU, machine
+from tierplan.planner.lowering import lower
+from tierplan.planner.policies import decide
 from tierplan.runtime.autograd.hooks import ModelHooks
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun
 from tierplan.runtime.autograd.nests import batch_addresses
 from tierplan.runtime.autograd.replay import Recipe
 from tierplan.runtime.autograd.units import ModelUnit, split_model
 from tierplan.runtime.execution.device import Device
-from tierplan.runtime.reference import loss_of, without_cache
+from tierplan.runtime.reference import loss_of, train_plainly, without_cache
 from tierplan.runtime.tracing.trace import trace_module
+from tierplan.runtime.trainer import train
 from tierplan.sim.step import Action, SavedTensorSpec, UnitSpec
 from tierplan.sim.workloads.workload import Training
 
@@ -134,3 +141,41 @@ def test_timed_replays_say_what_each_slot_takes() -> None:
     timed._attribute([1.0] * len(recipe.calls))
     assert set(timed.seconds) == {3, 10}
     assert sum(sum(v) for v in timed.seconds.values()) == pytest.approx(len(recipe.calls))
+
+
+class _Scaled(nn.Module):
+    """A block whose forward depends on a number beside its input: given by position or by name, or set on it."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.inner, self.way, self.scale = nn.Linear(16, 16), way, 0.0
+
+    def forward(self, x: torch.Tensor, t: float = 0.0, *, a: object = None, b: object = None) -> torch.Tensor:
+        by_name = 1.5 if a is not None else 0.5
+        factor = {"number": t, "name": by_name, "attribute": self.scale}[self.way]
+        return x + torch.tanh(self.inner(x) * factor)
+
+
+class _OfScaled(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.layers = nn.ModuleList(_Scaled(way) for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, t: float) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            layer.scale = t
+            x = layer(x, t, **{"a" if int(t) % 2 else "b": x})
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("way", ["number", "name", "attribute"])
+def test_what_a_block_is_told_beside_tensors_is_not_that_of_another_micro_batch(way: str, tmp_path: Path) -> None:
+    batches = [{**batch, "t": 1.0 + k} for k, batch in enumerate(make_batches(4))]
+    model = _OfScaled(way)
+    plain = copy.deepcopy(model)
+    workload = trace_module(copy.deepcopy(model), batches[0], CPU)
+    schedule = lower(decide("full-recompute", workload, machine(), {}), workload, machine())
+    result = train(schedule, model, batches, steps=4, nvme_dir=tmp_path)
+    assert list(result.losses) == train_plainly(plain, batches, steps=4)
