@@ -135,6 +135,8 @@ def test_few_of_a_kind_are_planned_and_the_others_named(advice: Advice) -> None:
     ]
     memory = Purchase(what="memory", overrides={"host.capacity": "1 GiB"}, price_usd=1)
     assert worth_planning([*cards, memory], [10, 10, 15, 30, 0, 5]) == [False, True, False, True, False, True]
+    by_gain = worth_planning([*cards, memory], [10, 10, 15, 30, 0, 5], now=9.5)
+    assert by_gain == [False, False, True, True, False, False], "the cheap one hardly gains, and memory nothing"
     text = " ".join(" ".join(advice_lines(replace(advice, left_out={"a card": 0.0, "memory": 1.0}))).split())
     assert "more for their price, or more in all: a card (does not fit), memory (-" in text
     planned = {change.bought.what for change in advice.changes}

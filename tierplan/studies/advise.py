@@ -166,14 +166,15 @@ def advise(
         some = [b for b in bought if kinds[b.kind] > MOST_OF_A_KIND or b.kind == "host.capacity"]
         bounds = ask([b.applied(like) for b in some], promise_of)
         promised = [float(row().get("promised") or 0.0) for row in bounds]
+        answer = today[0]()
+        now = float(answer.get("tokens_per_s") or 0.0)
         left_out = {
             b.what: most
-            for b, most, is_worth in zip(some, promised, worth_planning(some, promised), strict=True)
+            for b, most, is_worth in zip(some, promised, worth_planning(some, promised, now), strict=True)
             if not is_worth
         }
         bought = [b for b in bought if b.what not in left_out]
-        answer = today[0]()
-        anew = partial(answer_bought, than=answer.get("tokens_per_s"))
+        anew = partial(answer_bought, than=now)
         changed, how = _like(like, answer, anew) if quick else (like, partial(anew, known=answer.get("known")))
         # what is asked last should not take long: second cards do, and what has no answer for a start
         longest = ("gpu.count", "gpu.part", "machine")

@@ -141,19 +141,21 @@ def gpus_for(case: str) -> dict[str, Description]:
     return found
 
 
-def worth_planning(bought: Sequence[Purchase], bounds: Sequence[float]) -> list[bool]:
-    """Whether each is one of the few of its kind that matter, by what its bound promises (in any unit).
+def worth_planning(bought: Sequence[Purchase], bounds: Sequence[float], now: float = 0.0) -> list[bool]:
+    """Whether each is one of the few of its kind that matter, by what its bound promises (in any unit) beyond what
+    there is `now`.
 
-    These are the one with most for its price and the one with most of all; none that promises no more than a cheaper.
+    These are the one with most more for its price and the one with most of all; none that promises no more than a
+    cheaper, or than there is.
     """
     chosen: list[str] = []
     for kind in {b.kind for b in bought}:
         able: list[tuple[float, Purchase]] = []
-        pairs = [(most, b) for most, b in zip(bounds, bought, strict=True) if b.kind == kind and most]
+        pairs = [(most, b) for most, b in zip(bounds, bought, strict=True) if b.kind == kind and most > now]
         for most, b in sorted(pairs, key=lambda pair: pair[1].price_usd):
             if not able or most > able[-1][0] * (1 + NO_MORE_FRAC):
                 able.append((most, b))
-        by_price = sorted(able, key=lambda pair: -pair[0] / pair[1].price_usd)
+        by_price = sorted(able, key=lambda pair: (now - pair[0]) / pair[1].price_usd)
         chosen += list(dict.fromkeys(b.what for _, b in (*by_price[:1], *able[-1:], *by_price)))[:MOST_OF_A_KIND]
     return [b.what in chosen for b in bought]
 
