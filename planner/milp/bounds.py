@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 
 import numpy as np
 
@@ -78,10 +79,15 @@ class Shortage:
 def lower_bound(problem: Problem, *, solver: Solver | None = None) -> Bound:
     """The bound for one order of micro-batches. `feasible` is false where not even the relaxation fits into memory.
 
-    The solver starts from where it ended before with programs without states that come to the device for their
-    updates; those of programs with more (`solver_of`) start from there.
+    Where all has room on the device, computing may be the only stream, and none works beside it. The solver starts
+    from where it ended before with programs without states that come to the device for their updates; those of
+    programs with more (`solver_of`) start from there.
     """
-    solver = solver or Solver()
+    found = _lower_bound(problem, solver or Solver())
+    return replace(found, step_s=min(found.step_s, alone_s(problem)))
+
+
+def _lower_bound(problem: Problem, solver: Solver) -> Bound:
     plain = _optimum(replace(problem, brings_states=False), solver)
     if not problem.brings_states:
         return plain
@@ -122,6 +128,22 @@ def _optimum(problem: Problem, solver: Solver, *, narrower: Solver | None = None
         solution=solution,
         model=model,
     )
+
+
+def alone_s(problem: Problem) -> float:
+    """Seconds of computing where no other stream works in the step; infinite where it takes as long beside others, or
+    where parameters and states do not all have room on the device."""
+    machine, training, workload = problem.machine, problem.workload.training, problem.workload
+    homes_gb = sum(u.params_gb + u.frozen_gb + u.states_gb for u in problem.units)
+    if machine.num_devices > 1 or not machine.stream(COMPUTE).beside_s or homes_gb > problem.device_gb:
+        return inf
+
+    def seconds(work: Mapping[str, float]) -> float:
+        return machine.cost(COMPUTE, work, is_alone=True).alone_s if any(work.values()) else 0.0
+
+    passes_s = sum(seconds(u.forward) + seconds(u.backward) for u in workload.units)
+    updates_s = sum(seconds(training.update_work(u)) for u in workload.units if u.num_trained)
+    return training.gradient_accumulation_steps * passes_s + updates_s
 
 
 def compute_s(problem: Problem) -> float:

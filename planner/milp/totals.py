@@ -13,7 +13,7 @@ from math import inf, isfinite
 
 from tierplan.hwmodels.names import COMPUTE, HOST_ADAM, NVME_READ, NVME_WRITE, compute, d2h, h2d
 from tierplan.planner.milp.amounts import Problem, UnitAmounts
-from tierplan.planner.milp.bounds import MEMORY_FAMILIES, Bound, compute_s, shares_of, worth_of_memory
+from tierplan.planner.milp.bounds import MEMORY_FAMILIES, Bound, alone_s, compute_s, shares_of, worth_of_memory
 from tierplan.planner.milp.capacities import ENDURANCE, drive_pairs
 from tierplan.planner.milp.columns import minus, times
 from tierplan.planner.milp.modes import MODES, Mode
@@ -29,7 +29,11 @@ Totals = dict[str, Terms]
 def bound_of_totals(p: Problem, num_batches: int) -> Bound:
     """No step in which all devices of the problem's machine together do `num_batches` times its micro-batches, for one
     update, is shorter. `p` is that of one device, whatever its order. Infinite where nothing fits."""
-    lp, num, forward_and_backward_s = Draft(), p.machine.num_devices, num_batches * compute_s(p)
+    computing = p.machine.stream(COMPUTE)  # packs compute units at once, whose latencies are one
+    latencies_s = 2 * len(p.units) * (computing.latency_s + computing.beside_s)
+    passes = num_batches * p.workload.training.gradient_accumulation_steps
+    lp, num = Draft(), p.machine.num_devices
+    forward_and_backward_s = max(0.0, num_batches * compute_s(p) - passes * latencies_s)
     step = lp.column(cost=1.0)
     moved, held, updated = _totals(lp, p)
 
@@ -55,10 +59,9 @@ def bound_of_totals(p: Problem, num_batches: int) -> Bound:
         if isfinite(p.write_limit_gb_per_s):
             fit(times(1 / p.write_limit_gb_per_s, taken[NVME_WRITE]), ENDURANCE)
     by_all = p.machine.stream(compute(num - 1)).takes  # what other devices' computing takes of, too
-    num_passes = num_batches * p.workload.training.gradient_accumulation_steps
     for limit, loads in p.loads.items():
         each = sum(u.fwd_load.get(limit, 0.0) + u.bwd_load.get(limit, 0.0) for u in p.units)
-        fixed = num_passes * each if limit in by_all else 0.0
+        fixed = passes * each if limit in by_all else 0.0
         fit([t for s, load in loads.items() for t in times(load, taken.get(s, []))], limit, fixed=fixed)
     sizes = {"device": num * p.device_gb, "host": p.host_gb, "nvme": p.nvme_gb}
     for family, place in MEMORY_FAMILIES.items():
@@ -72,7 +75,7 @@ def bound_of_totals(p: Problem, num_batches: int) -> Bound:
     if solution.status != "optimal":
         return Bound(step_s=least_s, shares={COMPUTE: 1.0}, s_per_gb={}, proven=False)
     return Bound(
-        step_s=max(solution.objective * (1 - SAFE_FRAC), least_s),
+        step_s=min(max(solution.objective * (1 - SAFE_FRAC), least_s), alone_s(p)),
         shares=shares_of(program, solution, [step]),
         s_per_gb=worth_of_memory(program, solution),
         solution=solution,

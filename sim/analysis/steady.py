@@ -59,7 +59,7 @@ class SteadyState:
 
     @property
     def is_periodic(self) -> bool:
-        """Whether the steps repeat; if not, the period is the mean over the later half of the steps."""
+        """Whether the steps repeat; if not, the period is a mean over about the later half of the steps."""
         return self.cycle_steps > 0
 
     @property
@@ -123,16 +123,17 @@ def steady_state(
     while True:
         unrolled = columns.unrolled(num_steps)
         execution = simulate_columns(unrolled, machine, prices if unrolled.works is columns.works else None)
-        longest = max(MAX_CYCLE, columns.steps_around)
-        repetition = _repetition(execution.start_ns, execution.end_ns, num_steps, longest, machine)
+        around = columns.steps_around
+        repetition = _repetition(execution.start_ns, execution.end_ns, num_steps, around, machine)
         if repetition["cycle_steps"] or 2 * num_steps > MAX_STEPS:
             peak_bytes = dict(zip((t.name for t in columns.tiers), execution.peak_bytes.tolist(), strict=True))
             return SteadyState(**repetition, columns=unrolled, peak_bytes=peak_bytes, machine=machine)
         num_steps *= 2
 
 
-def _repetition(start_ns: Int64, end_ns: Int64, num_steps: int, longest: int, machine: Machine) -> dict[str, Any]:
-    """What a `SteadyState` says of the repetition in `num_steps` steps, whose ops are step after step in these arrays.
+def _repetition(start_ns: Int64, end_ns: Int64, num_steps: int, around: int, machine: Machine) -> dict[str, Any]:
+    """What a `SteadyState` says of the repetition in `num_steps` steps, whose ops are step after step in these arrays;
+    after `around` steps, devices do the same again.
 
     No op waits for one that is listed later, so the last step is like any other, except under shared limits: it has
     them to itself while nothing follows.
@@ -146,14 +147,15 @@ def _repetition(start_ns: Int64, end_ns: Int64, num_steps: int, longest: int, ma
         tolerance_ns = max(1.0, SAME_FRAC * float(ends_ns[k] - ends_ns[k - cycle]) / cycle)
         return bool(np.abs(shape_ns[k] - shape_ns[k - cycle]).max() <= tolerance_ns)
 
-    cycle = next((c for c in range(1, longest + 1) if last - c >= 0 and repeats(last, c)), 0)
+    cycle = next((c for c in range(1, max(MAX_CYCLE, around) + 1) if last - c >= 0 and repeats(last, c)), 0)
     if cycle:
         first = last - cycle
         while first > 0 and repeats(first + cycle - 1, cycle):
             first -= 1
         period_ns = float(ends_ns[last] - ends_ns[last - cycle]) / cycle
     else:
-        first = last // 2
+        span = last - last // 2
+        first = last - max(span - span % (around if 1 < around <= span else 2), 1)
         period_ns = float(ends_ns[last] - ends_ns[first]) / (last - first)
     return dict(
         period_s=period_ns / 1e9,

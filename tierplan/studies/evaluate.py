@@ -58,7 +58,7 @@ class BestPlan:
         return Known.of(self.machine, self.workload, self.result)
 
 
-LOOK_S, NEAR_FRAC = 3.0, 0.02
+LOOK_S, LOOK_AT_ONE_S, NEAR_FRAC = 3.0, 0.5, 0.02
 """Fewer GPUs are asked where a look at them of so many seconds comes so near what is known; it mostly takes less."""
 QUICK = "planner, for a moment"
 """In place of a policy: a quick answer."""
@@ -163,7 +163,7 @@ def _or_on_fewer(
     best: BestPlan, point: Point, place: CalibratedPlace, known: Known | None, beat_s: float, only: Mapping[str, Any]
 ) -> BestPlan:
     """The answer for several devices, or where it is no slower for the same work the one for half of them, which may be
-    that for a half of these."""
+    that for a half of these, or for one of them."""
     result = best.result
     fewer = replace(point, devices=-(-best.machine.num_devices // 2))
     wanted_per_s = max(result.prediction.tokens_per_s or 0.0, point.sequences * point.seq / beat_s)
@@ -171,7 +171,10 @@ def _or_on_fewer(
         return best
     if known is None or not known.is_of(place_of(fewer).machine):
         if _look_at_fewer(fewer, best) * (1 + NEAR_FRAC) < wanted_per_s:
-            return best
+            fewer = replace(point, devices=1)
+            near = most_tokens_per_s(fewer) > wanted_per_s and _look_at_one(fewer) * (1 + NEAR_FRAC) >= wanted_per_s
+            if not near:
+                return best
         # one step is the same work for all and for fewer where its sequences are given
         beat_s = min(beat_s, result.step_s) if point.sequences else inf
         try:
@@ -228,6 +231,13 @@ def _look_at_fewer(fewer: Point, best: BestPlan) -> float:
     except InfeasiblePlan:
         return unknown
     return found.prediction.tokens_per_s or 0.0
+
+
+def _look_at_one(one: Point) -> float:
+    """Tokens/s of one GPU in any micro-batches, by a short search: plans of several say nothing of it."""
+    with suppress(InfeasiblePlan):
+        return best_plan(replace(one, planner_s=LOOK_AT_ONE_S)).result.prediction.tokens_per_s or 0.0
+    return 0.0
 
 
 def most_tokens_per_s(point: Point) -> float:

@@ -27,11 +27,13 @@ from tierplan.planner.milp.bounds import compute_s, lower_bound, shortages
 from tierplan.planner.milp.model import Margins, build
 from tierplan.planner.milp.modes import MODES, Mode
 from tierplan.planner.milp.program import Solver
+from tierplan.planner.milp.totals import bound_of_totals
 from tierplan.planner.plan import Plan, UnitPlan, UnitwisePlan
 from tierplan.planner.planning import plan
+from tierplan.planner.prediction import predict
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
-from tierplan.sim.workloads.models import workload_of
+from tierplan.sim.workloads.models import load_workload, workload_of
 from tierplan.sim.workloads.workload import Training, Workload
 
 
@@ -337,3 +339,21 @@ def test_inputs_of_recomputed_blocks_take_memory_and_may_leave() -> None:
     slower = lower_bound(problem(workload, slow, semantics="in-backward")).step_s
     assert slower > lower_bound(p).step_s + 0.1
     assert lower_bound(p).step_s <= found.step_s
+
+
+def test_where_no_other_stream_works_computing_takes_no_longer() -> None:
+    """A calibration says how much longer ops of computing take beside others: not where all stays on the device."""
+    training = Training(dtype="bf16", sequence_length=128, gradient_accumulation_steps=2)
+    workload, machine = load_workload("gpt-0.1b", training), load_machine("desktop-4090")
+    streams = (replace(s, beside_s=2e-4) if s.name == "gpu0.compute" else s for s in machine.streams)
+    beside = replace(machine, streams=tuple(streams))
+    alone_s = predict("in-memory", workload, beside).step_s
+    assert alone_s is not None
+    assert alone_s == predict("in-memory", workload, machine).step_s
+    posed = problem(workload, beside, semantics="in-backward")
+    whole_ns = alone_s * (1 + 1e-5)
+    assert lower_bound(posed).step_s <= whole_ns
+    assert bound_of_totals(posed, 1).step_s <= whole_ns
+    host = predict("zero-offload", workload, beside).step_s
+    assert host is not None
+    assert host > 1.5 * alone_s

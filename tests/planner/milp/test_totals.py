@@ -102,3 +102,15 @@ def test_more_of_anything_never_lifts_it() -> None:
         assert bound_s(with_capacity(less, {tier.name: 2 * tier.capacity_bytes})) <= least_s * (1 + 1e-6)
     for stream in less.streams:
         assert bound_s(with_faster(less, [stream.name], 2.0)) <= least_s * (1 + 1e-6)
+
+
+def test_packs_wait_once_for_all_their_units() -> None:
+    """One op stands for a whole pack, so that it has one latency."""
+    overrides: dict[str, object] = {"gpu.count": 2, "gpu.latency": "2 ms"}
+    point = Point(model="gpt-0.1b", machine="roundpipe-8x4090", accumulation=8, seq=64, overrides=overrides)
+    machine = machine_of(point)
+    workload = workload_at(point, machine)
+    bound_s = bound_of_totals(problem(workload, machine, semantics=plain_semantics(workload.training)), 1).step_s
+    steps = [predict(name, workload, machine).step_s for name in ("mobius", "harmony-pp", "roundpipe-sync")]
+    assert all(step_s is None or bound_s <= step_s for step_s in steps)
+    assert any(steps)
