@@ -110,6 +110,23 @@ def check_trainer_settings(settings: Mapping[str, Any]) -> None:
         raise TrainingError(f"the Trainer is given {name}={value!r}, but {rule}; {advice}")
 
 
+def check_epoch(num_examples: int, args: Any, num_micro_batches: int) -> None:
+    """Raises `TrainingError` where an epoch of so many examples ends in less than a whole step of the schedule, and
+    training comes to its end."""
+    num_whole, rest = divmod(num_examples, args.train_batch_size)
+    num_steps, left = divmod(num_whole, num_micro_batches)
+    is_reached = args.max_steps > num_steps if args.max_steps > 0 else args.num_train_epochs >= 1
+    rest = 0 if args.dataloader_drop_last else rest
+    if is_reached and (rest or left or not num_steps):
+        ending = f"a micro-batch of {rest}" if rest else f"a step of {left} micro-batches"
+        remedy = "set dataloader_drop_last=True, or " if rest and not left and num_steps else ""
+        raise TrainingError(
+            f"an epoch of {num_examples} examples ends in {ending}, but the schedule's steps have {num_micro_batches} "
+            f"micro-batches of {args.train_batch_size}; {remedy}leave examples out so that their number is a multiple "
+            "of both, or give max_steps that end sooner"
+        )
+
+
 def check_arguments(args: Any, training: Training) -> None:
     """Raises `TrainingError` for the first of `TrainingArguments` that a schedule made for `training` cannot honour."""
     for name in OF_THE_SCHEDULE:

@@ -12,8 +12,8 @@ Settings that a schedule does not honour are refused (`hf_arguments`). The Train
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sized
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,13 @@ from torch import nn
 from tierplan.runtime.execution.executable import executable_step
 from tierplan.runtime.execution.executor import traced_steps
 from tierplan.runtime.execution.placement import TrainingError
-from tierplan.runtime.hf_arguments import check_arguments, check_callbacks, check_methods, check_trainer_settings
+from tierplan.runtime.hf_arguments import (
+    check_arguments,
+    check_callbacks,
+    check_epoch,
+    check_methods,
+    check_trainer_settings,
+)
 from tierplan.runtime.optim.adam import OptimizerSettings, ParameterGroup
 from tierplan.runtime.trainer import Trainer
 from tierplan.sim.schedule import Schedule
@@ -48,6 +54,10 @@ class _Update(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Gradients are the schedule's."""
+
+
+FIXED = frozenset({"betas", "eps", "momentum", "weight_decay"})
+"""Settings of an optimizer's groups that nobody can change while it trains."""
 
 
 class ScheduleTrainer(transformers.Trainer):
@@ -103,6 +113,8 @@ class ScheduleTrainer(transformers.Trainer):
         if self._has_trained:
             raise TrainingError("train is called again, but its optimizer states are gone; make a new ScheduleTrainer")
         check_callbacks(self.callback_handler.callbacks, transformers.TrainerCallback)
+        if isinstance(self.train_dataset, Sized):
+            check_epoch(len(self.train_dataset), self.args, self._num_micro_batches)
         self._has_trained = True
         return super().train(resume_from_checkpoint, *args, **settings)
 
@@ -137,7 +149,13 @@ class ScheduleTrainer(transformers.Trainer):
         self._engine.divides_loss = not is_scaled
         done = self._engine.num_steps_done
         self._rates.pop(done - 2, None)
-        self._rates[done] = float(self.optimizer.param_groups[0]["lr"])
+        (group,) = self.optimizer.param_groups
+        if changed := sorted(FIXED.intersection(group)):
+            raise TrainingError(
+                f"groups have {', '.join(changed)}, which the schedule has from the beginning; only lr can "
+                "change: give these to TrainingArguments"
+            )
+        self._rates[done] = float(group["lr"])
         self._engine.run(batches, 1)
         *earlier, loss = self._engine.last_losses
         for earlier_loss in earlier:  # one by one, as the Trainer adds them
@@ -154,6 +172,11 @@ class ScheduleTrainer(transformers.Trainer):
     def _inner_training_loop(self, *args: Any, **settings: Any) -> Any:
         try:
             return super()._inner_training_loop(*args, **settings)
+        except BaseException:  # the model is whole then, as it was after the last step
+            if self._engine.is_placed and not self._is_over:
+                with suppress(Exception):
+                    self._engine.restore_model()
+            raise
         finally:
             self._engine.close()
 

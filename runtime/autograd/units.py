@@ -168,6 +168,11 @@ def _nan(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The model's repeated blocks with their names, in the order of registration."""
+    if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
+        raise ModelError(
+            "the model makes activations again itself (gradient checkpointing), but the plan says what "
+            "is made again; call its gradient_checkpointing_disable(), and plan again"
+        )
     outer: list[tuple[str, nn.ModuleList]] = []
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or len(module) == 0:

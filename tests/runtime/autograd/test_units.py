@@ -5,12 +5,17 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tierplan.runtime.autograd.units import FlatParameters
+from tests.runtime.models import make_batches, make_model
+from tests.runtime.test_trainer import CPU
+from tierplan.runtime.autograd.units import FlatParameters, ModelError, find_blocks
+from tierplan.runtime.tracing.trace import trace_module
+from tierplan.sim.workloads.workload import WorkloadError
 
 NUM_TIMES = 1000
 
@@ -51,3 +56,13 @@ def test_new_memory_stays_while_the_old_is_taken_away() -> None:
     assert part.bound is new
     part.unbind(new.data_ptr())
     assert all(p.isnan().all() for _, p in part.parameters)
+
+
+def test_a_model_that_makes_activations_again_itself_is_refused() -> None:
+    model: Any = make_model("gpt2")
+    model.gradient_checkpointing_enable()
+    for split in (find_blocks, lambda m: trace_module(m, make_batches(1)[0], CPU)):
+        with pytest.raises((ModelError, WorkloadError), match=r"checkpointing.*gradient_checkpointing_disable"):
+            split(model)
+    model.gradient_checkpointing_disable()
+    assert find_blocks(model)
