@@ -151,7 +151,7 @@ def run_job(job: Job, *, show_progress: bool = False, ranks: Ranks | None = None
     model = hollow_model(raw, training)
     folder = job.model if job.model.is_dir() else job.model.parent
     tokenizer_files = _tokenizer_files(folder) if job.model.is_dir() else []
-    loaded = has_weights(folder) and job.model.is_dir()
+    loaded = job.model.is_dir() and has_weights(folder)
     weights = checkpoint_weights(model, folder, seed=job.seed) if loaded else random_weights(model, seed=job.seed)
     files.make_folder(job.out_dir)
     config: Any = model.config

@@ -214,6 +214,9 @@ def _files_by_key(folder: Path) -> dict[str, Path]:
     return file_of
 
 
+OTHER_FORMATS = ("pytorch_model*.bin*", "consolidated*.pth", "tf_model*.h5", "flax_model*.msgpack", "*.gguf")
+
+
 def _weight_map(index: Path) -> dict[str, str]:
     """By tensor, the name of the file in the index's own folder."""
     try:
@@ -227,8 +230,16 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder holds a safetensors checkpoint."""
-    return folder.is_dir() and any(folder.glob("*.safetensors"))
+    """Whether a folder holds a safetensors checkpoint, or the index of one; raises `WeightsError` for weights in
+    another format, which would be passed over."""
+    if not folder.is_dir() or any(folder.glob("*.safetensors")) or (folder / INDEX_NAME).exists():
+        return folder.is_dir()
+    if others := sorted({path.name for pattern in OTHER_FORMATS for path in folder.glob(pattern)}):
+        raise WeightsError(
+            f"{folder} holds {others[0]!r} and no *.safetensors, which alone is read; save it as such "
+            "(model.save_pretrained of current transformers does), or give the config.json alone, for random weights"
+        )
+    return False
 
 
 def export(trainer: Trainer, folder: str | os.PathLike[str]) -> None:

@@ -8,12 +8,12 @@ there, a unit's gradients are one flat buffer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch._utils import _flatten_dense_tensors
 
-from tierplan.runtime.autograd.units import ModelUnit
+from tierplan.runtime.autograd.units import ModelError, ModelUnit
 from tierplan.runtime.execution.instances import Call
 from tierplan.runtime.execution.roles import GradientRole
 from tierplan.runtime.execution.values import BufferValue, value_of
@@ -118,12 +118,43 @@ def gather(value: BufferValue, unit: ModelUnit, flat: BufferValue) -> None:
     flat.filled = None if len(have) == len(views) else set(have)
 
 
-def begin_gradients(call: Call, roles: Iterable[GradientRole]) -> None:
-    """From now on, autograd adds to the gradients that a backward reads, or makes those that it writes.
+class WithoutGradient:
+    """By unit, the step that it is in, and the parameters that none of its micro-batches so far gave a gradient."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, tuple[int, set[str]]] = {}
+
+    def note(self, step: int, without: Mapping[str, set[str]]) -> None:
+        """What a micro-batch's backward of some units left without one."""
+        for unit, names in without.items():
+            known_step, known = self._names.get(unit, (step, names))
+            if known_step != step:
+                self.refuse(unit)  # of units that are updated late, too
+            self._names[unit] = step, names & known if known_step == step else names
+
+    def refuse(self, unit: str) -> None:
+        """Raises `ModelError` where some have none."""
+        step, names = self._names.get(unit, (0, ()))
+        if names:
+            raise ModelError(
+                f"{', '.join(map(repr, sorted(names)))} of unit {unit!r} had no gradient in step {step}: plain "
+                "training leaves such parameters and their optimizer states as they are, which a schedule does not. "
+                "Freeze them (requires_grad_(False)), or take them out of the model"
+            )
+
+
+Looks = list[tuple[torch.Tensor | None, int]]
+"""Of each of a unit's parameters, the gradient that autograd is given, and how often it has been written."""
+
+
+def begin_gradients(call: Call, roles: Iterable[GradientRole]) -> list[Looks]:
+    """From now on, autograd adds to the gradients that a backward reads, or makes those that it writes. How they look,
+    by role.
 
     Gradients of one micro-batch are complete (those of a tied head included) before they are added to those of the
     micro-batches before, as in plain training.
     """
+    looks = []
     for role in roles:
         instance, unit = call.writes[role.at], role.unit
         if instance.over is None:
@@ -131,14 +162,23 @@ def begin_gradients(call: Call, roles: Iterable[GradientRole]) -> None:
         else:
             instance.value = value_of(instance.over)
             _lend(instance.value, unit)
+        looks.append([(p.grad, -1 if p.grad is None else p.grad._version) for _, p in unit.parameters])
         if role.tied_at is not None:
             _lend(value_of(call.reads[role.tied_at]), unit)
+    return looks
 
 
-def end_gradients(call: Call, roles: Iterable[GradientRole]) -> None:
-    """Takes them from autograd."""
-    for role in roles:
+def end_gradients(call: Call, roles: Iterable[GradientRole], looks: Iterable[Looks]) -> dict[str, set[str]]:
+    """Takes them from autograd. By unit whose gradients are whole, the parameters of which backward made none."""
+    without: dict[str, set[str]] = {}
+    for role, look in zip(roles, looks, strict=True):
         own, unit = value_of(call.writes[role.at]), role.unit
+        if role.is_whole:
+            without[unit.name] = {
+                name
+                for (name, p), (before, version) in zip(unit.parameters, look, strict=True)
+                if p.grad is before and (before is None or before._version == version)
+            }
         tied = None if role.tied_at is None else value_of(call.reads[role.tied_at])
         if tied is own:
             tied = None
@@ -149,3 +189,4 @@ def end_gradients(call: Call, roles: Iterable[GradientRole]) -> None:
             _take_over(own, unit, tied)
         if role.is_whole:
             _complete(own, unit)
+    return without

@@ -16,6 +16,7 @@ from tierplan.runtime.autograd.micro_batch import MicroBatchRun
 from tierplan.runtime.autograd.units import ModelError, ModelUnit, first_trained
 from tierplan.runtime.execution.device import TORCH_DTYPES, Device
 from tierplan.runtime.execution.gradients import (
+    WithoutGradient,
     begin_gradients,
     end_gradients,
     flat_gradients,
@@ -131,6 +132,7 @@ class Bodies:
         """By unit, how its states lie."""
         self._has_shards_of = with_shards_of_states(self.schedule, self.layouts) if self.ranks else frozenset()
         self._runs: dict[tuple[int, int, int], MicroBatchRun] = {}  # by step, micro-batch and the turn's first unit
+        self._without = WithoutGradient()
         self._running: MicroBatchRun | None = None
         """Whose forward was the last op of the compute stream, where several threads help."""
         self._position = {id(p): k for k, p in enumerate(self.parameters)}
@@ -394,9 +396,9 @@ class Bodies:
         if index + 1 == units.stop:
             self._arrive(call, batch_run, InputGradient, index + 1)
         roles = self._bind(call)
-        begin_gradients(call, roles.gradients)
+        looks = begin_gradients(call, roles.gradients)
         batch_run.run_backward(index)
-        end_gradients(call, roles.gradients)
+        self._without.note(call.step, end_gradients(call, roles.gradients, looks))
         for k in roles.input_gradients:
             begin_input(call.writes[k], batch_run.runs[index].leaves, is_gradient=True)
         if index == max(self._first_trained, units.start):
@@ -448,6 +450,8 @@ class Bodies:
     def _update(self, call: Call) -> None:
         role = self._update_roles.get(call.op.key) or self._update_role(call)
         unit, layout, own, part = role.unit, role.layout, role.own, role.part
+        if not (late := unit.name in self._updated_late):
+            self._without.refuse(unit.name)
         for instance in call.writes:
             self.places.place(instance)
         grads, params = value_of(call.reads[0]), value_of(call.writes[role.params_at])
@@ -469,7 +473,7 @@ class Bodies:
             gradient = grads.block.data.view(torch.float32 if role.is_fp32 else self.dtype)
             gradient = gradient[part.start - own.start : part.stop - own.start]
             gradient = gradient.to(self.dtype)  # exact either way
-        step = call.step - (unit.name in self._updated_late)
+        step = call.step - late
         clip = None if role.clip_at is None else value_of(call.reads[role.clip_at]).clip
         with threads_here(self.num_threads) if layout.optimizer.grain is None else nullcontext():
             self.update(unit.name, flat, gradient, views, part, step, clip)

@@ -20,7 +20,7 @@ from tierplan.runtime.autograd.hooks import ModelHooks
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun
 from tierplan.runtime.autograd.nests import batch_addresses
 from tierplan.runtime.autograd.replay import Recipe
-from tierplan.runtime.autograd.units import ModelUnit, split_model
+from tierplan.runtime.autograd.units import ModelError, ModelUnit, split_model
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.reference import loss_of, train_plainly, without_cache
 from tierplan.runtime.tracing.trace import trace_module
@@ -179,3 +179,48 @@ def test_what_a_block_is_told_beside_tensors_is_not_that_of_another_micro_batch(
     schedule = lower(decide("full-recompute", workload, machine(), {}), workload, machine())
     result = train(schedule, model, batches, steps=4, nvme_dir=tmp_path)
     assert list(result.losses) == train_plainly(plain, batches, steps=4)
+
+
+class _Branches(nn.Module):
+    """A block, one branch of which is taken in every other micro-batch, or never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.second, self.never = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, t: int) -> torch.Tensor:
+        x = x + torch.tanh(self.always(x))
+        return x + self.second(x) if t % 2 else x
+
+
+class _OfBranches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.layers = nn.ModuleList(_Branches() for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, t: int) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x, t)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize(("accumulation", "freezes"), [(1, True), (2, True), (2, False)])
+def test_a_parameter_without_a_gradient_in_a_step_is_refused(accumulation: int, freezes: bool, tmp_path: Path) -> None:
+    """Plain training leaves it as it is. One that a micro-batch of the step gives one is trained."""
+    batches = [{**batch, "t": 1 + k} for k, batch in enumerate(make_batches(4))]
+    model = _OfBranches()
+    for layer in model.layers if freezes else ():
+        layer.never.requires_grad_(False)  # type: ignore[union-attr]
+    plain = copy.deepcopy(model)
+    training = replace(CPU, gradient_accumulation_steps=accumulation)
+    workload = trace_module(copy.deepcopy(model), batches[0], training)
+    schedule = lower(decide("in-memory", workload, machine(), {}), workload, machine())
+    if accumulation == 1 or not freezes:
+        names = "'layers.0.never.bias'.*" if not freezes else "second.*in step 1"
+        with pytest.raises(ModelError, match=rf"{names}: plain training leaves such parameters"):
+            train(schedule, model, batches, steps=4 // accumulation, nvme_dir=tmp_path)
+        return
+    result = train(schedule, model, batches, steps=2, nvme_dir=tmp_path)
+    assert list(result.losses) == train_plainly(plain, batches, steps=2, gradient_accumulation_steps=2)

@@ -15,7 +15,14 @@ from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.autograd.units import split_model
-from tierplan.runtime.checkpoint.weights import WeightsError, checkpoint_weights, export, hollow_model, random_weights
+from tierplan.runtime.checkpoint.weights import (
+    WeightsError,
+    checkpoint_weights,
+    export,
+    has_weights,
+    hollow_model,
+    random_weights,
+)
 from tierplan.runtime.trainer import Trainer
 
 FAMILIES = ("gpt2", "opt", "llama", "bert")
@@ -105,6 +112,30 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(WeightsError, match="holds no"):
         checkpoint_weights(wider, tmp_path / "empty")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model.bin.index.json", "model-Q4_K_M.gguf"])
+def test_weights_in_a_format_that_is_not_read_are_not_passed_over(name: str, tmp_path: Path) -> None:
+    """They were, in silence, for random ones."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "training_args.bin").touch()
+    assert not has_weights(tmp_path)
+    (tmp_path / name).touch()
+    with pytest.raises(WeightsError, match=rf"holds '{name}' and no \*\.safetensors, which alone is read"):
+        has_weights(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    assert has_weights(tmp_path)
+
+
+def test_an_index_without_its_files_is_a_checkpoint_that_is_not_whole(tmp_path: Path) -> None:
+    model = make_model("gpt2")
+    model.save_pretrained(tmp_path, max_shard_size="50KB")  # type: ignore[operator]
+    for path in tmp_path.glob("*.safetensors"):
+        path.unlink()
+    assert has_weights(tmp_path)
+    hollow = hollow_model(raw_config(model), CPU)
+    with pytest.raises(WeightsError, match="is no whole safetensors file"):
+        checkpoint_weights(hollow, tmp_path)(split_model(hollow, make_batches(1)[0])[0])
 
 
 def test_a_hollow_model_trains_like_a_whole_one(tmp_path: Path) -> None:
