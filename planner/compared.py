@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -36,9 +36,10 @@ class Compared:
         semantics: Semantics,
         batches: Batches | None,
         simulate_plan: PlanSimulator,
+        options: Mapping[str, object],
     ) -> None:
         self.workload, self.machine, self.semantics, self.batches = workload, machine, semantics, batches
-        self.simulate_plan = simulate_plan
+        self.simulate_plan, self.options = simulate_plan, options
         self._decided: dict[tuple[str, bool], Plan | str] = {}
 
     @property
@@ -52,7 +53,7 @@ class Compared:
         nearly = nearly and self._is_on_several and name in ESTIMATES
         if (name, nearly) not in self._decided:
             try:
-                plan: Plan | str = (ESTIMATES if nearly else POLICIES)[name](self.workload, self.machine, {})
+                plan: Plan | str = (ESTIMATES if nearly else POLICIES)[name](self.workload, self.machine, self.options)
             except (PlanError, MachineError, WorkloadError) as error:
                 plan = str(error)
             self._decided[name, nearly] = plan

@@ -80,6 +80,7 @@ class Search:
     ) -> None:
         self.workload, self.seed, self.known = workload, seed, known
         self.asked, self.machine = machine, without_excess(machine, workload)
+        self.asked_semantics = semantics
         self.semantics: Semantics = semantics or plain_semantics(workload.training)
         if workload.training.max_grad_norm is not None and self.semantics == "in-backward":
             raise PlanError(
@@ -211,7 +212,7 @@ class Search:
     def beside(self, order: Order, solver: Solver) -> Search:
         """A search for plans of another order."""
         limit, budget = self.write_limit_bytes_per_s, self.budget
-        other = Search(self.workload, self.asked, self.semantics, budget, self.seed, self.batches, limit)
+        other = Search(self.workload, self.asked, self.asked_semantics, budget, self.seed, self.batches, limit)
         other.begin(only=order, solver=solver, like=self)
         return other
 
@@ -358,7 +359,14 @@ class Search:
         The search is the same whatever it is compared with.
         """
         seeds, is_on_several = self._no_incumbents(), self.num_devices > 1
-        compared = Compared(self.workload, self.asked, self.semantics, self.batches, self.simulate_plan)
+        compared = Compared(
+            self.workload,
+            self.asked,
+            self.semantics,
+            self.batches,
+            self.simulate_plan,
+            {} if self.asked_semantics is None else {"semantics": self.asked_semantics},
+        )
 
         def consider(plan: Plan, *, is_asked: bool = True) -> None:
             seeds.consider(candidate := self.simulate_plan(plan))

@@ -390,3 +390,17 @@ def test_clipped_gradients_wait_on_the_drive_where_memory_has_no_room() -> None:
     )
     assert isinstance(found.plan, UnitwisePlan)
     assert any(u.returns_grads and u.grads == "nvme" for u in found.plan.units)
+
+
+def test_systems_are_compared_in_the_semantics_that_are_asked_for() -> None:
+    """As `simulate` and `compare-policies` have them; those that cannot say so."""
+    training = Training(sequence_length=512, dtype="bf16")
+    workload, machine = load_workload("gpt2-large", training), load_machine("laptop", ["gpu.capacity=4GiB"])
+    found = plan(workload, machine, semantics="exact-clip", time_limit_s=0.2)
+    for name, reached in found.policies.items():
+        if "has no option 'semantics'" in reached.reason:
+            with pytest.raises(PlanError, match="has no option 'semantics'"):
+                predict(name, workload, machine, {"semantics": "exact-clip"})
+        else:
+            own = predict(name, workload, machine, {"semantics": "exact-clip"})
+            assert (reached.step_s, reached.same_numbers) == (own.step_s, True)

@@ -167,7 +167,7 @@ def _figures(advice: Advice) -> list[tuple[str, str]]:
     elif advice.rented is not None:
         figures += [(f"{format_count(advice.rented.tokens)} tokens", "not on this machine"), *_rent(advice)]
     if advice.largest_model:
-        figures.append(("largest model", f"{advice.largest_model}, by any system, one sequence at a time"))
+        figures.append(("largest model", f"{advice.largest_model}, by a published system, one sequence at a time"))
     return figures
 
 
