@@ -140,7 +140,7 @@ def checkpoint_weights(model: nn.Module, folder: str | os.PathLike[str], *, seed
     is_adapted = hasattr(model, "peft_config")
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
 
-    def key_of(name: str) -> str:
+    def known_key(name: str) -> str | None:
         if is_adapted:
             name = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
             name = name.replace(".original_module.", ".").replace(SAVED_MODULE, ".")
@@ -150,6 +150,11 @@ def checkpoint_weights(model: nn.Module, folder: str | os.PathLike[str], *, seed
             for candidate in (key, key.replace("LayerNorm.weight", "LayerNorm.gamma").replace(".bias", ".beta")):
                 if candidate in files:
                     return candidate
+        return None
+
+    def key_of(name: str) -> str:
+        if (key := known_key(name)) is not None:
+            return key
         raise WeightsError(
             f"{folder} has no tensor {name!r}, which {type(model).__name__} needs; it has {len(files)} others"
         )
@@ -167,6 +172,10 @@ def checkpoint_weights(model: nn.Module, folder: str | os.PathLike[str], *, seed
                 "the config.json that of this checkpoint?"
             )
         return tensor.to(dtype)
+
+    for name, buffer in saved_buffers(model).items():
+        if known_key(name) is not None:
+            buffer.copy_(read(name, buffer.shape, buffer.dtype))
 
     def weights(unit: ModelUnit) -> list[torch.Tensor]:
         tensors: list[torch.Tensor] = []
@@ -214,6 +223,7 @@ def _files_by_key(folder: Path) -> dict[str, Path]:
     return file_of
 
 
+BUFFERS_NAME = "model-buffers.safetensors"
 OTHER_FORMATS = ("pytorch_model*.bin*", "consolidated*.pth", "tf_model*.h5", "flax_model*.msgpack", "*.gguf")
 
 
@@ -227,6 +237,13 @@ def _weight_map(index: Path) -> dict[str, str]:
         if name in ("", "..") or name != Path(name).name:
             raise WeightsError(f"{index} looks for {key!r} in {name!r}; the files of a checkpoint lie beside its index")
     return names
+
+
+def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What a checkpoint has beside parameters, by name: the bias of a router, running means."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    state = model.state_dict()
+    return {name: t for name, t in state.items() if name not in parameters and isinstance(t, torch.Tensor)}
 
 
 def has_weights(folder: Path) -> bool:
@@ -253,6 +270,8 @@ def export(trainer: Trainer, folder: str | os.PathLike[str]) -> None:
             if unit.parameters:
                 trainer.placement.content(Params(unit.name))
         return
+    from safetensors.torch import save
+
     if hasattr(trainer.model, "peft_config"):
         _export_adapters(trainer, target)
         return
@@ -266,6 +285,10 @@ def export(trainer: Trainer, folder: str | os.PathLike[str]) -> None:
         write_flat(target / name, unit.all_parameters, parts)
         total_bytes += sum(map(len, parts))
         weight_map.update(dict.fromkeys((key for key, _ in unit.all_parameters), name))
+    if buffers := saved_buffers(trainer.model):
+        write_atomically(target / BUFFERS_NAME, save(buffers, metadata={"format": "pt"}))
+        total_bytes += sum(t.nbytes for t in buffers.values())
+        weight_map.update(dict.fromkeys(buffers, BUFFERS_NAME))
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     write_atomically(target / INDEX_NAME, json.dumps(index, indent=2))
     model: Any = trainer.model

@@ -151,9 +151,10 @@ class SavedTensorsHandle(AutogradHandle):
 
     def parts(self) -> list[torch.Tensor]:
         parts = []
-        for each, (dtype, _) in zip(self._saved, self.forms.each, strict=True):
-            saved = each()
-            assert saved is not None
+        for each, (dtype, shape) in zip(self._saved, self.forms.each, strict=True):
+            if (saved := each()) is None:  # of a branch that leads nowhere: its graph has gone
+                parts.append(placeholder(torch.Size(shape), dtype))
+                continue
             assert saved.tensor is not None
             parts.append(saved.tensor if dtype == saved.dtype else saved.tensor.view(-1).view(dtype))
         return parts

@@ -14,7 +14,9 @@ from torch import nn
 
 from tests.runtime.models import VOCABULARY, make_batches, make_model, observed_workload
 from tests.runtime.test_trainer import CPU, machine
+from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
+from tierplan.planner.plan import UnitPlan
 from tierplan.planner.policies import decide
 from tierplan.runtime.autograd.hooks import ModelHooks
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun
@@ -224,3 +226,22 @@ def test_a_parameter_without_a_gradient_in_a_step_is_refused(accumulation: int, 
         return
     result = train(schedule, model, batches, steps=2, nvme_dir=tmp_path)
     assert list(result.losses) == train_plainly(plain, batches, steps=2, gradient_accumulation_steps=2)
+
+
+class _Logging(_Scaled):
+    """A block that computes something for its log, of which no gradient is wanted."""
+
+    def forward(self, x: torch.Tensor, t: float = 0.0, *, a: object = None, b: object = None) -> torch.Tensor:
+        self.log = torch.exp(x).mean().detach()
+        return super().forward(x, 1.0)
+
+
+@pytest.mark.parametrize("acts", ["host", "nvme", "recompute", "keep"])
+def test_what_is_saved_on_a_branch_that_leads_nowhere_is_not_missed(acts: Action, tmp_path: Path) -> None:
+    model = _OfScaled("number")
+    model.layers = nn.ModuleList(_Logging("number") for _ in range(2))
+    plain, batches = copy.deepcopy(model), [{**batch, "t": 1.0} for batch in make_batches(3)]
+    workload = trace_module(copy.deepcopy(model), batches[0], CPU)
+    schedule = lower(uniform_plan(workload, UnitPlan(acts=acts)), workload, machine())
+    result = train(schedule, model, batches, steps=3, nvme_dir=tmp_path)
+    assert list(result.losses) == train_plainly(plain, batches, steps=3)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch import nn
 
 from tests.runtime.models import make_batches, make_model, observed_workload
@@ -151,3 +152,30 @@ def test_a_hollow_model_trains_like_a_whole_one(tmp_path: Path) -> None:
             losses.append(trainer.result().losses)
     assert losses[0] == losses[1]
     assert bytes_with_memory(hollow) < 1000
+
+
+def test_buffers_of_a_checkpoint_are_read_and_written(tmp_path: Path) -> None:
+    """DeepSeek's routers have a bias that is no parameter: it decides which experts a token meets."""
+    config = hf.DeepseekV3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=64, n_routed_experts=4,
+        n_shared_experts=1, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=0,
+        q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+    )  # fmt: skip
+    whole: Any = hf.DeepseekV3ForCausalLM(config)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    bias = dict(whole.named_buffers())[name]
+    bias.copy_(torch.tensor([0.5, -1.0, 2.0, 0.0]))
+    batch = {k: v.remainder(64) for k, v in make_batches(1)[0].items()}
+    hollow = hollow_model(raw_config(whole), CPU)
+    write = whole.save_pretrained
+    write(tmp_path / "start", save_original_format=False)
+    weights = checkpoint_weights(hollow, tmp_path / "start")
+    assert torch.equal(dict(hollow.named_buffers())[name], bias)
+    schedule = lower(uniform_plan(workload := observed_workload(whole, batch, CPU), UnitPlan()), workload, machine())
+    with Trainer(schedule, hollow, weights=weights) as trainer:
+        trainer.run([batch], 1)
+        export(trainer, tmp_path / "end")
+    loaded, wrong = hf.DeepseekV3ForCausalLM.from_pretrained(tmp_path / "end", output_loading_info=True)
+    assert not wrong["missing_keys"]
+    assert torch.equal(dict(loaded.named_buffers())[name], bias)
