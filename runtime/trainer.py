@@ -31,7 +31,7 @@ from tierplan.runtime.autograd.units import ModelUnit, split_model
 from tierplan.runtime.checkpoint.durability import Durability, save_copy
 from tierplan.runtime.data.ahead import AheadBatches, Batch
 from tierplan.runtime.execution.device import TORCH_DTYPES, Device, open_device
-from tierplan.runtime.execution.executable import check_units, executable_step
+from tierplan.runtime.execution.executable import FixedBuffers, check_units, executable_step, refuse_autocast
 from tierplan.runtime.execution.executor import Executor
 from tierplan.runtime.execution.ops import Bodies
 from tierplan.runtime.execution.placement import Placement, TrainingError, open_store
@@ -207,6 +207,7 @@ class Trainer:
 
         A resumed run takes `batches` from the beginning of training and passes over those that were used.
         """
+        refuse_autocast()
         before, self._source = self._source, iter(batches)
         source = self._batches.rest() if self._source is before else self._of_rank(self._source)
         if not self._is_set_up:
@@ -392,6 +393,7 @@ class Trainer:
         self._hooks, self._modules = ModelHooks(self.units), list(self.model.modules())
         self._set_back.callback(self._hooks.remove)
         self._set_back.callback(self._device.take_buffers(self.model))
+        self._buffers = FixedBuffers(self.model, self.schedule, are_committed=self.out_dir is not None)
         self._hooks.are_replays_timed = self.time_replays
         places = Places(
             device_pool=self._device.pool(capacity.get(DEVICE, 0)),
@@ -450,6 +452,7 @@ class Trainer:
     # ---- during the run ----
 
     def _on_step_end(self, step: int, time_ns: int) -> None:
+        self._buffers.check()
         if self.ranks is not None:  # in the order of micro-batches, which is that of plain training
             count = self._step.training.gradient_accumulation_steps
             rows = self.ranks.share(self._losses.get(step, [0.0] * count), "steps")

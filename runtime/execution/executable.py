@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+from torch import nn
 
 from tierplan.hwmodels import names
 from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST, HOST_ADAM, NVME, NVME_READ, NVME_WRITE
@@ -241,4 +242,32 @@ def _check_memory(schedule: Schedule) -> Wrongs:
         yield (
             f"it holds {max(held, largest):,} bytes in host memory at once, but this machine has {there:,}; plan for a "
             "machine with so much"
+        )
+
+
+class FixedBuffers:
+    """The model's buffers, which a schedule takes to stay as they are: forward may run again, and commits have none."""
+
+    def __init__(self, model: nn.Module, schedule: Schedule, *, are_committed: bool) -> None:
+        is_again = any(op.kind == "recompute" for op in schedule.ops)
+        self._why = "blocks are run again" if is_again else "steps are committed" if are_committed else ""
+        self._looks = {name: (buffer, buffer._version) for name, buffer in model.named_buffers()}
+
+    def check(self) -> None:
+        """Raises `TrainingError` where forward has changed some, and that matters."""
+        changed = [name for name, (buffer, version) in self._looks.items() if buffer._version != version]
+        if changed and self._why:
+            raise TrainingError(
+                f"forward changes {changed[0]!r} ({len(changed)} of the model's buffers), but {self._why}, which this "
+                "runtime does with parameters alone; plan without recomputation and run without out_dir, or keep such "
+                "modules (batch norm) from changing theirs: eval() for these"
+            )
+
+
+def refuse_autocast() -> None:
+    """Raises `TrainingError` within `torch.autocast`, which is of a thread, and a schedule's ops have their own."""
+    if torch._C._is_any_autocast_enabled():
+        raise TrainingError(
+            "training within torch.autocast is not what a schedule does: its types are those that it was planned with; "
+            "leave autocast out, and plan with the dtype that you want"
         )

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tierplan.runtime.autograd.nests import batch_addresses
 from tierplan.runtime.autograd.replay import Recipe
 from tierplan.runtime.autograd.units import ModelError, ModelUnit, split_model
 from tierplan.runtime.execution.device import Device
+from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.reference import loss_of, train_plainly, without_cache
 from tierplan.runtime.tracing.trace import trace_module
 from tierplan.runtime.trainer import train
@@ -245,3 +247,44 @@ def test_what_is_saved_on_a_branch_that_leads_nowhere_is_not_missed(acts: Action
     schedule = lower(uniform_plan(workload, UnitPlan(acts=acts)), workload, machine())
     result = train(schedule, model, batches, steps=3, nvme_dir=tmp_path)
     assert list(result.losses) == train_plainly(plain, batches, steps=3)
+
+
+class _Normed(_Scaled):
+    """A block with running means, which are buffers that forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__("number")
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: torch.Tensor, t: float = 0.0, *, a: object = None, b: object = None) -> torch.Tensor:
+        return super().forward(self.norm(x.flatten(0, 1)).view_as(x), t)
+
+
+@pytest.mark.parametrize(
+    ("acts", "out", "says"), [("keep", "", ""), ("recompute", "", "run again"), ("keep", "out", "are com")]
+)
+def test_buffers_that_forward_changes_are_refused_where_they_matter(
+    acts: Action, out: str, says: str, tmp_path: Path
+) -> None:
+    model = _OfScaled("number")
+    model.layers = nn.ModuleList(_Normed() for _ in range(2))
+    plain, batches = copy.deepcopy(model), [{**batch, "t": 1.0} for batch in make_batches(3)]
+    workload = trace_module(copy.deepcopy(model), batches[0], CPU)
+    schedule = lower(uniform_plan(workload, UnitPlan(acts=acts)), workload, machine())
+    more: dict[str, Any] = {"out_dir": tmp_path / "out"} if out else {}
+    if says:
+        with pytest.raises(TrainingError, match=rf"forward changes 'layers\.0\.norm\..*, but .* {says}"):
+            train(schedule, model, batches, steps=3, nvme_dir=tmp_path, **more)
+        return
+    assert list(train(schedule, model, batches, steps=3, nvme_dir=tmp_path).losses) == train_plainly(
+        plain, batches, steps=3
+    )
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), plain.buffers(), strict=True))
+
+
+def test_training_within_autocast_is_refused(tmp_path: Path) -> None:
+    model, batches = make_model("gpt2"), make_batches(1)
+    workload = observed_workload(model, batches[0], CPU)
+    schedule = lower(uniform_plan(workload, UnitPlan()), workload, machine())
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TrainingError, match="within torch"):
+        train(schedule, model, batches, steps=1, nvme_dir=tmp_path)
