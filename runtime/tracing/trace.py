@@ -107,7 +107,12 @@ def trace_module(
             fakes = {k: torch.empty_like(v) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
             tracer = _Tracer(twin, training, [block for _, block in find_blocks(twin)], refuses_glue=True)
             tracer.run(lambda: loss_of(twin, fakes, loss))
-    except (ModelError, DataDependentOutputException) as error:
+    except DataDependentOutputException as error:
+        raise WorkloadError(
+            f"{name} looks at the values of its inputs ({error}), which a plan does not know; often it is an "
+            "attention_mask: trace it with a batch without one, whose plan trains padded batches, too"
+        ) from error
+    except ModelError as error:
         raise WorkloadError(f"{name}: {error}") from error
     except RuntimeError as error:
         if "backward through the graph a second time" not in str(error):

@@ -344,6 +344,11 @@ class Workload(Shown):
     def __post_init__(self) -> None:
         if not self.units:
             raise WorkloadError(f"workload {self.name!r} has no units; a model needs at least one")
+        if len({u.name for u in self.units}) < len(self.units):
+            raise WorkloadError(
+                f"workload {self.name!r} runs a block several times in one forward, as ALBERT does, which no plan can "
+                "say; choose a model whose blocks run once each"
+            )
         if all(u.is_frozen or not u.num_parameters for u in self.units) and any(u.is_frozen for u in self.units):
             raise WorkloadError(f"all parameters of {self.name!r} are frozen; there is nothing to train")
 

@@ -107,6 +107,19 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     other = hollow_model(raw_config(make_model("opt")), CPU)
     with pytest.raises(WeightsError, match=r"has no tensor 'model\.decoder"):
         checkpoint_weights(other, tmp_path)(split_model(other, batch)[0])
+    mixtral = hf.MixtralForCausalLM(
+        hf.MixtralConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, num_local_experts=4, max_position_embeddings=64,
+        )
+    )  # fmt: skip
+    hollow, tiny = hollow_model(raw_config(mixtral), CPU), {k: v.remainder(64) for k, v in batch.items()}
+    write: Any = mixtral.save_pretrained
+    write(tmp_path / "renamed")
+    with pytest.raises(WeightsError, match="save it once more"):
+        [checkpoint_weights(hollow, tmp_path / "renamed")(unit) for unit in split_model(hollow, tiny)]
+    write(tmp_path / "anew", save_original_format=False)
+    assert [checkpoint_weights(hollow, tmp_path / "anew")(unit) for unit in split_model(hollow, tiny)]
     wider = hollow_model({**raw_config(make_model("gpt2")), "n_positions": 32}, CPU)
     with pytest.raises(WeightsError, match=r"shape \(64, 32\), but the model needs \(32, 32\)"):
         checkpoint_weights(wider, tmp_path)(split_model(wider, batch)[0])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch import nn
 
 from tests.runtime.models import VOCABULARY, make_batches, make_model, observed_workload
@@ -102,3 +103,21 @@ def test_what_cannot_be_traced_says_why() -> None:
         trace_module(nn.Linear(2, 2), batch, CPU)
     with pytest.raises(WorkloadError, match=r"are trained, but training is in 'fp32'"):
         trace_module(make_model("gpt2", dtype="bf16"), batch, CPU)
+
+
+def test_a_block_that_runs_several_times_is_named() -> None:
+    config = hf.AlbertConfig(
+        vocab_size=64, hidden_size=32, embedding_size=16, intermediate_size=64, num_hidden_layers=3,
+        num_attention_heads=4,
+    )  # fmt: skip
+    batch = {k: v.remainder(64) for k, v in make_batches(1)[0].items()}
+    with pytest.raises(WorkloadError, match="runs a block several times in one forward, as ALBERT does"):
+        trace_module(hf.AlbertForMaskedLM(config), batch, CPU)
+
+
+def test_a_model_that_looks_at_its_mask_is_traced_without_one() -> None:
+    batch = make_batches(1)[0]
+    masked = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+    with pytest.raises(WorkloadError, match="attention_mask: trace it with a batch"):
+        trace_module(make_model("gpt2"), masked, CPU)
+    assert trace_module(make_model("gpt2"), batch, CPU)
