@@ -156,8 +156,8 @@ def checkpoint_weights(model: nn.Module, folder: str | os.PathLike[str], *, seed
         if (key := known_key(name)) is not None:
             return key
         raise WeightsError(
-            f"{folder} has no tensor {name!r}, which {type(model).__name__} needs; it has {len(files)} others. Is the "
-            "config.json that of this checkpoint? If transformers renames tensors as it loads them, as it does experts', "
+            f"{folder} has no tensor {name!r}, which {type(model).__name__} needs; it has {len(files)} others. Is this "
+            "the config.json of the checkpoint? If transformers renames tensors as it loads them, as it does experts', "
             "save it once more: from_pretrained(...).save_pretrained(..., save_original_format=False)"
         )
 
