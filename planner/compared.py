@@ -95,20 +95,25 @@ class Compared:
     def result(self, name: str, *, is_best: bool = True) -> PolicyResult:
         """What a policy reaches; to say why one does not fit takes a while. Where that is not the `is_best` of several
         divisions, it is roughly what it reaches, for the same work alone."""
+        training = self.workload.training
+        of_work = PolicyResult(
+            step_s=None,
+            micro_batch=training.per_device_train_batch_size,
+            accumulation=training.gradient_accumulation_steps,
+        )
         if isinstance(plan := self.decided(name, nearly=not is_best), str):
-            return PolicyResult(step_s=None, reason=plan)
+            return replace(of_work, reason=plan)
         if not is_best and self.batches is not None and (plan.num_batches == 1) != (self.batches == "shared"):
-            return PolicyResult(step_s=None)  # other work than was asked for; another search has it
+            return of_work  # other work than was asked for; another search has it
         found = (self.simulate_plan.in_full if is_best else self.simulate_plan)(plan)
         same = is_same(plan, self.semantics)
         if isinstance(plan, UnitwisePlan) and plan.sums_tied and found.fits:  # no rival where only this makes room
             same = same and self.simulate_plan(replace(plan, sums_tied=False)).fits
-        return PolicyResult(
+        return replace(
+            of_work,
             step_s=found.step_s,
             reason=found.reason if is_best else "",
             lacks_memory=bool(found.short_tier),
             same_numbers=same,
-            micro_batch=self.workload.training.per_device_train_batch_size,
-            accumulation=self.workload.training.gradient_accumulation_steps,
             num_batches=plan.num_batches,
         )

@@ -234,10 +234,10 @@ class Search:
 
     def result(self) -> PlanResult:
         """The best plan so far. Raises `InfeasiblePlan` where there is none."""
-        problems = [p for chain in self.chains for p in chain.problems] or [self.posed("horizontal", 1)]
+        problems = [p for chain in self.chains for p in chain.problems]
         bounds = [bound for chain in self.chains for bound in chain.bounds]
         if self.incumbents.best is None:
-            raise self._infeasible(problems, bounds)
+            raise self._infeasible(problems or [self.posed("horizontal", 1)], bounds)
         best = self._spares_drives(self._in_full(self.incumbents.best))
         if self.known is not None and self.known.is_cut:
             self.is_interrupted = True

@@ -90,6 +90,10 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, s
         (["advise", *SCENARIO, "--tokens", "ten"], "--tokens: 'ten' is no amount; give a number above 0"),
         (["advise", *SCENARIO, "--workers", "0"], "--workers: 0 is too small"),
         (["advise", *SCENARIO, "-o", "a-folder"], "a-folder is a folder"),
+        (
+            ["run", __file__, "--model", ".", "--data", ".", "--threads", "100000"],
+            "100,000 is too large; give a whole number of 1,024 or fewer",
+        ),
         (["demo", "--steps", "3"], "--steps: 3 is too small; give a whole number of 4 or more"),
         (["demo", "--threads", "0"], "--threads: 0 is too small"),
         (["demo", "--out", "a-file"], "a-file is a file, not a folder"),

@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine = parser.add_argument_group("machine")
     add_device(machine)
     option(machine, "--devices N", "execute a plan of N devices, each in a process of its own (CPUs)", whole(1))
-    option(machine, "--threads T", "threads for kernels on the CPU (default: as PyTorch chooses)", whole(1))
+    option(machine, "--threads T", "threads for kernels on the CPU (default: as PyTorch chooses)", whole(1, 1024))
 
 
 def run(args: argparse.Namespace) -> int:

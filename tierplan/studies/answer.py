@@ -300,5 +300,6 @@ def sequences_text(prediction: Prediction) -> str:
     """The sequences of one step, and who has them."""
     num = 0 if prediction.plan is None else prediction.plan.num_batches
     each = prediction.micro_batch * prediction.accumulation
-    whose = f"{each} on each of {num} GPUs" if num > 1 else f"which {prediction.devices} GPUs share"
-    return f"{each * num} sequences per step, {whose}"
+    together = f"which {prediction.devices} GPUs share" if prediction.devices > 1 else "on one GPU"
+    whose = f"{each} on each of {num} GPUs" if num > 1 else together
+    return f"{each * num} sequence{'s' * (each * num > 1)} per step, {whose}"

@@ -102,8 +102,8 @@ def add_timeline(parser: _ActionsContainer) -> None:
     option(parser, "--timeline FILE", what, new_file(".html", *PICTURES, ".json"))
 
 
-def whole(least: int) -> Callable[[str], int]:
-    """A whole number of `least` or more."""
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """A whole number of `least` or more, and of no more than `most`."""
 
     def read(text: str) -> int:
         try:
@@ -112,6 +112,8 @@ def whole(least: int) -> Callable[[str], int]:
             raise ArgumentTypeError(f"{text!r} is no whole number; give {least} or more") from None
         if value < least:
             raise ArgumentTypeError(f"{value} is too small; give a whole number of {least} or more")
+        if most is not None and value > most:
+            raise ArgumentTypeError(f"{value:,} is too large; give a whole number of {most:,} or fewer")
         return value
 
     return read
