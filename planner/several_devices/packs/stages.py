@@ -65,6 +65,9 @@ def search_stages(incumbents: Incumbents, simulate_plan: PlanSimulator, *, num_o
     enough = min(workload.training.gradient_accumulation_steps, len(workload.blocks))
     if incumbents.batches == "each" or not 1 < num <= enough:
         return
+    capacity_bytes = simulate_plan.machine.tier(DEVICE).capacity_bytes
+    if sum(_held_bytes(u, workload) for u in workload.units) > num * capacity_bytes:
+        return
     budget = simulate_plan.budget
     search = _Search(simulate_plan, end_frac=(budget.spent_ops + SHARE * num_ops) / budget.num_ops)
     for _ in range(TRIES):
