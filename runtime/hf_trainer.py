@@ -12,6 +12,7 @@ Settings that a schedule does not honour are refused (`hf_arguments`). The Train
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -32,6 +33,7 @@ from tierplan.runtime.hf_arguments import (
     check_methods,
     check_trainer_settings,
 )
+from tierplan.runtime.job import stop_on_interrupt
 from tierplan.runtime.optim.adam import OptimizerSettings, ParameterGroup
 from tierplan.runtime.trainer import Trainer
 from tierplan.sim.schedule import Schedule
@@ -79,7 +81,7 @@ class ScheduleTrainer(transformers.Trainer):
         check_arguments(settings["args"], training)
         super().__init__(**settings)
         self._num_micro_batches = training.gradient_accumulation_steps
-        self._has_trained = self._is_over = False
+        self._has_trained = self._is_over = self._is_torn = False
         self._waiting: list[Mapping[str, Any]] = []
         args = self.args
         decayed = set(self.get_decay_parameter_names(self.model))
@@ -156,7 +158,10 @@ class ScheduleTrainer(transformers.Trainer):
                 "change: give these to TrainingArguments"
             )
         self._rates[done] = float(group["lr"])
-        self._engine.run(batches, 1)
+        with stop_on_interrupt(numbers=[signal.SIGINT]) as is_interrupted:  # between steps, where the model is whole
+            self._engine.run(batches, 1)
+        if is_interrupted():
+            raise KeyboardInterrupt
         *earlier, loss = self._engine.last_losses
         for earlier_loss in earlier:  # one by one, as the Trainer adds them
             self._tr_loss += earlier_loss
@@ -172,10 +177,11 @@ class ScheduleTrainer(transformers.Trainer):
     def _inner_training_loop(self, *args: Any, **settings: Any) -> Any:
         try:
             return super()._inner_training_loop(*args, **settings)
-        except BaseException:  # the model is whole then, as it was after the last step
+        except BaseException:  # between steps the model is whole, as it was after the last one
             if self._engine.is_placed and not self._is_over:
                 with suppress(Exception):
                     self._engine.restore_model()
+                self._is_torn = not all(bool(p.isfinite().all()) for p in self._engine.model.parameters())
             raise
         finally:
             self._engine.close()
@@ -189,6 +195,11 @@ class ScheduleTrainer(transformers.Trainer):
     @contextmanager
     def _whole_model(self) -> Iterator[None]:
         """The model with its parameters; during training they are the schedule's again afterwards."""
+        if self._is_torn:
+            raise TrainingError(
+                "training ended in the middle of a step, by an error or a second Ctrl-C, and left no whole model; load "
+                "the last checkpoint"
+            )
         is_taken_apart = self._engine.is_placed and not self._is_over
         if is_taken_apart:
             self._engine.restore_model()

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -308,8 +308,12 @@ def _tokenizer_files(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def stop_on_interrupt(request_stop: Callable[[], None] = lambda: None) -> Iterator[Callable[[], bool]]:
-    """The first Ctrl-C or SIGTERM asks for a stop, as after the step under way; the second one ends it at once."""
+def stop_on_interrupt(
+    request_stop: Callable[[], None] = lambda: None,
+    numbers: Iterable[signal.Signals] = (signal.SIGINT, signal.SIGTERM),
+) -> Iterator[Callable[[], bool]]:
+    """The first of these signals (Ctrl-C, SIGTERM) asks for a stop, as after the step under way; the second one ends it
+    at once."""
     stopped = [False]
 
     def handle(number: int, frame: object) -> None:
@@ -319,7 +323,7 @@ def stop_on_interrupt(request_stop: Callable[[], None] = lambda: None) -> Iterat
         request_stop()
 
     try:
-        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, handle) for number in numbers}
     except ValueError:  # not in the main thread
         yield lambda: False
         return

@@ -5,7 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import os
 import re
+import signal
+import threading
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -24,6 +28,7 @@ from tierplan.hwmodels.description import write_description
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.execution.placement import TrainingError
+from tierplan.runtime.execution.values import SizeError
 from tierplan.runtime.hf_arguments import (
     HONOURED,
     HONOURED_SETTINGS,
@@ -307,6 +312,54 @@ def test_where_training_ends_by_an_error_the_model_is_whole(
     )  # the same rates, since they are constant
     expected.train()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_ctrl_c_in_the_middle_of_a_step_comes_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("gpt2", dropout=0.1)
+    trainer = ScheduleTrainer(
+        schedule=schedule_for(1, None), nvme_dir=tmp_path / "nvme", model=model, args=arguments(tmp_path, 1, None),
+        train_dataset=examples(40),
+    )  # fmt: skip
+    run, calls = trainer._engine.run, []
+
+    def interrupted(batches: Any, steps: int) -> None:
+        calls.append(steps)
+        if len(calls) == 3:
+            threading.Timer(0.001, os.kill, (os.getpid(), signal.SIGINT)).start()
+        run(batches, steps)
+        if len(calls) == 3:
+            time.sleep(0.1)  # it has come, sooner or later
+
+    monkeypatch.setattr(trainer._engine, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer._engine.num_steps_done == 3
+    assert all(p.isfinite().all() for p in model.parameters())
+    trainer.save_model(str(tmp_path / "saved"))
+
+
+@pytest.mark.parametrize("is_torn", [False, True])
+def test_a_model_that_an_error_tore_apart_is_not_saved(
+    is_torn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the third step a micro-batch has another length: an op ends by an error, before anything is updated."""
+    longer = [{k: v[0] for k, v in batch.items()} for batch in make_batches(2, batch=1, length=32)]
+    trainer = ScheduleTrainer(
+        schedule=schedule_for(1, None), nvme_dir=tmp_path / "nvme", model=make_model("gpt2", dropout=0.1),
+        args=arguments(tmp_path, 1, None, train_sampling_strategy="sequential"),
+        train_dataset=[*examples(4), *longer, *examples(20)],
+    )  # fmt: skip
+    if is_torn:
+        monkeypatch.setattr(trainer._engine, "restore_model", lambda: 1 / 0)
+    with pytest.raises(SizeError):
+        trainer.train()
+    if is_torn:
+        with pytest.raises(TrainingError, match="left no whole model; load the last checkpoint"):
+            trainer.save_model(str(tmp_path / "saved"))
+        assert not (tmp_path / "saved").exists()
+    else:
+        trainer.save_model(str(tmp_path / "saved"))
+        assert all(p.isfinite().all() for p in hf.GPT2LMHeadModel.from_pretrained(tmp_path / "saved").parameters())
 
 
 @pytest.mark.parametrize(
