@@ -19,6 +19,10 @@ RunsBlock = Callable[[int, Callable[..., Any], tuple, dict], Any]
 """Stands for the forward of the unit with this index; it is given the original one and its arguments."""
 
 
+NOT_OF_FORWARD = ("training", "_is_hf_initialized")
+"""Attributes of modules that are set while a model is made ready."""
+
+
 class ModelHooks:
     """The blocks' replaced `forward`s; they find the run of the thread that they are called in."""
 
@@ -72,5 +76,5 @@ def _plain_attributes(block: nn.Module) -> dict[tuple[str, str], object]:
         (path, name): value
         for path, module in block.named_modules()
         for name, value in vars(module).items()
-        if name != "training" and type(value) in PLAIN
+        if name not in NOT_OF_FORWARD and type(value) in PLAIN
     }

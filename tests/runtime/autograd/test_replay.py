@@ -24,11 +24,12 @@ from tierplan.runtime.autograd.micro_batch import MicroBatchRun
 from tierplan.runtime.autograd.nests import batch_addresses
 from tierplan.runtime.autograd.replay import Recipe
 from tierplan.runtime.autograd.units import ModelError, ModelUnit, split_model
+from tierplan.runtime.checkpoint.weights import hollow_model, random_weights
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.reference import loss_of, train_plainly, without_cache
 from tierplan.runtime.tracing.trace import trace_module
-from tierplan.runtime.trainer import train
+from tierplan.runtime.trainer import Trainer, train
 from tierplan.sim.step import Action, SavedTensorSpec, UnitSpec
 from tierplan.sim.workloads.workload import Training
 
@@ -288,3 +289,15 @@ def test_training_within_autocast_is_refused(tmp_path: Path) -> None:
     schedule = lower(uniform_plan(workload, UnitPlan()), workload, machine())
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(TrainingError, match="within torch"):
         train(schedule, model, batches, steps=1, nvme_dir=tmp_path)
+
+
+def test_recomputations_are_replayed_where_weights_came_late(tmp_path: Path) -> None:
+    """What initialises weights marks the modules, which is no reason to run blocks again."""
+    hollow = hollow_model({**make_model("gpt2").config.to_dict(), "architectures": ["GPT2LMHeadModel"]}, CPU)  # type: ignore[union-attr, operator]
+    workload = observed_workload(make_model("gpt2"), make_batches(1)[0], CPU)
+    schedule = lower(uniform_plan(workload, UnitPlan(acts="recompute")), workload, machine())
+    with Trainer(
+        schedule, hollow, nvme_dir=tmp_path, weights=random_weights(hollow, seed=1), time_replays=True
+    ) as trainer:
+        trainer.run(make_batches(3), 3)
+        assert trainer.replay_seconds().keys() == {unit.name for unit in workload.blocks}
