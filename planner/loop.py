@@ -159,16 +159,21 @@ class Search:
         except KeyboardInterrupt:
             self.interrupt()
 
+    def search_stages(self) -> None:
+        """Stages that stay on several devices, which takes little."""
+        search_stages(self.seeds, self.simulate_plan, num_ops=self.budget.ops_left, beat_s=self.beat_s)
+        if self.seeds.staged is not None:
+            self.incumbents.consider(self.seeds.staged)
+
     def _search_packs(self) -> None:
         """Stages and packs, on several devices."""
-        search_stages(self.seeds, self.simulate_plan, num_ops=self.budget.ops_left, beat_s=self.beat_s)
+        self.search_stages()
         beat_s = min(self.beat_s, step_s_of(self.seeds.staged))
         packed = self.seeds.packed
         if packed and bound_of_packs(self.posed("horizontal", 1), packed.plan.packs) < beat_s:
             search_packs(self.seeds, self.simulate_plan, num_ops=self.budget.ops_left, seed=self.seed)
-        for found in (self.seeds.staged, self.seeds.packed):
-            if found:
-                self.incumbents.consider(found)
+        if self.seeds.packed is not None:
+            self.incumbents.consider(self.seeds.packed)
 
     def interrupt(self) -> None:
         """Ctrl-C ends the search, where there is a plan already."""

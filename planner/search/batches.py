@@ -128,6 +128,8 @@ def plan_sequences(
             if compared:
                 search.beat_s = min(beat_s, *(s.best_s for s in searches))
                 search.compare()
+                if num > 1:
+                    search.search_stages()
             elif to_the_end:
                 search.begin(orders=() if kind == "shared" else None)  # in which packs alone are searched
             else:

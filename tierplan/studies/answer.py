@@ -223,6 +223,14 @@ def numbers_rows(prediction: Prediction) -> list[tuple[str, str]]:
 def devices_rows(plan: Plan) -> list[tuple[str, str]]:
     """How several devices divide the work."""
     match plan:
+        case PackPlan(packs=packs) if packs.stays:
+            num = len(packs.backward) // packs.devices
+            has = "a stage" if num == 1 else f"{num} stages"
+            return [
+                ("devices", f"each of {packs.devices} devices has {has} of the chain; they share the micro-batches"),
+                ("  units", ", ".join(str(b - a) for a, b in packs.backward)),
+                ("  blocks", f"{len(packs.kept)} keep their activations, the others are made again"),
+            ]
         case PackPlan(packs=packs) if packs.devices > 1:
             how = "go round" if packs.form == "pipeline" else "visit each of"
             sizes = [", ".join(str(b - a) for a, b in runs) for runs in (packs.forward, packs.backward)]
