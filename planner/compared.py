@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from tierplan.hwmodels.machine import Machine, MachineError
-from tierplan.planner.plan import Plan, UnitwisePlan
+from tierplan.planner.plan import Plan, UnitwisePlan, plain_semantics
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.policies import ESTIMATES, NEED_SEVERAL_DEVICES, POLICIES, SHARED
 from tierplan.planner.results import PolicyResult
@@ -33,13 +33,13 @@ class Compared:
         self,
         workload: Workload,
         machine: Machine,
-        semantics: Semantics,
+        asked: Semantics | None,
         batches: Batches | None,
         simulate_plan: PlanSimulator,
-        options: Mapping[str, object],
     ) -> None:
-        self.workload, self.machine, self.semantics, self.batches = workload, machine, semantics, batches
-        self.simulate_plan, self.options = simulate_plan, options
+        self.workload, self.machine, self.batches, self.simulate_plan = workload, machine, batches, simulate_plan
+        self.semantics: Semantics = asked or plain_semantics(workload.training)
+        self.options: Mapping[str, object] = {"semantics": asked} if asked else {}
         self._decided: dict[tuple[str, bool], Plan | str] = {}
 
     @property

@@ -364,14 +364,7 @@ class Search:
         The search is the same whatever it is compared with.
         """
         seeds, is_on_several = self._no_incumbents(), self.num_devices > 1
-        compared = Compared(
-            self.workload,
-            self.asked,
-            self.semantics,
-            self.batches,
-            self.simulate_plan,
-            {} if self.asked_semantics is None else {"semantics": self.asked_semantics},
-        )
+        compared = Compared(self.workload, self.asked, self.asked_semantics, self.batches, self.simulate_plan)
 
         def consider(plan: Plan, *, is_asked: bool = True) -> None:
             seeds.consider(candidate := self.simulate_plan(plan))

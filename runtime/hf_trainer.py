@@ -154,8 +154,8 @@ class ScheduleTrainer(transformers.Trainer):
         (group,) = self.optimizer.param_groups
         if changed := sorted(FIXED.intersection(group)):
             raise TrainingError(
-                f"groups have {', '.join(changed)}, which the schedule has from the beginning; only lr can "
-                "change: give these to TrainingArguments"
+                f"the optimizer's groups have {', '.join(changed)}, which the schedule has from the beginning; only lr "
+                "can change: give these to TrainingArguments"
             )
         self._rates[done] = float(group["lr"])
         with stop_on_interrupt(numbers=[signal.SIGINT]) as is_interrupted:  # between steps, where the model is whole

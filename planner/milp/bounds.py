@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 
 import numpy as np
@@ -17,7 +18,7 @@ from tierplan.hwmodels.names import COMPUTE
 from tierplan.planner.milp.amounts import Problem
 from tierplan.planner.milp.model import Margins, Model, build
 from tierplan.planner.milp.program import Program, Solution, Solver
-from tierplan.planner.milp.rates import GB
+from tierplan.planner.milp.rates import GB, seconds_alone
 
 MEMORY_FAMILIES: Mapping[str, str] = {"device memory": "device", "host memory": "host", "NVMe capacity": "nvme"}
 
@@ -137,10 +138,7 @@ def alone_s(problem: Problem) -> float:
     homes_gb = sum(u.params_gb + u.frozen_gb + u.states_gb for u in problem.units)
     if machine.num_devices > 1 or not machine.stream(COMPUTE).beside_s or homes_gb > problem.device_gb:
         return inf
-
-    def seconds(work: Mapping[str, float]) -> float:
-        return machine.cost(COMPUTE, work, is_alone=True).alone_s if any(work.values()) else 0.0
-
+    seconds = partial(seconds_alone, machine, COMPUTE, is_alone=True)
     passes_s = sum(seconds(u.forward) + seconds(u.backward) for u in workload.units)
     updates_s = sum(seconds(training.update_work(u)) for u in workload.units if u.num_trained)
     return training.gradient_accumulation_steps * passes_s + updates_s

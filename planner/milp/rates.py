@@ -33,10 +33,11 @@ class Rates:
     an update on the host, to parameters that compute can use."""
 
 
-def seconds_alone(machine: Machine, stream: str, work: Mapping[str, float]) -> float:
-    """Of work on a stream that has all that it shares to itself; 0 where the machine has no such stream."""
+def seconds_alone(machine: Machine, stream: str, work: Mapping[str, float], *, is_alone: bool = False) -> float:
+    """Of work on a stream that has all that it shares to itself; 0 where the machine has no such stream. `is_alone`
+    where no other stream works in the step."""
     try:
-        return machine.cost(stream, work).alone_s if any(work.values()) else 0.0
+        return machine.cost(stream, work, is_alone=is_alone).alone_s if any(work.values()) else 0.0
     except MachineError:
         return 0.0
 

@@ -5,11 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-import os
 import re
-import signal
-import threading
-import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -28,14 +24,12 @@ from tierplan.hwmodels.description import write_description
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.execution.placement import TrainingError
-from tierplan.runtime.execution.values import SizeError
 from tierplan.runtime.hf_arguments import (
     HONOURED,
     HONOURED_SETTINGS,
     OF_THE_SCHEDULE,
     REFUSED,
     REFUSED_SETTINGS,
-    check_epoch,
 )
 from tierplan.runtime.hf_trainer import ScheduleTrainer
 from tierplan.runtime.optim.groups import without_decay
@@ -275,122 +269,6 @@ def test_a_callback_that_wants_gradients_is_refused(tmp_path: Path) -> None:
     trainer = ScheduleTrainer(schedule=SCHEDULE, model=make_model("gpt2"), args=args, callbacks=[Gradients()])
     with pytest.raises(TrainingError, match="Gradients has on_pre_optimizer_step"):
         trainer.train()
-
-
-class Sets(hf.TrainerCallback):
-    """Sets something of the optimizer's groups, or ends training by an error, after the second step."""
-
-    def __init__(self, **values: float) -> None:
-        self.values = values
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **settings: Any) -> None:
-        if state.global_step == 2:
-            settings["optimizer"].param_groups[0].update(self.values)
-            if not self.values:
-                raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize(
-    ("values", "says"), [({"weight_decay": 0.1}, "groups have weight_decay, .* only lr"), ({}, "^$")]
-)
-def test_where_training_ends_by_an_error_the_model_is_whole(
-    values: dict[str, float], says: str, tmp_path: Path
-) -> None:
-    """As it was after the last step: two steps of the plain Trainer, before anything was set."""
-    hf.set_seed(1)
-    plain, model = make_model("gpt2", dropout=0.1), make_model("gpt2", dropout=0.1)
-    args = arguments(tmp_path, 1, None, lr_scheduler_type="constant", warmup_steps=0)
-    trainer = ScheduleTrainer(
-        schedule=schedule_for(1, None), nvme_dir=tmp_path / "nvme", model=model, args=args, train_dataset=examples(40),
-        callbacks=[Sets(**values)],
-    )  # fmt: skip
-    with pytest.raises(TrainingError if values else KeyboardInterrupt, match=says):
-        trainer.train()
-    hf.set_seed(1)
-    expected = hf.Trainer(
-        model=plain, args=dataclasses.replace(args, max_steps=2), train_dataset=examples(40)
-    )  # the same rates, since they are constant
-    expected.train()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-
-
-def test_ctrl_c_in_the_middle_of_a_step_comes_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model("gpt2", dropout=0.1)
-    trainer = ScheduleTrainer(
-        schedule=schedule_for(1, None), nvme_dir=tmp_path / "nvme", model=model, args=arguments(tmp_path, 1, None),
-        train_dataset=examples(40),
-    )  # fmt: skip
-    run, calls = trainer._engine.run, []
-
-    def interrupted(batches: Any, steps: int) -> None:
-        calls.append(steps)
-        if len(calls) == 3:
-            threading.Timer(0.001, os.kill, (os.getpid(), signal.SIGINT)).start()
-        run(batches, steps)
-        if len(calls) == 3:
-            time.sleep(0.1)  # it has come, sooner or later
-
-    monkeypatch.setattr(trainer._engine, "run", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    assert trainer._engine.num_steps_done == 3
-    assert all(p.isfinite().all() for p in model.parameters())
-    trainer.save_model(str(tmp_path / "saved"))
-
-
-@pytest.mark.parametrize("is_torn", [False, True])
-def test_a_model_that_an_error_tore_apart_is_not_saved(
-    is_torn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the third step a micro-batch has another length: an op ends by an error, before anything is updated."""
-    longer = [{k: v[0] for k, v in batch.items()} for batch in make_batches(2, batch=1, length=32)]
-    trainer = ScheduleTrainer(
-        schedule=schedule_for(1, None), nvme_dir=tmp_path / "nvme", model=make_model("gpt2", dropout=0.1),
-        args=arguments(tmp_path, 1, None, train_sampling_strategy="sequential"),
-        train_dataset=[*examples(4), *longer, *examples(20)],
-    )  # fmt: skip
-    if is_torn:
-        monkeypatch.setattr(trainer._engine, "restore_model", lambda: 1 / 0)
-    with pytest.raises(SizeError):
-        trainer.train()
-    if is_torn:
-        with pytest.raises(TrainingError, match="left no whole model; load the last checkpoint"):
-            trainer.save_model(str(tmp_path / "saved"))
-        assert not (tmp_path / "saved").exists()
-    else:
-        trainer.save_model(str(tmp_path / "saved"))
-        assert all(p.isfinite().all() for p in hf.GPT2LMHeadModel.from_pretrained(tmp_path / "saved").parameters())
-
-
-@pytest.mark.parametrize(
-    ("count", "accumulation", "more", "says"),
-    [
-        (
-            9,
-            2,
-            {"max_steps": 3},
-            "an epoch of 9 examples ends in a micro-batch of 1, .* 2 micro-batches of 2; set datal",
-        ),
-        (9, 2, {"max_steps": 2}, ""),
-        (9, 2, {"max_steps": 3, "dataloader_drop_last": True}, ""),
-        (
-            10,
-            2,
-            {"max_steps": -1, "num_train_epochs": 1},
-            "ends in a step of 1 micro-batches, .* 2; leave examples out",
-        ),
-        (8, 2, {"max_steps": 3}, ""),
-    ],
-)
-def test_an_epoch_that_ends_in_less_than_a_step_is_refused_before(
-    count: int, accumulation: int, more: dict[str, Any], says: str, tmp_path: Path
-) -> None:
-    args = arguments(tmp_path, accumulation, None, **more)
-    if says:
-        with pytest.raises(TrainingError, match=says):
-            check_epoch(count, args, accumulation)
-    else:
-        check_epoch(count, args, accumulation)
 
 
 def test_the_model_is_whole_when_training_ends_and_is_not_trained_again(tmp_path: Path) -> None:

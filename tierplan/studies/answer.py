@@ -194,7 +194,7 @@ def _shape(plan: Plan) -> str:
         case UnitwisePlan():
             return f"{plan.order} order" + (f", {plan.sub_batches} sub-batches" if plan.sub_batches > 1 else "")
         case PackPlan():
-            return "in packs of units"
+            return "in stages of units" if plan.packs.stays else "in packs of units"
         case PagedPlan():
             return "weights paged for every use"
 
@@ -229,7 +229,7 @@ def devices_rows(plan: Plan) -> list[tuple[str, str]]:
             return [
                 ("devices", f"each of {packs.devices} devices has {has} of the chain; they share the micro-batches"),
                 ("  units", ", ".join(str(b - a) for a, b in packs.backward)),
-                ("  blocks", f"{len(packs.kept)} keep their activations, the others are made again"),
+                ("  blocks", f"{len(packs.kept)} keep their activations, any others are made again"),
             ]
         case PackPlan(packs=packs) if packs.devices > 1:
             how = "go round" if packs.form == "pipeline" else "visit each of"

@@ -9,8 +9,8 @@ activations of as many blocks as it has room for, and what the estimate ranks fi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Iterator
+from functools import cache, partial
 from itertools import permutations, product
 from math import inf
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tierplan.hwmodels.names import COMPUTE, DEVICE, HOPS, collective, p2p, ring
+from tierplan.planner.milp.rates import seconds_alone
 from tierplan.planner.plan import PackPlan, Packs
 from tierplan.planner.plan_rules import PLANNER, Runs
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
@@ -87,13 +88,14 @@ class StageEstimate:
         self.workload, self.machine, self.capacity_bytes = simulate_plan.workload, simulate_plan.machine, capacity_bytes
         units, training = self.workload.units, self.workload.training
         works = [(u.forward, u.backward, (u.recompute or u.forward) if u.kind == "block" else {}) for u in units]
-        self.seconds = np.array([[self._compute_s(work) for work in each] for each in works])
+        compute_s = partial(seconds_alone, self.machine, COMPUTE)
+        self.seconds = np.array([[compute_s(work) for work in each] for each in works])
         """Of each unit: forward, backward, and what makes a block's activations again."""
         self.worth = [
             again_s / max(u.saved_bytes, 1) for u, again_s in zip(units, self.seconds[:, 2].tolist(), strict=True)
         ]
         """Of what a unit saves, in seconds that a byte spares."""
-        self.update_s = [self._compute_s(training.update_work(u)) if u.num_trained else 0.0 for u in units]
+        self.update_s = [compute_s(training.update_work(u)) if u.num_trained else 0.0 for u in units]
         self.share = cache(self._share)
         """Of a device with stages from units to others, of so many stages in all."""
         self.turns = cache(self._turns)
@@ -161,14 +163,11 @@ class StageEstimate:
         update_s = sum(self.update_s[k] for stage in numbers for k in stage)
         return Share(forward_s, backward_s, update_s, tuple(sorted(kept)), lacking)
 
-    def _compute_s(self, work: Mapping[str, float]) -> float:
-        return self.machine.cost(COMPUTE, work).alone_s if work else 0.0
-
     def _send_s(self, size_bytes: float) -> float:
         """From one device to another."""
         if any(s.name == p2p(0, 1) for s in self.machine.streams):
-            return self.machine.cost(p2p(0, 1), {"bytes": float(size_bytes)}).alone_s
-        return self.machine.cost(collective(0), {ring(2): float(size_bytes), HOPS: 1.0}).alone_s
+            return seconds_alone(self.machine, p2p(0, 1), {"bytes": float(size_bytes)})
+        return seconds_alone(self.machine, collective(0), {ring(2): float(size_bytes), HOPS: 1.0})
 
 
 def _held_bytes(unit: Unit, workload: Workload, *, is_lent: bool = False) -> int:

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
@@ -15,7 +16,7 @@ from tierplan.planner.plan import UnitPlan
 from tierplan.planner.policies import POLICIES, decide
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.explain import busy_fracs
-from tierplan.sim.analysis.steady import SteadyState
+from tierplan.sim.analysis.steady import SteadyState, _repetition
 from tierplan.sim.analysis.steady import steady_state as steady_of
 from tierplan.sim.columns import columns_of, unroll
 from tierplan.sim.contents import split_step
@@ -286,3 +287,16 @@ def test_the_compiled_engine_gives_the_spans_of_the_trace() -> None:
     by_key = steady.trace.by_key()
     assert [span.key for span in steady.spans] == [op.key for op in steady.schedule.ops]
     assert all(by_key[span.key]._replace(alone_ns=-1) == span for span in steady.spans)
+
+
+def test_steps_that_do_not_repeat_are_averaged_over_whole_rounds() -> None:
+    """They are short and long in turns, and no two are alike inside: an odd number of them would favour one kind."""
+    num_steps, rng = 16, np.random.default_rng(1)
+    gaps_ns = np.where(np.arange(num_steps) % 2, 1_000_000, 3_000_000)
+    ends_ns = np.cumsum(gaps_ns)
+    inside_ns = rng.integers(100_000, 900_000, num_steps)
+    start_ns, end_ns = ends_ns - inside_ns, ends_ns
+    for around in (1, 2, 4):
+        found = _repetition(start_ns, end_ns, num_steps, around, toy_machine())
+        assert found["cycle_steps"] == 0
+        assert found["period_s"] == pytest.approx(0.002)

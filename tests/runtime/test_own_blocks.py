@@ -1,0 +1,168 @@
+"""Blocks of users' own: what they are told beside tensors, and what a run refuses where plain training goes on."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.runtime.models import VOCABULARY, make_batches, make_model, observed_workload
+from tests.runtime.test_trainer import CPU, machine
+from tests.toys import uniform_plan
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import UnitPlan
+from tierplan.planner.policies import decide
+from tierplan.runtime.autograd.units import ModelError
+from tierplan.runtime.execution.placement import TrainingError
+from tierplan.runtime.reference import train_plainly
+from tierplan.runtime.tracing.trace import trace_module
+from tierplan.runtime.trainer import train
+from tierplan.sim.step import Action
+
+
+class _Scaled(nn.Module):
+    """A block whose forward depends on a number beside its input: given by position or by name, or set on it."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.inner, self.way, self.scale = nn.Linear(16, 16), way, 0.0
+
+    def forward(self, x: torch.Tensor, t: float = 0.0, *, a: object = None, b: object = None) -> torch.Tensor:
+        by_name = 1.5 if a is not None else 0.5
+        factor = {"number": t, "name": by_name, "attribute": self.scale}[self.way]
+        return x + torch.tanh(self.inner(x) * factor)
+
+
+class _OfScaled(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.layers = nn.ModuleList(_Scaled(way) for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, t: float) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            layer.scale = t
+            x = layer(x, t, **{"a" if int(t) % 2 else "b": x})
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("way", ["number", "name", "attribute"])
+def test_what_a_block_is_told_beside_tensors_is_not_that_of_another_micro_batch(way: str, tmp_path: Path) -> None:
+    batches = [{**batch, "t": 1.0 + k} for k, batch in enumerate(make_batches(4))]
+    model = _OfScaled(way)
+    plain = copy.deepcopy(model)
+    workload = trace_module(copy.deepcopy(model), batches[0], CPU)
+    schedule = lower(decide("full-recompute", workload, machine(), {}), workload, machine())
+    result = train(schedule, model, batches, steps=4, nvme_dir=tmp_path)
+    assert list(result.losses) == train_plainly(plain, batches, steps=4)
+
+
+class _Branches(nn.Module):
+    """A block, one branch of which is taken in every other micro-batch, or never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.second, self.never = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, t: int) -> torch.Tensor:
+        x = x + torch.tanh(self.always(x))
+        return x + self.second(x) if t % 2 else x
+
+
+class _OfBranches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.layers = nn.ModuleList(_Branches() for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, t: int) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x, t)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize(("accumulation", "freezes"), [(1, True), (2, True), (2, False)])
+def test_a_parameter_without_a_gradient_in_a_step_is_refused(accumulation: int, freezes: bool, tmp_path: Path) -> None:
+    """Plain training leaves it as it is. One that a micro-batch of the step gives one is trained."""
+    batches = [{**batch, "t": 1 + k} for k, batch in enumerate(make_batches(4))]
+    model = _OfBranches()
+    for layer in model.layers if freezes else ():
+        layer.never.requires_grad_(False)  # type: ignore[union-attr]
+    plain = copy.deepcopy(model)
+    training = replace(CPU, gradient_accumulation_steps=accumulation)
+    workload = trace_module(copy.deepcopy(model), batches[0], training)
+    schedule = lower(decide("in-memory", workload, machine(), {}), workload, machine())
+    if accumulation == 1 or not freezes:
+        names = "'layers.0.never.bias'.*" if not freezes else "second.*in step 1"
+        with pytest.raises(ModelError, match=rf"{names}: plain training leaves such parameters"):
+            train(schedule, model, batches, steps=4 // accumulation, nvme_dir=tmp_path)
+        return
+    result = train(schedule, model, batches, steps=2, nvme_dir=tmp_path)
+    assert list(result.losses) == train_plainly(plain, batches, steps=2, gradient_accumulation_steps=2)
+
+
+class _Logging(_Scaled):
+    """A block that computes something for its log, of which no gradient is wanted."""
+
+    def forward(self, x: torch.Tensor, t: float = 0.0, *, a: object = None, b: object = None) -> torch.Tensor:
+        self.log = torch.exp(x).mean().detach()
+        return super().forward(x, 1.0)
+
+
+@pytest.mark.parametrize("acts", ["host", "nvme", "recompute", "keep"])
+def test_what_is_saved_on_a_branch_that_leads_nowhere_is_not_missed(acts: Action, tmp_path: Path) -> None:
+    model = _OfScaled("number")
+    model.layers = nn.ModuleList(_Logging("number") for _ in range(2))
+    plain, batches = copy.deepcopy(model), [{**batch, "t": 1.0} for batch in make_batches(3)]
+    workload = trace_module(copy.deepcopy(model), batches[0], CPU)
+    schedule = lower(uniform_plan(workload, UnitPlan(acts=acts)), workload, machine())
+    result = train(schedule, model, batches, steps=3, nvme_dir=tmp_path)
+    assert list(result.losses) == train_plainly(plain, batches, steps=3)
+
+
+class _Normed(_Scaled):
+    """A block with running means, which are buffers that forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__("number")
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: torch.Tensor, t: float = 0.0, *, a: object = None, b: object = None) -> torch.Tensor:
+        return super().forward(self.norm(x.flatten(0, 1)).view_as(x), t)
+
+
+@pytest.mark.parametrize(
+    ("acts", "out", "says"), [("keep", "", ""), ("recompute", "", "run again"), ("keep", "out", "are com")]
+)
+def test_buffers_that_forward_changes_are_refused_where_they_matter(
+    acts: Action, out: str, says: str, tmp_path: Path
+) -> None:
+    model = _OfScaled("number")
+    model.layers = nn.ModuleList(_Normed() for _ in range(2))
+    plain, batches = copy.deepcopy(model), [{**batch, "t": 1.0} for batch in make_batches(3)]
+    workload = trace_module(copy.deepcopy(model), batches[0], CPU)
+    schedule = lower(uniform_plan(workload, UnitPlan(acts=acts)), workload, machine())
+    more: dict[str, Any] = {"out_dir": tmp_path / "out"} if out else {}
+    if says:
+        with pytest.raises(TrainingError, match=rf"forward changes 'layers\.0\.norm\..*, but .* {says}"):
+            train(schedule, model, batches, steps=3, nvme_dir=tmp_path, **more)
+        return
+    assert list(train(schedule, model, batches, steps=3, nvme_dir=tmp_path).losses) == train_plainly(
+        plain, batches, steps=3
+    )
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), plain.buffers(), strict=True))
+
+
+def test_training_within_autocast_is_refused(tmp_path: Path) -> None:
+    model, batches = make_model("gpt2"), make_batches(1)
+    workload = observed_workload(model, batches[0], CPU)
+    schedule = lower(uniform_plan(workload, UnitPlan()), workload, machine())
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TrainingError, match="within torch"):
+        train(schedule, model, batches, steps=1, nvme_dir=tmp_path)
