@@ -15,8 +15,10 @@ from tierplan.cli import main
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.plan import UnitwisePlan
+from tierplan.planner.planning import plan
 from tierplan.planner.results import PlanResult
 from tierplan.planner.search.batches import Division, plan_sequences
+from tierplan.sim.workloads.workload import Workload
 from tierplan.studies import evaluate
 from tierplan.studies.advise import QUICKER_FRAC, advise
 from tierplan.studies.answer import answer_record
@@ -219,6 +221,16 @@ def test_a_look_at_fewer_gpus_is_a_plan_for_them(monkeypatch: pytest.MonkeyPatch
     found = evaluate._look_at_fewer(replace(point, devices=2), best)
     searched = best_plan(replace(point, devices=2)).result.prediction.tokens_per_s
     assert searched is not None
+    known, looked = best.known, list[tuple[int, int]]()
+
+    def noted(workload: Workload, *asked: Any, **settings: Any) -> PlanResult:
+        training = workload.training
+        looked.append((training.per_device_train_batch_size, training.gradient_accumulation_steps))
+        return plan(workload, *asked, **settings)
+
+    monkeypatch.setattr(evaluate, "plan", noted)
+    assert evaluate._look_at_fewer(replace(point, devices=2), best) == found
+    assert looked == [(known.batch, 2 * known.accumulation), (2 * known.batch, known.accumulation)]
     assert 0.5 * searched < found < 1.1 * searched
     assert evaluate._look_at_fewer(replace(point, devices=3), best) == inf, "8 sequences of 4 devices are none of 3"
 

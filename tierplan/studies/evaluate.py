@@ -58,8 +58,9 @@ class BestPlan:
         return Known.of(self.machine, self.workload, self.result)
 
 
-LOOK_S, LOOK_AT_ONE_S, NEAR_FRAC = 3.0, 0.5, 0.02
-"""Fewer GPUs are asked where a look at them of so many seconds comes so near what is known; it mostly takes less."""
+LOOK_S, SEARCH_S, NEAR_FRAC = 3.0, 0.5, 0.02
+"""Fewer GPUs are asked where a look at them, of so many seconds with plans like the best one on all, or with a short
+search, comes so near what is known; it mostly takes less."""
 QUICK = "planner, for a moment"
 """In place of a policy: a quick answer."""
 
@@ -172,7 +173,7 @@ def _or_on_fewer(
     if known is None or not known.is_of(place_of(fewer).machine):
         if _look_at_fewer(fewer, best) * (1 + NEAR_FRAC) < wanted_per_s:
             fewer = replace(point, devices=1)
-            near = most_tokens_per_s(fewer) > wanted_per_s and _look_at_one(fewer) * (1 + NEAR_FRAC) >= wanted_per_s
+            near = most_tokens_per_s(fewer) > wanted_per_s and _look_by_search(fewer) * (1 + NEAR_FRAC) >= wanted_per_s
             if not near:
                 return best
         # one step is the same work for all and for fewer where its sequences are given
@@ -202,8 +203,8 @@ def _leaving_idle(best: BestPlan, point: Point, place: CalibratedPlace, known: K
 
 
 def _look_at_fewer(fewer: Point, best: BestPlan) -> float:
-    """Tokens/s of fewer GPUs with plans of the kind that is best on all, or where that is one of packs, with
-    micro-batches of their own as large; infinite where that says nothing of them.
+    """Tokens/s of fewer GPUs with plans of the kind that is best on all, in micro-batches as large or twice as large;
+    or where that is one of packs, which say nothing of fewer, by a short search. Infinite where nobody knows.
 
     Where none has room on fewer, nobody looks further for a machine with more than the catalog's: what fewer of that
     one's reach is known.
@@ -212,32 +213,38 @@ def _look_at_fewer(fewer: Point, best: BestPlan) -> float:
     if known.plan.devices < num_all:
         return inf
     unknown = inf if lesser_of_catalog(best.machine) is None else 0.0
+    if not isinstance(known.plan, UnitwisePlan):
+        return _look_by_search(fewer, unknown)
     place = place_of(fewer)
     num, of_all = place.machine.num_devices, known.plan.num_batches
     micro_batches = known.accumulation * (of_all if fewer.sequences else min(of_all, num))
     if micro_batches % num:
         return inf
-    workload = workload_in(place, fewer, known.batch, micro_batches // num)
     only: dict[str, Any] = {
         "semantics": fewer.semantics or None,
         "drive_lifetime_years": fewer.drive_lifetime_years,
         "seed": fewer.seed,
         "batches": "each" if num > 1 else None,
         "policies": (),
-        "like": replace(known.plan, devices=num) if isinstance(known.plan, UnitwisePlan) else None,
+        "like": replace(known.plan, devices=num),
     }
+    found = []
+    for times in (1, 2):  # as many micro-batches more, or twice as large
+        accumulation, rest = divmod(micro_batches // num, times)
+        if not rest:
+            workload = workload_in(place, fewer, times * known.batch, accumulation)
+            with suppress(InfeasiblePlan):
+                found.append(plan(workload, place.machine, time_limit_s=LOOK_S, **only).prediction.tokens_per_s or 0.0)
+    return max(found, default=unknown)
+
+
+def _look_by_search(fewer: Point, unknown: float = 0.0) -> float:
+    """Tokens/s of fewer GPUs in any micro-batches, by a short search; `unknown` where it finds none."""
     try:
-        found = plan(workload, place.machine, time_limit_s=LOOK_S, **only)
+        found = best_plan(replace(fewer, planner_s=SEARCH_S, policy=QUICK))
     except InfeasiblePlan:
         return unknown
-    return found.prediction.tokens_per_s or 0.0
-
-
-def _look_at_one(one: Point) -> float:
-    """Tokens/s of one GPU in any micro-batches, by a short search: plans of several say nothing of it."""
-    with suppress(InfeasiblePlan):
-        return best_plan(replace(one, planner_s=LOOK_AT_ONE_S)).result.prediction.tokens_per_s or 0.0
-    return 0.0
+    return found.result.prediction.tokens_per_s or 0.0
 
 
 def most_tokens_per_s(point: Point) -> float:
