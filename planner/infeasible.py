@@ -53,12 +53,17 @@ def least_lacking(problems: Iterable[Problem]) -> tuple[Shortage, ...]:
     return tuple(least[tier] for tier in ("device", "host", "nvme") if tier in least)
 
 
+def short_bytes_of_all(workload: Workload, machine: Machine) -> int:
+    """By how much all tiers together lack room for parameters and optimizer states; 0 or less where they have it."""
+    held_bytes = workload.params_bytes + workload.states_bytes
+    return held_bytes - sum(tier.capacity_bytes for tier in machine.tiers)
+
+
 def lacking_in_all(workload: Workload, machine: Machine) -> tuple[Shortage, ...]:
     """What several devices lack for parameters and optimizer states alone, each of them once: by tier, what it would
     need if all others stayed as they are. Nothing where all tiers together have room, or on one device, of which the
     planning program says more (`least_lacking`)."""
-    held_bytes = workload.params_bytes + workload.states_bytes
-    short_bytes = held_bytes - sum(tier.capacity_bytes for tier in machine.tiers)
+    short_bytes = short_bytes_of_all(workload, machine)
     if machine.num_devices == 1 or short_bytes <= 0:
         return ()
     found: dict[str, Shortage] = {}

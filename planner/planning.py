@@ -16,7 +16,7 @@ from math import inf
 from typing import Any
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.infeasible import InfeasiblePlan, lacking_in_all
+from tierplan.planner.infeasible import InfeasiblePlan, lacking_in_all, short_bytes_of_all
 from tierplan.planner.loop import Search
 from tierplan.planner.plan import Plan, UnitwisePlan
 from tierplan.planner.plan_rules import Order, PlanError
@@ -109,7 +109,7 @@ def plan(
 
     kind = None if like is None else repr(like)
     question = (digest(workload), budget.num_ops, budget.more_ops, kind, *asked.values())
-    known = known_of_lesser(machine, question, planned, known)
+    known = known_of_lesser(workload, machine, question, planned, known)
     budget.restart()  # the lesser machine's search had a clock of its own
     is_cut = known is not None and known.is_cut
     search = Search(workload, machine, semantics, budget, seed, batches, write_limit, 0.0 if is_cut else beat_s, known)
@@ -134,6 +134,7 @@ def refuse_lacking(workload: Workload, machine: Machine) -> None:
 
 
 def known_of_lesser(
+    workload: Workload,
     machine: Machine,
     question: Question,
     planned: Callable[[Machine], tuple[Workload, PlanResult]],
@@ -141,7 +142,7 @@ def known_of_lesser(
 ) -> Known | None:
     """The answer of the machine without what it has more of than the catalog's, where there is one: `known` if it is
     that, one that is remembered, or what is planned for it."""
-    if (less := lesser_of_catalog(machine)) is None:
+    if (less := lesser_of_catalog(machine)) is None or short_bytes_of_all(workload, less) > 0:
         return None
     if known is not None and known.is_of(less):
         return known

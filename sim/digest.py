@@ -8,7 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
+
+import msgspec
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.records import shown
@@ -23,7 +25,7 @@ PLAN_KEY = "tierplan-plan"
 
 def digest(thing: Workload | Machine | Schedule) -> str:
     """SHA-256 of all that a workload, a machine or a schedule says; `meta` and descriptions are left out."""
-    record = asdict(thing)
+    record = msgspec.to_builtins(thing, enc_hook=lambda v: dict(v) if isinstance(v, Mapping) else str(v))
     for name in ("meta", "description", "nameplate", "basis"):
         record.pop(name, None)
     for unit in record.get("units", ()):
@@ -37,7 +39,7 @@ def digest(thing: Workload | Machine | Schedule) -> str:
             del record["next_devices"]
         for op in record["ops"]:
             op["work"] = {kind: float(amount) for kind, amount in op["work"].items()}  # as a file gives it back
-    text = json.dumps(record, sort_keys=True, separators=(",", ":"), default=str)
+    text = json.dumps(record, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from functools import cache
+from operator import attrgetter
 
-from tierplan.planner.milp.amounts import Problem, Window
+from tierplan.planner.milp.amounts import Problem, UnitAmounts, Window
 from tierplan.planner.milp.modes import MODES, Mode
 from tierplan.planner.milp.program import Draft, Terms
 
@@ -303,9 +304,10 @@ def minus(terms: Terms) -> Terms:
     return times(-1.0, terms)
 
 
+_choices_of = attrgetter(*(f.name for f in fields(UnitAmounts) if f.name not in ("name", "fetched_from")))
+
+
 def _alike(problem: Problem, a: int, b: int) -> bool:
     """Whether two units offer the same choices."""
     x, y = problem.units[a], problem.units[b]
-    if x.fetched_from != a or y.fetched_from != b:
-        return False
-    return replace(x, name="", fetched_from=0) == replace(y, name="", fetched_from=0)
+    return x.fetched_from == a and y.fetched_from == b and _choices_of(x) == _choices_of(y)

@@ -106,10 +106,11 @@ def plan_sequences(
         found = plan_sequences(make, less, sequences=sequences, **asked)
         return found.workload, found.result
 
-    refuse_lacking(make(1, sequences), machine)
+    one_by_one = make(1, sequences)
+    refuse_lacking(one_by_one, machine)
     budget = budget_of(time_limit_s, is_of_several=True)
-    question = (digest(make(1, sequences)), sequences, budget.num_ops, *asked.values())
-    known = known_of_lesser(machine, question, planned_for, known)
+    question = (digest(one_by_one), sequences, budget.num_ops, *asked.values())
+    known = known_of_lesser(one_by_one, machine, question, planned_for, known)
     if known is not None:
         budget.more_ops = 0.0  # a better machine's answer is near the lesser one's
     solver = Solver(seed=seed)
@@ -146,7 +147,7 @@ def plan_sequences(
         """Whether it races with others for one budget."""
         return cut.batches != "shared" and is_long
 
-    ranked, is_long = _cuts(sequences, num), len(make(1, sequences).units) > SEARCHED_TO_THE_END
+    ranked, is_long = _cuts(sequences, num), len(one_by_one.units) > SEARCHED_TO_THE_END
     known_cut = [] if known is None else [c for c in ranked if c[:2] == (known.batch, known.accumulation)]
     likely = list(dict.fromkeys(c.batch for c in ranked))[: 1 if num == 2 else 2]
     # packs take long: in other divisions they are searched where policies do better there
@@ -173,7 +174,7 @@ def plan_sequences(
     if best.best_s < inf:
         workload, result = best.workload, best.result()
     else:
-        workload = make(1, sequences)
+        workload = one_by_one
         result = plan(workload, machine, **asked)  # or says what is missing
         planned[1] = result.step_s
     result = replace(result, compared=_in_their_best(result.compared, searches, sequences))

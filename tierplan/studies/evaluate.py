@@ -16,7 +16,7 @@ from typing import Any
 
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import OWN_DEVICES, Machine
-from tierplan.planner.infeasible import InfeasiblePlan
+from tierplan.planner.infeasible import InfeasiblePlan, short_bytes_of_all
 from tierplan.planner.lowering import Lowering
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import Bound
@@ -130,9 +130,11 @@ def best_plan(point: Point, *, known: Known | None = None, beat_s: float = inf, 
     try:
         best = _on_all(point, place, known, beat_s, only)
     except InfeasiblePlan:
-        if may_idle:  # each has its own activations in host memory, where those of one may have room
+        one = replace(point, devices=1)
+        # each has its own activations in host memory, where those of one may have room
+        if may_idle and short_bytes_of_all(workload_at(one, place.described), machine_of(one)) <= 0:
             with suppress(InfeasiblePlan):
-                return _leaving_idle(best_plan(replace(point, devices=1), beat_s=beat_s, **only), point, place)
+                return _leaving_idle(best_plan(one, beat_s=beat_s, **only), point, place)
         raise
     return _or_on_fewer(best, point, place, known, beat_s, only) if may_idle else best
 
@@ -173,8 +175,10 @@ def _or_on_fewer(
     if known is None or not known.is_of(place_of(fewer).machine):
         if _look_at_fewer(fewer, best) * (1 + NEAR_FRAC) < wanted_per_s:
             fewer = replace(point, devices=1)
-            near = most_tokens_per_s(fewer) > wanted_per_s and _look_by_search(fewer) * (1 + NEAR_FRAC) >= wanted_per_s
-            if not near:
+            if most_tokens_per_s(fewer) <= wanted_per_s:
+                return best
+            near_s = point.sequences * point.seq * (1 + NEAR_FRAC) / wanted_per_s if point.sequences else inf
+            if _look_by_search(fewer, beat_s=near_s) * (1 + NEAR_FRAC) < wanted_per_s:
                 return best
         # one step is the same work for all and for fewer where its sequences are given
         beat_s = min(beat_s, result.step_s) if point.sequences else inf
@@ -238,10 +242,11 @@ def _look_at_fewer(fewer: Point, best: BestPlan) -> float:
     return max(found, default=unknown)
 
 
-def _look_by_search(fewer: Point, unknown: float = 0.0) -> float:
-    """Tokens/s of fewer GPUs in any micro-batches, by a short search; `unknown` where it finds none."""
+def _look_by_search(fewer: Point, unknown: float = 0.0, beat_s: float = inf) -> float:
+    """Tokens/s of fewer GPUs in any micro-batches, by a short search for a step below `beat_s`; `unknown` where it
+    finds none."""
     try:
-        found = best_plan(replace(fewer, planner_s=SEARCH_S, policy=QUICK))
+        found = best_plan(replace(fewer, planner_s=SEARCH_S, policy=QUICK), beat_s=beat_s)
     except InfeasiblePlan:
         return unknown
     return found.result.prediction.tokens_per_s or 0.0

@@ -147,10 +147,12 @@ def with_sizes_of_one(workload: Workload, at: Callable[[Training], Workload]) ->
     training = workload.training
     if training.per_device_train_batch_size == 1:
         return workload
-    units = []
+    units, of_both = [], dict[tuple[int, int], tuple[SavedTensor, ...]]()  # blocks that have theirs in common still do
     for unit, alone in zip(workload.units, at(replace(training, per_device_train_batch_size=1)).units, strict=True):
         if len(alone.saved) == len(unit.saved):
-            pairs = zip(unit.saved, alone.saved, strict=True)
-            unit = replace(unit, saved=tuple(replace(t, of_one_bytes=one.size_bytes) for t, one in pairs))
+            pairs, both = zip(unit.saved, alone.saved, strict=True), (id(unit.saved), id(alone.saved))
+            if both not in of_both:
+                of_both[both] = tuple(replace(t, of_one_bytes=one.size_bytes) for t, one in pairs)
+            unit = replace(unit, saved=of_both[both])
         units.append(unit)
     return replace(workload, units=tuple(units))
