@@ -221,7 +221,8 @@ class Packs:
     form: PackForm
     """Data: every device takes every pack, with its part of the micro-batches. Pipeline: devices take packs in turn.
     Resident: backward packs are stages, which stay on their devices and go forward too, one forward and one backward in
-    turns (1F1B); with more stages than devices, each device has every so many-th (interleaved)."""
+    turns (1F1B); with more stages than devices, each device has every so many-th (interleaved), and one stage more than
+    that is the first device's."""
     devices: Count
     forward: Runs
     """First unit and the one after the last, in order; together all units before the last backward pack."""
@@ -318,12 +319,12 @@ class PackPlan:
                 f"{len(workload.units)} units are blocks)"
             )
         if packs.stays:
-            each, rest = divmod(len(packs.backward), packs.devices)
-            if rest or not each or packs.devices > total or (each > 1 and total % packs.devices):
+            each, at_home = divmod(len(packs.backward), packs.devices)
+            if at_home > 1 or not each or packs.devices > total or (each > 1 and total % packs.devices):
                 raise PlanError(
                     f"plan {self.policy!r} has {len(packs.backward)} stages for {packs.devices} devices and "
                     f"{total} micro-batches; give each device one stage, and the step at least as many micro-batches, "
-                    "or each as many stages, and the step a multiple of the devices"
+                    "or each as many stages, and the step a multiple of the devices; and at most one stage more"
                 )
         else:
             refuse_codes(f"plan {self.policy!r} runs in packs", workload.training)

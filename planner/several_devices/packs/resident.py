@@ -1,17 +1,21 @@
 """A pipeline whose stages stay on their devices: one forward, one backward in turns (1F1B, PipeDream's, Megatron's).
 
 Device d makes as many forwards ahead as there are stages behind it, then a backward and a forward in turns. With more
-stages than devices, device d has every n-th, and micro-batches go round in groups of n (interleaved, Megatron's). A
-stage keeps the inputs of its blocks; their activations it keeps, too, or makes again. Borders go to the neighbour by
-its link, or through the host at the rate of a ring of two; compute waits for what it sends. Every device updates its
-own stages in the end.
+stages than devices, device d has every n-th, and micro-batches go round in groups of n (interleaved, Megatron's). One
+stage more than that comes home to the first device, which goes forward and backward there whenever a micro-batch has
+come. A stage keeps the inputs of its blocks; their activations it keeps, too, or makes again. Borders go to the
+neighbour by its link, or through the host at the rate of a ring of two; compute waits for what it sends. Every device
+updates its own stages in the end.
 
 A tied head has a copy of the embedding's parameters: its share of their gradient goes to the first device with every
-micro-batch, whose sums are then those of plain training, and the updated parameters come back.
+micro-batch, whose sums are then those of plain training, and the updated parameters come back. At home, on the first
+device, it needs neither.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from functools import cache
 from itertools import product, zip_longest
 
 from tierplan.hwmodels.machine import Machine
@@ -31,18 +35,53 @@ def resident_columns(plan: PackPlan, workload: Workload, machine: Machine) -> Sc
     return _Resident(plan, workload, machine).lowered()
 
 
-def turns_on(d: int, num: int, num_stages: int, num_batches: int) -> list[tuple[bool, int, int]]:
-    """What device d of so many does, in order: whether it goes back, with which stage and micro-batch."""
-    each = num_stages // num
+Turn = tuple[bool, int, int]
+"""Whether it goes back, with which stage and micro-batch."""
+
+
+@cache
+def turns_of(num: int, num_stages: int, num_batches: int) -> tuple[tuple[Turn, ...], ...]:
+    """What each of so many devices does, in order."""
+    each, at_home = divmod(num_stages, num)
+    turns = [_in_turns(d, num, each, num_batches, more=at_home) for d in range(num)]
+    if at_home:
+        turns[0] = _with_last_stage(turns, each, num_batches)
+    return tuple(map(tuple, turns))
+
+
+def _in_turns(d: int, num: int, each: int, num_batches: int, *, more: int) -> list[Turn]:
+    """Of device d, with so many stages each, and so many `more` behind those of all."""
     group = num if each > 1 else num_batches
     rounds = [(k, range(first, first + group)) for first in range(0, num_batches, group) for k in range(each)]
     forwards = [(False, k * num + d, m) for k, batches in rounds for m in batches]
     backwards = [(True, (each - 1 - k) * num + d, m) for k, batches in rounds for m in batches]
-    ahead = min(len(forwards), num - d if each == 1 else 2 * (num - 1 - d) + (each - 1) * num + 1)
+    ahead = more + (num - d if each == 1 else 2 * (num - 1 - d) + (each - 1) * num + 1)
     turns = forwards[:ahead]
     for back, forward in zip_longest(backwards, forwards[ahead:]):
         turns += [back, forward] if forward else [back]
     return turns
+
+
+def _with_last_stage(turns: list[list[Turn]], each: int, num_batches: int) -> list[Turn]:
+    """The first device's turns with those of the stage behind all others, each when its micro-batch would come if all
+    devices had as much to do, and backward took twice as long as forward."""
+    num, last = len(turns), len(turns) * each
+    left = [*map(deque, turns), deque((back, last, m) for m in range(num_batches) for back in (False, True))]
+    free, done, merged = [0] * num, dict[Turn, int](), list[Turn]()
+
+    def came(back: bool, stage: int, m: int) -> int | None:
+        if back:
+            return done.get((True, stage + 1, m) if stage < last else (False, last, m))
+        return done.get((False, stage - 1, m)) if stage else 0
+
+    while any(left):
+        began = [(came(*own[0]), k % num, k) for k, own in enumerate(left) if own]
+        now, _, k = min((max(free[d], at), k < num, k) for at, d, k in began if at is not None)
+        turn, d = left[k].popleft(), k % num
+        free[d] = done[turn] = now + (1 + turn[0]) * (each + 1 if d else each)
+        if d == 0:
+            merged.append(turn)
+    return merged
 
 
 class _Resident(Pipeline):
@@ -76,11 +115,11 @@ class _Resident(Pipeline):
 
     def _take_turns(self) -> None:
         num = self.training.gradient_accumulation_steps
-        turns = [turns_on(d, self.n, len(self.stages), num) for d in range(self.n)]
+        turns = [*map(deque, turns_of(self.n, len(self.stages), num))]
         while any(turns):  # whatever may come next on any device: list order is one in which ops can run one by one
             for self.at, own in enumerate(turns):
                 if own and self._is_ready(*own[0]):
-                    self._stage(*own.pop(0))
+                    self._stage(*own.popleft())
         tasks = [Task("bwd", u, (unit,), self.own[u]) for u, unit in enumerate(self.units) if unit.num_trained]
         if self.training.max_grad_norm is not None:
             for task in tasks:

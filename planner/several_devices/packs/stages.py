@@ -8,8 +8,7 @@ activations of as many blocks as it has room for, and what the estimate ranks fi
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from itertools import permutations, product
 from math import inf
@@ -23,7 +22,7 @@ from tierplan.planner.plan import PackPlan, Packs
 from tierplan.planner.plan_rules import PLANNER, Runs
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.incumbents import Incumbents, step_s_of
-from tierplan.planner.several_devices.packs.resident import turns_on
+from tierplan.planner.several_devices.packs.resident import Turn, turns_of
 from tierplan.planner.several_devices.packs.search import Ends, balanced, runs_to
 from tierplan.sim.columns import Float64, Int64
 from tierplan.sim.compiled.compiler import compiled
@@ -43,8 +42,20 @@ MOST_STAGES = 3
 """Of one device."""
 SHIFTS = (1, 2)
 """Units that move from a stage to another at a time."""
+NO_TURN = (-1, -1, -1)
 Estimate = tuple[float, float]
 """What stages lack in bytes, and seconds of a step: those that lack less are better."""
+
+
+class Turns(NamedTuple):
+    """What devices do in order, and what waits for that."""
+
+    of_devices: Int64
+    """By device: whether a turn goes back, with which stage and micro-batch; `NO_TURN` behind the last one."""
+    ahead: list[dict[int, int]]
+    """By device and stage of it: micro-batches that wait for backward at most."""
+    waiting_sums: int
+    """Micro-batches whose gradient of a tied head waits on the first device, at most."""
 
 
 class Share(NamedTuple):
@@ -117,34 +128,34 @@ class StageEstimate:
         backward_s = np.array([shares[stage % num].backward_s[stage // num] for stage in range(len(ends))])
         update_s = np.array([share.update_s for share in shares])
         sends_s = np.array([self.send_s(self.workload.units[end].input_bytes) for end in ends[:-1]])
-        times = forward_s, backward_s, update_s, sends_s, self.tied_s, self.new_s
-        step_s = _step_s(*times, self.turns(len(ends))[0], training.max_grad_norm is not None)
+        is_home = len(ends) % num == 1
+        times = forward_s, backward_s, update_s, sends_s, *((0.0, 0.0) if is_home else (self.tied_s, self.new_s))
+        step_s = _step_s(*times, self.turns(len(ends)).of_devices, training.max_grad_norm is not None)
         return sum(share.lacking_bytes for share in shares), float(step_s)
 
-    def _turns(self, num_stages: int) -> tuple[Int64, list[dict[int, int]]]:
-        """What devices do in order, by `turns_on`, and by stage the micro-batches that wait for backward at most."""
+    def _turns(self, num_stages: int) -> Turns:
         num, total = self.machine.num_devices, self.workload.training.gradient_accumulation_steps
-        turns = [turns_on(d, num, num_stages, total) for d in range(num)]
-        most = []
-        for own in turns:
-            waiting, ahead = Counter[int](), Counter[int]()
-            for goes_back, stage, _ in own:
-                waiting[stage] += -1 if goes_back else 1
-                ahead[stage] = max(ahead[stage], waiting[stage])
-            most.append(dict(ahead))
-        return np.array(turns, np.int64), most
+        turns, last = turns_of(num, num_stages, total), num_stages - 1
+        ahead = [
+            {s: _most(own, (False, s), (True, s)) for s in range(d, num_stages, num)} for d, own in enumerate(turns)
+        ]
+        sums = ahead[0][0] if last % num else _most(turns[0], (True, last), (True, 0))
+        longest = max(map(len, turns))
+        padded = np.array([[*own, *[NO_TURN] * (longest - len(own))] for own in turns], np.int64)
+        return Turns(padded, ahead, sums)
 
     def _share(self, d: int, runs: Runs, num_stages: int) -> Share:
         workload, numbers = self.workload, [range(first, end) for first, end in runs]
-        ahead = dict(zip(numbers, self.turns(num_stages)[1][d].values(), strict=True))
+        turns = self.turns(num_stages)
+        ahead = dict(zip(numbers, turns.ahead[d].values(), strict=True))
         units = [workload.units[k] for stage in numbers for k in stage]
         names = {u.name for u in units}
         lent = [u for u in workload.units if u.name not in names and any(v.shares == u.name for v in units)]
-        shared = {u.shares for u in workload.units if u.name not in names}
+        shared = {u.shares for u in workload.units}
         held = sum(_held_bytes(u, workload) for u in units) + max(map(_works_bytes, units))
         held += sum(_held_bytes(u, workload, is_lent=True) for u in lent)
         sums_bytes = sum(u.num_trained * workload.training.grad_bytes for u in units if u.name in shared)
-        held += max(ahead.values()) * sums_bytes  # come sooner than its backward
+        held += turns.waiting_sums * sums_bytes  # come sooner than its backward
         held += max(ahead.values()) * workload.shared_bytes
         for stage, batches in ahead.items():
             own = [workload.units[k] for k in stage]
@@ -168,6 +179,15 @@ class StageEstimate:
         if any(s.name == p2p(0, 1) for s in self.machine.streams):
             return seconds_alone(self.machine, p2p(0, 1), {"bytes": float(size_bytes)})
         return seconds_alone(self.machine, collective(0), {ring(2): float(size_bytes), HOPS: 1.0})
+
+
+def _most(turns: Sequence[Turn], begins: tuple[bool, int], ends: tuple[bool, int]) -> int:
+    """Micro-batches that are between two of a device's turns at most."""
+    waiting = most = 0
+    for goes_back, stage, _ in turns:
+        waiting += ((goes_back, stage) == begins) - ((goes_back, stage) == ends)
+        most = max(most, waiting)
+    return most
 
 
 def _held_bytes(unit: Unit, workload: Workload, *, is_lent: bool = False) -> int:
@@ -205,14 +225,15 @@ class _Search:
         return best if step_s_of(best) < inf else None
 
     def _starts(self) -> Iterator[Ends]:
-        """As many units each, as long, and as large: a stage on each device, or several."""
-        workload = self.simulate_plan.workload
+        """As many units each, as long, as large: one stage on a device or several; and one more for a tied head."""
+        workload, seconds = self.simulate_plan.workload, self.estimate.seconds.sum(axis=1).tolist()
         num_units, each = len(workload.units), 1
         while each * self.num <= len(workload.blocks) and each <= MOST_STAGES:
-            anywhere, equal = [num_units] * num_units, [1.0] * (each * self.num)
-            for weights in ([1.0] * num_units, self.estimate.seconds.sum(axis=1).tolist(), self.held_bytes):
-                if (ends := balanced(weights, equal, anywhere)) is not None:
-                    yield ends
+            for at_home in (False, True) if self.estimate.tied_s else (False,):
+                sizes = [1.0 if k % self.num else each / (each + at_home) for k in range(each * self.num + at_home)]
+                for weights in ([1.0] * num_units, seconds, self.held_bytes):
+                    if (ends := balanced(weights, sizes, [num_units] * num_units)) is not None:
+                        yield ends
             each += 1 if workload.training.gradient_accumulation_steps % self.num == 0 else MOST_STAGES
 
     def _descended(self, ends: Ends) -> Iterator[Ends]:
@@ -240,7 +261,7 @@ class _Search:
 def _neighbours(ends: Ends, num_devices: int) -> Iterator[Ends]:
     """Where one stage has fewer units and another one more; those between have as many as before."""
     for (giving, taking), number in product(permutations(range(len(ends)), 2), SHIFTS):
-        if giving % num_devices == taking % num_devices or (number > 1 and len(ends) > num_devices):
+        if giving % num_devices == taking % num_devices or (number > 1 and len(ends) > num_devices + 1):
             continue
         low, high, shift = min(giving, taking), max(giving, taking), number if taking < giving else -number
         moved = (*ends[:low], *(end + shift for end in ends[low:high]), *ends[high:])
@@ -263,16 +284,16 @@ def _step_s(
     each way and to send to the next one, on devices that take so long for their update; the last sends the first the
     gradient of what it shares, and gets it back. Updates wait for the gradients of all where it `holds`."""
     num, last = len(update_s), len(forward_s) - 1
-    num_turns = turns.shape[1]
-    num_batches = num * num_turns // (2 * len(forward_s))
+    num_turns = np.array([(own[:, 1] >= 0).sum() for own in turns])
+    num_batches = num_turns.sum() // (2 * len(forward_s))
     free_s, end_s, end_before_s, sent_s = np.zeros(num), 0.0, 0.0, 0.0
     for _ in range(STEPS):
         came_s = np.full((2, last + 1, num_batches), np.inf)  # what forward and backward wait for
         came_s[0, 0], came_s[1, last] = 0.0, 0.0
-        done, left = np.zeros(num, np.int64), num * num_turns
+        done, left = np.zeros(num, np.int64), num_turns.sum()
         while left:
             for d in range(num):
-                while done[d] < num_turns:
+                while done[d] < num_turns[d]:
                     goes_back, s, m = turns[d, done[d]]
                     if came_s[goes_back, s, m] == np.inf:
                         break
@@ -293,6 +314,6 @@ def _step_s(
         if holds:
             free_s[:] = free_s.max()
         free_s += update_s
-        free_s[num - 1] = max(free_s[num - 1], free_s[0] + new_s)
+        free_s[last % num] = max(free_s[last % num], free_s[0] + new_s)
         end_before_s, end_s = end_s, free_s.max()
     return end_s - end_before_s

@@ -323,12 +323,19 @@ def test_one_forward_one_backward_takes_as_long_as_the_papers_say() -> None:
     interleaved = lower(replace(plan, packs=each_has_two), workload, two_gpus())
     fills_s = (2 - 1) * 2 * (1 + 1 + 2) / 2  # a half of the pipeline's, with twice as many stages
     assert simulate_on(interleaved, two_gpus()).duration_s == pytest.approx(4 * 2 * (1 + 1 + 2) + fills_s, rel=0.02)
+    at_home = replace(plan.packs, forward=((0, 2), (2, 4)), backward=((0, 2), (2, 4), (4, 6)), kept=(1, 2, 3, 4))
+    home_s = simulate_on(lower(replace(plan, packs=at_home), workload, two_gpus()), two_gpus()).duration_s
+    assert 4 * 2 * (1 + 2) + 1 + 2 <= home_s < 0.95 * (4 + 2 - 1) * 2 * (1 + 2)  # a block's fill, and less than before
     first = [op.key for op in schedule.ops if op.unit == "embed"]
     assert first[:5] == [
         f"{key}/embed/mb{m}" for key, m in (("fwd", 0), ("fwd", 1), ("bwd", 0), ("fwd", 2), ("bwd", 1))
     ]
     with pytest.raises(PlanError, match="2 stages for 3 devices"):
         replace(plan, packs=replace(plan.packs, devices=3)).check(workload)
+    with pytest.raises(PlanError, match=r"5 stages for 3 devices .* at most one stage more"):
+        replace(plan, packs=replace(each_has_two, devices=3, backward=tuple((k, k + 1) for k in range(5)))).check(
+            workload
+        )
     three = replace(WORKLOAD, training=replace(WORKLOAD.training, gradient_accumulation_steps=3))
     with pytest.raises(PlanError, match=r"4 stages for 2 devices and 3 micro-batches; .* a multiple of the devices"):
         replace(plan, packs=each_has_two).check(three)

@@ -273,6 +273,8 @@ PAIR = [
     Case("stages", {"kept": (2, 3, 4)}, family="llama", dtype="bf16", accumulation=3),
     Case("stages", {"kept": (1, 4), "ends": (2, 3, 4, 6)}, accumulation=4, clip=0.5),
     Case("stages", {"kept": (3,), "ends": (1, 2, 4, 6)}, family="llama", dtype="bf16", accumulation=4),
+    Case("stages", {"kept": (1, 3), "ends": (2, 5, 6)}, accumulation=3, clip=0.5),
+    Case("stages", {"kept": (2, 4), "ends": (1, 2, 4, 5, 6)}, dtype="bf16", accumulation=4),
     *map(Case.random, (0, 5)),
     Case("planned", {"device_bytes": 400_000}, accumulation=2),
     Case("planned", {"device_bytes": 240_000}, family="llama", dtype="bf16", accumulation=2, clip=0.5),
