@@ -35,12 +35,12 @@ def resident_columns(plan: PackPlan, workload: Workload, machine: Machine) -> Sc
     return _Resident(plan, workload, machine).lowered()
 
 
-Turn = tuple[bool, int, int]
+StageTurn = tuple[bool, int, int]
 """Whether it goes back, with which stage and micro-batch."""
 
 
 @cache
-def turns_of(num: int, num_stages: int, num_batches: int) -> tuple[tuple[Turn, ...], ...]:
+def turns_of(num: int, num_stages: int, num_batches: int) -> tuple[tuple[StageTurn, ...], ...]:
     """What each of so many devices does, in order."""
     each, at_home = divmod(num_stages, num)
     turns = [_in_turns(d, num, each, num_batches, more=at_home) for d in range(num)]
@@ -49,7 +49,7 @@ def turns_of(num: int, num_stages: int, num_batches: int) -> tuple[tuple[Turn, .
     return tuple(map(tuple, turns))
 
 
-def _in_turns(d: int, num: int, each: int, num_batches: int, *, more: int) -> list[Turn]:
+def _in_turns(d: int, num: int, each: int, num_batches: int, *, more: int) -> list[StageTurn]:
     """Of device d, with so many stages each, and so many `more` behind those of all."""
     group = num if each > 1 else num_batches
     rounds = [(k, range(first, first + group)) for first in range(0, num_batches, group) for k in range(each)]
@@ -62,12 +62,12 @@ def _in_turns(d: int, num: int, each: int, num_batches: int, *, more: int) -> li
     return turns
 
 
-def _with_last_stage(turns: list[list[Turn]], each: int, num_batches: int) -> list[Turn]:
+def _with_last_stage(turns: list[list[StageTurn]], each: int, num_batches: int) -> list[StageTurn]:
     """The first device's turns with those of the stage behind all others, each when its micro-batch would come if all
     devices had as much to do, and backward took twice as long as forward."""
     num, last = len(turns), len(turns) * each
     left = [*map(deque, turns), deque((back, last, m) for m in range(num_batches) for back in (False, True))]
-    free, done, merged = [0] * num, dict[Turn, int](), list[Turn]()
+    free, done, merged = [0] * num, dict[StageTurn, int](), list[StageTurn]()
 
     def came(back: bool, stage: int, m: int) -> int | None:
         if back:

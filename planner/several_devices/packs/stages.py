@@ -22,7 +22,7 @@ from tierplan.planner.plan import PackPlan, Packs
 from tierplan.planner.plan_rules import PLANNER, Runs
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.incumbents import Incumbents, step_s_of
-from tierplan.planner.several_devices.packs.resident import Turn, turns_of
+from tierplan.planner.several_devices.packs.resident import StageTurn, turns_of
 from tierplan.planner.several_devices.packs.search import Ends, balanced, runs_to
 from tierplan.sim.columns import Float64, Int64
 from tierplan.sim.compiled.compiler import compiled
@@ -47,7 +47,7 @@ Estimate = tuple[float, float]
 """What stages lack in bytes, and seconds of a step: those that lack less are better."""
 
 
-class Turns(NamedTuple):
+class StageTurns(NamedTuple):
     """What devices do in order, and what waits for that."""
 
     of_devices: Int64
@@ -133,7 +133,7 @@ class StageEstimate:
         step_s = _step_s(*times, self.turns(len(ends)).of_devices, training.max_grad_norm is not None)
         return sum(share.lacking_bytes for share in shares), float(step_s)
 
-    def _turns(self, num_stages: int) -> Turns:
+    def _turns(self, num_stages: int) -> StageTurns:
         num, total = self.machine.num_devices, self.workload.training.gradient_accumulation_steps
         turns, last = turns_of(num, num_stages, total), num_stages - 1
         ahead = [
@@ -142,7 +142,7 @@ class StageEstimate:
         sums = ahead[0][0] if last % num else _most(turns[0], (True, last), (True, 0))
         longest = max(map(len, turns))
         padded = np.array([[*own, *[NO_TURN] * (longest - len(own))] for own in turns], np.int64)
-        return Turns(padded, ahead, sums)
+        return StageTurns(padded, ahead, sums)
 
     def _share(self, d: int, runs: Runs, num_stages: int) -> Share:
         workload, numbers = self.workload, [range(first, end) for first, end in runs]
@@ -181,7 +181,7 @@ class StageEstimate:
         return seconds_alone(self.machine, collective(0), {ring(2): float(size_bytes), HOPS: 1.0})
 
 
-def _most(turns: Sequence[Turn], begins: tuple[bool, int], ends: tuple[bool, int]) -> int:
+def _most(turns: Sequence[StageTurn], begins: tuple[bool, int], ends: tuple[bool, int]) -> int:
     """Micro-batches that are between two of a device's turns at most."""
     waiting = most = 0
     for goes_back, stage, _ in turns:
