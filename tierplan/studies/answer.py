@@ -224,10 +224,14 @@ def devices_rows(plan: Plan) -> list[tuple[str, str]]:
     """How several devices divide the work."""
     match plan:
         case PackPlan(packs=packs) if packs.stays:
-            num = len(packs.backward) // packs.devices
-            has = "a stage" if num == 1 else f"{num} stages"
+            num, at_home = divmod(len(packs.backward), packs.devices)
+            has = (
+                ("a stage" if num == 1 else f"{num} stages")
+                + " of the chain"
+                + ", the first one also the last" * at_home
+            )
             return [
-                ("devices", f"each of {packs.devices} devices has {has} of the chain; they share the micro-batches"),
+                ("devices", f"each of {packs.devices} has {has}; they share the micro-batches"),
                 ("  units", ", ".join(str(b - a) for a, b in packs.backward)),
                 ("  blocks", f"{len(packs.kept)} keep their activations, any others are made again"),
             ]
