@@ -162,9 +162,9 @@ def test_two_gpus_are_never_slower_than_one(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_three_gpus_are_never_slower_than_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four sequences go to two GPUs evenly, and to three not at all: one of these is left idle."""
+    """Two sequences go to two GPUs evenly, and to three not at all: one of these is left idle."""
     monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 2_000)
-    two = Point(model="gpt2", machine="laptop", sequences=4, devices=2)
+    two = Point(model="gpt2", machine="laptop", sequences=2, devices=2)
     two_s, three = best_plan(two).result.step_s, best_plan(replace(two, devices=3)).result
     assert three.step_s <= two_s * (1 + 1e-9)
     assert "leaves the others idle" in three.prediction.devices_note, "three are quicker, so nothing is shown"
@@ -197,7 +197,7 @@ def test_fewer_gpus_are_asked_only_for_what_all_cannot(monkeypatch: pytest.Monke
 
 def test_where_nothing_fits_on_all_gpus_one_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 2_000)
-    two = Point(model="gpt2", machine="laptop", sequences=4, devices=2)
+    two = Point(model="gpt2", machine="laptop", sequences=2, devices=2)
     one = best_plan(replace(two, devices=1)).result
     on_all = evaluate._on_all
 

@@ -225,11 +225,8 @@ def devices_rows(plan: Plan) -> list[tuple[str, str]]:
     match plan:
         case PackPlan(packs=packs) if packs.stays:
             num, at_home = divmod(len(packs.backward), packs.devices)
-            has = (
-                ("a stage" if num == 1 else f"{num} stages")
-                + " of the chain"
-                + ", the first one also the last" * at_home
-            )
+            stages = "a stage" if num == 1 else f"{num} stages"
+            has = f"{stages} of the chain{', the first one also the last' * at_home}"
             return [
                 ("devices", f"each of {packs.devices} has {has}; they share the micro-batches"),
                 ("  units", ", ".join(str(b - a) for a, b in packs.backward)),
