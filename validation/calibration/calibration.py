@@ -30,12 +30,13 @@ from tierplan.sim.trace import write_atomically
 from tierplan.sim.workloads.workload import Training, Unit, Workload
 from tierplan.validation.calibration.dispatch import DispatchLatency, mean_dispatch_latency, slowdown_in, steady_at
 from tierplan.validation.calibration.measurements import (
+    PARTIAL,
+    RECOMPUTE,
     Factors,
     PlanMeasurement,
     compute_factors,
     schedule_with_factors,
     with_typical_stretch,
-    workload_with_factors,
 )
 from tierplan.validation.calibration.plans import IN_MEMORY
 from tierplan.validation.calibration.rates import (
@@ -220,23 +221,22 @@ def _fit(
     fitted = fit_rates(described, measured, drive_contention=drive_contention)
     beside = mean_dispatch_latency([m.dispatch for m in measurements.values() if m.is_beside])
     alone = mean_dispatch_latency([m.dispatch for m in measurements.values() if not m.is_beside])
-    timed = workload_with_factors(profiled, factors)
+    units: dict[str, UnitFit] = {}
+    for unit, timed in zip(modelled.units, profiled.units, strict=True):
+        if unit.kind not in units:
+            units[unit.kind] = _unit_fit(unit, timed, factors, described)
     calibration = Calibration(
         model=modelled.name,
         config=modelled.config,
         training=modelled.training,
-        units={
-            kind: _unit_fit(next((u, t) for u, t in zip(modelled.units, timed.units, strict=True) if u.kind == kind),
-                            described)
-            for kind in dict.fromkeys(u.kind for u in modelled.units)
-        },
+        units=units,
         streams={
             s.name: _stream_fit(s, described, fitted, beside.get(s.name), alone.get(s.name)) for s in described.streams
         },
         drive_contention=drive_contention,
         in_memory_step_s=1.0,
         measured_step_s={},
-    )  # fmt: skip
+    )
     in_memory = schedules[IN_MEMORY]
     step_s = steady_state(in_memory, _with_capacities_of(in_memory, calibration.on(machine))).period_s
     return replace(calibration, in_memory_step_s=step_s), factors
@@ -264,15 +264,19 @@ def _stream_fit(
     )
 
 
-def _unit_fit(pair: tuple[Unit, Unit], described: Machine) -> UnitFit:
-    unit, timed = pair
+def _unit_fit(unit: Unit, profiled: Unit, factors: Factors, described: Machine) -> UnitFit:
     modelled = _modelled_s(unit, described)
+
+    def over(kind: str, work: Mapping[str, float], modelled_s: float) -> float:
+        return work.get("s", 0.0) * factors[kind, unit.kind] / modelled_s
+
+    recompute = (RECOMPUTE, profiled.recompute) if profiled.recompute else ("forward", profiled.forward)
     return UnitFit(
-        forward=timed.forward.get("s", 0.0) / modelled["forward"],
-        backward=timed.backward.get("s", 0.0) / modelled["backward"],
-        recompute=(timed.recompute or timed.forward).get("s", 0.0) / modelled["recompute"],
-        saved=tuple(t.recompute.get("s", 0.0) / s for t, s in zip(timed.saved, modelled["saved"], strict=True)),
-        spread=timed.spread,
+        forward=over("forward", profiled.forward, modelled["forward"]),
+        backward=over("backward", profiled.backward, modelled["backward"]),
+        recompute=over(*recompute, modelled["recompute"]),
+        saved=tuple(over(PARTIAL, t.recompute, s) for t, s in zip(profiled.saved, modelled["saved"], strict=True)),
+        spread=profiled.spread,
     )
 
 

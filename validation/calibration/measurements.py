@@ -131,26 +131,8 @@ def schedule_with_factors(name: str, schedule: Schedule, profiled: Workload, fac
     kinds: dict[str, str] = {unit.name: unit.kind for unit in profiled.units}
     if name == PARTIAL_RECOMPUTE:
         factors = {**factors, **{(RECOMPUTE, of): factors[PARTIAL, of] for of in kinds.values()}}
-    ops = [
-        replace(op, work=_scaled(op.work, factors.get((op.kind, kinds.get(op.unit, "")), 1.0))) for op in schedule.ops
-    ]
+    ops = []
+    for op in schedule.ops:
+        factor = factors.get((op.kind, kinds.get(op.unit, "")), 1.0)
+        ops.append(replace(op, work={k: amount * factor if k == "s" else amount for k, amount in op.work.items()}))
     return replace(schedule, ops=tuple(ops))
-
-
-def workload_with_factors(workload: Workload, factors: Factors) -> Workload:
-    """The profiled workload with the seconds that its computations take inside a step."""
-    units = tuple(
-        replace(
-            u,
-            forward=_scaled(u.forward, factors["forward", u.kind]),
-            backward=_scaled(u.backward, factors["backward", u.kind]),
-            recompute=None if u.recompute is None else _scaled(u.recompute, factors[RECOMPUTE, u.kind]),
-            saved=tuple(replace(t, recompute=_scaled(t.recompute, factors[PARTIAL, u.kind])) for t in u.saved),
-        )
-        for u in workload.units
-    )
-    return replace(workload, units=units)
-
-
-def _scaled(work: Mapping[str, float], factor: float) -> dict[str, float]:
-    return {kind: amount * factor if kind == "s" else amount for kind, amount in work.items()}
