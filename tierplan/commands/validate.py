@@ -58,20 +58,19 @@ def run(args: argparse.Namespace) -> int:
         return 0
 
     from tierplan.runtime.execution.device import device_named
-    from tierplan.validation.campaign.run import run_campaign
+    from tierplan.validation.campaign.run import CampaignExecution
 
-    device = device_named(args.device)
-    artifacts = run_campaign(
-        campaign,
-        args.out,
-        args.nvme_dir,
+    execution = CampaignExecution(
+        campaign=campaign,
+        out_dir=Path(args.out),
+        nvme_dir=Path(args.nvme_dir),
         machine_name=args.machine_name or "",
-        device=device,
+        device=device_named(args.device),
         measure_s=args.measure_s,
         only=args.only or "",
         report=lambda line: print(line, file=sys.stderr, flush=True),
     )
-    return _show(args, artifacts)
+    return _show(args, execution.run())
 
 
 def _transfer(args: argparse.Namespace) -> int:

@@ -112,6 +112,8 @@ class CalibrationSession:
     is_stopped: Callable[[], bool] = lambda: False
     """Asked after each round of turns: what has been measured by then is kept, if each plan has had two turns."""
     progress: Callable[[str, float], None] = lambda what, part: None
+    calibration: Calibration = field(init=False)
+    """Once it has run."""
     _trainings: dict[str, TurnwiseTraining] = field(default_factory=dict)
 
     def run(self) -> Calibration:
@@ -143,7 +145,7 @@ class CalibrationSession:
             )
         measurements, reference_s = self._train_in_turns(schedules, began_s)
         in_memory = self._trainings[IN_MEMORY]
-        return replace(
+        self.calibration = replace(
             calibrate(self.workload, profiled, self.machine, measurements),
             reference_s=reference_s,
             machine=self.machine.name,
@@ -153,6 +155,7 @@ class CalibrationSession:
             versions=versions(),
             when=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         )
+        return self.calibration
 
     @contextmanager
     def _beside(self, rank: int) -> Iterator[None]:

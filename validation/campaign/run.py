@@ -39,7 +39,7 @@ from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import write_atomically
 from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.validation.calibration.budgets import capacity_for, peak_bytes, raise_capacities, with_room
-from tierplan.validation.calibration.calibration import Calibration, interval_half_width
+from tierplan.validation.calibration.calibration import interval_half_width
 from tierplan.validation.calibration.dispatch import steady_at
 from tierplan.validation.calibration.session import CalibrationSession, TurnwiseTraining
 from tierplan.validation.campaign.artifact import Artifact
@@ -56,77 +56,96 @@ CALIBRATION_RUN = Run(blocks=0, policy="in-memory")
 """Settings of the calibration model: one micro-batch, no clipping. Its depth is the group's `calibration_blocks`."""
 CALIBRATION_FILE = "calibration.txt"
 """The calibration of a group, beside its `machine.toml`. It is no artifact, so its name does not end with .json."""
-Report = Callable[[str], None]
 
 
-def artifact_path(out_dir: str | os.PathLike[str], group: Group, run: Run) -> Path:
-    return Path(out_dir) / group.name / f"{run.name}.json"
-
-
-def run_campaign(
-    campaign: Campaign,
-    out_dir: str | os.PathLike[str],
-    nvme_dir: str | os.PathLike[str],
-    *,
-    machine_name: str = "",
-    device: str = "cpu",
-    measure_s: float = 20.0,
-    only: str = "",
-    report: Report = lambda line: None,
-) -> list[Artifact]:
-    """Executes all runs that have no artifact in `out_dir` yet, and whose `group/name` contains `only`; returns the
-    artifacts of all runs, in order.
-
-    The machine is measured for `measure_s` once per group. In tables it is called by its cores, memory and GPU if not
-    otherwise. Raises `CampaignError` where the campaign is for another device, or no run's name contains `only`.
-    """
-    if campaign.device == "cuda" and not device.startswith("cuda"):
-        raise CampaignError(
-            f"campaign {campaign.name!r} is for a CUDA GPU, and the device is {device!r}; run it where there is one, "
-            "or choose another campaign"
-        )
-    if not any(only in name for name in campaign.run_names):
-        raise CampaignError(
-            f"no run of campaign {campaign.name!r} has {only!r} in its group/name; `tierplan validate --list` names all"
-        )
-    setup = _Setup(
-        campaign=campaign,
-        out_dir=Path(out_dir),
-        scratch=Path(nvme_dir) / "tierplan-campaign",
-        machine_name=machine_name or _machine_name(device),
-        device=device,
-        measure_s=measure_s,
-        report=report,
-    )
-    try:
-        for group in campaign.groups:
-            asked = [run for run in group.runs if only in f"{group.name}/{run.name}"]
-            if missing := [run for run in asked if not artifact_path(out_dir, group, run).exists()]:
-                with ExitStack() as life:
-                    calibrated = _calibrate(setup, group, life)
-                    for batch in [missing] if campaign.interleaved else [[run] for run in missing]:
-                        for artifact in _execute(setup, group, calibrated, batch):
-                            artifact.save(setup.out_dir / group.name / f"{artifact.run}.json")
-                            report(_line(artifact))
-    finally:
-        shutil.rmtree(setup.scratch, ignore_errors=True)
-    paths = [artifact_path(out_dir, group, run) for group in campaign.groups for run in group.runs]
-    return [Artifact.load(path) for path in paths if path.exists()]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Setup:
-    """Where and how a campaign runs."""
+@dataclass(eq=False, kw_only=True)
+class CampaignExecution:
+    """A campaign on this machine: all runs that have no artifact in `out_dir` yet and whose `group/name` has `only`."""
 
     campaign: Campaign
     out_dir: Path
-    scratch: Path
-    machine_name: str
-    device: str
-    measure_s: float
-    report: Report
+    nvme_dir: Path
+    machine_name: str = ""
+    """In tables; its cores, memory and GPU if not given."""
+    device: str = "cpu"
+    measure_s: float = 20.0
+    """Seconds of measuring the machine, once per group."""
+    only: str = ""
+    report: Callable[[str], None] = lambda line: None
     checks: list[float] = field(default_factory=list)
     """Predicted over measured steps of the calibration plans, of all groups so far."""
+
+    def run(self) -> list[Artifact]:
+        """Executes the runs; returns the artifacts of all that have one, in order.
+
+        Raises `CampaignError` where the campaign is for another device, or no run's name contains `only`.
+        """
+        campaign = self.campaign
+        if campaign.device == "cuda" and not self.device.startswith("cuda"):
+            raise CampaignError(
+                f"campaign {campaign.name!r} is for a CUDA GPU, and the device is {self.device!r}; run it where there "
+                "is one, or choose another campaign"
+            )
+        if not any(self.only in name for name in campaign.run_names):
+            raise CampaignError(
+                f"no run of campaign {campaign.name!r} has {self.only!r} in its group/name; `tierplan validate --list` "
+                "names all"
+            )
+        paths = {(g.name, r.name): self.out_dir / g.name / f"{r.name}.json" for g in campaign.groups for r in g.runs}
+        try:
+            for group in campaign.groups:
+                asked = [run for run in group.runs if self.only in f"{group.name}/{run.name}"]
+                if missing := [run for run in asked if not paths[group.name, run.name].exists()]:
+                    with ExitStack() as life:
+                        session = self._calibrate(group, life)
+                        for batch in [missing] if campaign.interleaved else [[run] for run in missing]:
+                            for artifact in self._execute(group, session, batch):
+                                artifact.save(paths[group.name, artifact.run])
+                                self.report(_line(artifact))
+        finally:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+        return [Artifact.load(path) for path in paths.values() if path.exists()]
+
+    @property
+    def scratch(self) -> Path:
+        return self.nvme_dir / "tierplan-campaign"
+
+    def _calibrate(self, group: Group, life: ExitStack) -> CalibrationSession:
+        """Measures the machine and makes a calibration run. Its checks are added to those of the groups before it."""
+        began = time.monotonic()
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        description = measure_description(
+            self.scratch, budget_s=self.measure_s, device=self.device, dtypes=(group.dtype,)
+        )
+        write_atomically(self.out_dir / group.name / "machine.toml", write_description(description))
+        config, training = group.model_config(group.calibration_blocks), _training(group, CALIBRATION_RUN, self.device)
+        session = CalibrationSession(
+            workload=trace_config(group.name, config, training),
+            machine=build_machine(description),
+            nvme_dir=self.scratch,
+            device=self.device,
+            life=life,
+        )
+        calibration = session.run()
+        calibration.save(self.out_dir / group.name / CALIBRATION_FILE)
+        self.checks.extend(calibration.checks.values())
+        checks = ", ".join(f"{plan} {format_error(x - 1.0)}" for plan, x in calibration.checks.items())
+        self.report(f"{group.name}: calibrated in {time.monotonic() - began:.0f} s, {checks}")
+        return session
+
+    def _execute(self, group: Group, session: CalibrationSession, runs: Sequence[Run]) -> Iterator[Artifact]:
+        """Predicts and trains these runs, turn by turn."""
+        with ExitStack() as life:
+            executions = [_RunExecution(self, group, session, run, life) for run in runs]
+            turns = self.campaign.steps_by_turn
+            for k, num_steps in enumerate(turns):
+                for execution in executions:
+                    execution.take_turn(num_steps, 1 if k else self.campaign.warmup_steps)
+                if len(executions) > 1 and (k + 1) % TURNS_PER_REPORT == 0:
+                    self.report(f"{group.name}: {k + 1} of {len(turns)} turns")
+            slowdowns = [slowdown for execution in executions for slowdown in execution.slowdowns]
+            for execution in executions:
+                yield execution.artifact(median(slowdowns) if slowdowns else 1.0)
 
 
 def _line(a: Artifact) -> str:
@@ -138,80 +157,38 @@ def _line(a: Artifact) -> str:
     )
 
 
-Calibrated = tuple[Calibration, CalibrationSession]
-"""Of a group, with the session that measures how slow the machine is now."""
-
-
-def _calibrate(setup: _Setup, group: Group, life: ExitStack) -> Calibrated:
-    """Measures the machine and makes a calibration run. Its checks are added to those of the groups before it."""
-    began = time.monotonic()
-    setup.scratch.mkdir(parents=True, exist_ok=True)
-    description = measure_description(
-        setup.scratch, budget_s=setup.measure_s, device=setup.device, dtypes=(group.dtype,)
-    )
-    write_atomically(setup.out_dir / group.name / "machine.toml", write_description(description))
-    config, training = group.model_config(group.calibration_blocks), _training(group, CALIBRATION_RUN, setup.device)
-    session = CalibrationSession(
-        workload=trace_config(group.name, config, training),
-        machine=build_machine(description),
-        nvme_dir=setup.scratch,
-        device=setup.device,
-        life=life,
-    )
-    calibration = session.run()
-    calibration.save(setup.out_dir / group.name / CALIBRATION_FILE)
-    setup.checks.extend(calibration.checks.values())
-    checks = ", ".join(f"{plan} {format_error(x - 1.0)}" for plan, x in calibration.checks.items())
-    setup.report(f"{group.name}: calibrated in {time.monotonic() - began:.0f} s, {checks}")
-    return calibration, session
-
-
-def _execute(setup: _Setup, group: Group, calibrated: Calibrated, runs: Sequence[Run]) -> Iterator[Artifact]:
-    """Predicts and trains these runs, turn by turn."""
-    with ExitStack() as life:
-        executions = [_RunExecution(setup, group, calibrated, run, life) for run in runs]
-        turns = setup.campaign.steps_by_turn
-        for k, num_steps in enumerate(turns):
-            for execution in executions:
-                execution.take_turn(num_steps, 1 if k else setup.campaign.warmup_steps)
-            if len(executions) > 1 and (k + 1) % TURNS_PER_REPORT == 0:
-                setup.report(f"{group.name}: {k + 1} of {len(turns)} turns")
-        slowdowns = [slowdown for execution in executions for slowdown in execution.slowdowns]
-        for execution in executions:
-            yield execution.artifact(median(slowdowns) if slowdowns else 1.0)
-
-
 class _RunExecution:
     """One run: its prediction, its training, and how slow the machine was before each turn."""
 
-    def __init__(self, setup: _Setup, group: Group, calibrated: Calibrated, run: Run, life: ExitStack) -> None:
-        self._calibration, self._session = calibrated
-        self._campaign, self._checks = setup.campaign, setup.checks
-        config, training = group.model_config(run.blocks), _training(group, run, setup.device)
+    def __init__(
+        self, execution: CampaignExecution, group: Group, session: CalibrationSession, run: Run, life: ExitStack
+    ) -> None:
+        self._campaign, self._checks, self._session = execution.campaign, execution.checks, session
+        config, training = group.model_config(run.blocks), _training(group, run, execution.device)
         workload = trace_config(f"{group.name}, {run.blocks} blocks", config, training)
         self._artifact = Artifact(
-            campaign=setup.campaign.name,
+            campaign=self._campaign.name,
             group=group.name,
             run=run.name,
             model=f"{workload.model_type}, {run.blocks} blocks, {format_count(workload.num_parameters)} parameters",
             settings={**asdict(run), "batch": group.batch, "seq": group.seq, "dtype": group.dtype, "config": config},
-            machine=setup.machine_name,
+            machine=execution.machine_name or _machine_name(execution.device),
             when=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
             versions=versions(),
             answered=False,
-            campaign_runs=setup.campaign.run_names,
+            campaign_runs=self._campaign.run_names,
         )
         self.slowdowns: list[float] = []
         """By turn: seconds per step of the calibration model right before it, over those in the calibration run."""
         self._turn_predictions_s: list[float] = []
         self._life = life.enter_context(ExitStack())
         with self._recording_failure():
-            described = self._session.machine
+            calibration, described = session.calibration, session.machine
             self._machine, self._schedule, _ = predict_run(
-                run, self._calibration.timed(workload, described), self._calibration.on(described)
+                run, calibration.timed(workload, described), calibration.on(described)
             )
             self._training = TurnwiseTraining(
-                self._schedule, config, training, setup.scratch / run.name, setup.device, life=self._life
+                self._schedule, config, training, execution.scratch / run.name, execution.device, life=self._life
             )
 
     @contextmanager
@@ -230,7 +207,7 @@ class _RunExecution:
         with self._recording_failure():
             calibration_steps = 1 if self._campaign.interleaved else CALIBRATION_STEPS
             in_memory_s = self._session.in_memory_step_s(calibration_steps)
-            slowdown = in_memory_s / self._calibration.in_memory_step_s
+            slowdown = in_memory_s / self._session.calibration.in_memory_step_s
             self.slowdowns.append(slowdown)
             self._turn_predictions_s.append(steady_at(self._schedule, self._machine, slowdown).period_s)
             self._training.take_turn(num_steps, warmup_steps)

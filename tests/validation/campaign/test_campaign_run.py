@@ -23,7 +23,8 @@ from tierplan.validation.calibration import session
 from tierplan.validation.calibration.dispatch import steady_at
 from tierplan.validation.calibration.session import TurnwiseTraining
 from tierplan.validation.campaign import run as campaign_run
-from tierplan.validation.campaign.artifact import load_artifacts
+from tierplan.validation.campaign.artifact import Artifact, load_artifacts
+from tierplan.validation.campaign.run import CampaignExecution
 from tierplan.validation.campaign.spec import Campaign, CampaignError, Group, Run, load_campaign
 
 GROUP = Group(
@@ -50,6 +51,10 @@ def guessed_machine() -> Machine:
     rates |= {f"{work}_fp32_flops": Rate.constant(2e10) for work in ("matmul", "attention")}
     plain = toy_machine(device_bytes=10**9, host_bytes=10**9, nvme_bytes=10**8)
     return replace(plain, streams=tuple(replace(s, rates=rates) for s in plain.streams))
+
+
+def executed(campaign: Campaign, folder: Path, **settings: Any) -> list[Artifact]:
+    return CampaignExecution(campaign=campaign, out_dir=folder / "out", nvme_dir=folder, **settings).run()
 
 
 @pytest.fixture
@@ -81,7 +86,7 @@ def test_every_run_leaves_an_artifact_and_is_not_repeated(
 
     monkeypatch.setattr(campaign_run, "steady_at", noted)
     campaign = replace(CAMPAIGN, interleaved=interleaved)
-    found = campaign_run.run_campaign(campaign, tmp_path / "out", tmp_path, report=said.append)
+    found = executed(campaign, tmp_path, report=said.append)
     assert [a.run for a in found] == [r.name for r in GROUP.runs]
     *answered, unanswered = found
     assert all(a.answered for a in answered), [a.why_not for a in answered]
@@ -104,7 +109,7 @@ def test_every_run_leaves_an_artifact_and_is_not_repeated(
     assert sorted(a.run for a in load_artifacts(tmp_path / "out")) == sorted(a.run for a in found)
     assert not (tmp_path / "tierplan-campaign").exists(), "scratch files are removed"
     lines = len(said)
-    again = campaign_run.run_campaign(campaign, tmp_path / "out", tmp_path, report=said.append)
+    again = executed(campaign, tmp_path, report=said.append)
     assert again == found
     assert len(said) == lines, "nothing was measured or run again"
 
@@ -124,7 +129,7 @@ def test_a_run_that_fails_takes_no_other_with_it(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(campaign_run, "TurnwiseTraining", Failing)
     runs = (GROUP.runs[1], GROUP.runs[2], GROUP.runs[0])
     campaign = replace(CAMPAIGN, interleaved=True, groups=(replace(GROUP, runs=runs),))
-    full, silent, well = campaign_run.run_campaign(campaign, tmp_path / "out", tmp_path)
+    full, silent, well = executed(campaign, tmp_path)
     assert "No space left" in full.why_not
     assert silent.why_not == "RuntimeError()"
     assert well.answered
@@ -132,15 +137,15 @@ def test_a_run_that_fails_takes_no_other_with_it(tmp_path: Path, monkeypatch: py
 
 def test_only_what_is_asked_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calibration = SimpleNamespace(timed=lambda workload, machine: workload, on=lambda machine: machine)
-    session = SimpleNamespace(machine=guessed_machine())
-    monkeypatch.setattr(campaign_run, "_calibrate", lambda *of: (calibration, session))
-    found = campaign_run.run_campaign(CAMPAIGN, tmp_path / "out", tmp_path, only="no-such")
+    session = SimpleNamespace(machine=guessed_machine(), calibration=calibration)
+    monkeypatch.setattr(campaign_run.CampaignExecution, "_calibrate", lambda *of: session)
+    found = executed(CAMPAIGN, tmp_path, only="no-such")
     assert [a.run for a in found] == ["3-blocks-no-such-policy-roomy-roomy"]
 
 
 def test_asking_for_no_run_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CampaignError, match="no run of campaign 'tiny' has 'typo' in its group/name"):
-        campaign_run.run_campaign(CAMPAIGN, tmp_path / "out", tmp_path, only="typo")
+        executed(CAMPAIGN, tmp_path, only="typo")
 
 
 def test_the_campaign_that_comes_with_tierplan_is_what_the_documentation_says() -> None:
@@ -158,7 +163,7 @@ def test_the_campaign_that_comes_with_tierplan_is_what_the_documentation_says() 
 
 def test_the_campaign_for_a_gpu_is_not_tried_without_one(tmp_path: Path) -> None:
     with pytest.raises(CampaignError, match="for a CUDA GPU, and the device is 'cpu'"):
-        campaign_run.run_campaign(load_campaign("gpu-billions"), tmp_path / "out", tmp_path)
+        executed(load_campaign("gpu-billions"), tmp_path)
     assert not (tmp_path / "out").exists()
 
 
