@@ -27,7 +27,7 @@ from tierplan.sim.digest import digest
 from tierplan.sim.output.text import columns, format_error, format_s
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import write_atomically
-from tierplan.sim.workloads.workload import Training, Unit, Workload
+from tierplan.sim.workloads.workload import Training, Unit, Workload, first_alike
 from tierplan.validation.calibration.dispatch import DispatchLatency, mean_dispatch_latency, slowdown_in, steady_at
 from tierplan.validation.calibration.measurements import (
     PARTIAL,
@@ -146,16 +146,9 @@ class Calibration:
 
         They are exact for units like those of the calibration model, and carried over in proportion to others.
         """
-        known: dict[tuple[object, ...], Unit] = {}
-        units = []
-        for unit in workload.units:
-            likeness = (unit.kind, *unit.forward.items(), *unit.backward.items(), len(unit.saved), unit.saved_bytes)
-            if likeness not in known:
-                known[likeness] = _timed(unit, self.units[unit.kind], machine)
-            like = known[likeness]
-            times = {name: getattr(like, name) for name in ("forward", "backward", "recompute", "spread")}
-            saved = tuple(replace(t, recompute=k.recompute) for t, k in zip(unit.saved, like.saved, strict=True))
-            units.append(replace(unit, saved=saved, **times))
+        firsts = first_alike(workload.units)
+        timed = {k: _timed(workload.units[k], self.units[workload.units[k].kind], machine) for k in set(firsts)}
+        units = [replace(timed[k], name=unit.name) for k, unit in zip(firsts, workload.units, strict=True)]
         return replace(workload, units=tuple(units))
 
     def save(self, path: str | os.PathLike[str]) -> None:
