@@ -288,14 +288,16 @@ def _rows(system: str, point: Facts, rule: Facts, models: Mapping[str, str]) -> 
     """All that was published of the point: its time, and peaks of one that fine-tunes; each answered, or why not."""
     role = "calibrate" if point["id"] in rule.get("fitted", ()) else "check"
     peaks = [name for name in PEAKS if system == "finetuning" and name in point]
-    note, no_answer = str(rule.get("note", "")), rule.get("no_answer", {})
+    no_answer = rule.get("no_answer", {})
+
+    def row(quantity: str, value: float | None, told: float | None, why_not: str, **ranked: Any) -> Row:
+        note = str(rule.get("note", ""))
+        return Row(system, role, quantity, point["id"], value, value, told, why_not, note, **ranked)
+
     if "cannot" in rule:
-        why_not = f"cannot be expressed: {rule['cannot']}"
         of_peaks = ((name, float(point[name])) for name in peaks)
-        return [
-            Row(system, role, name, point["id"], value, value, None, why_not, note)
-            for name, value in (("step_s", None), *of_peaks)
-        ]
+        why_not = f"cannot be expressed: {rule['cannot']}"
+        return [row(name, value, None, why_not) for name, value in (("step_s", None), *of_peaks)]
     question = question_of(point, rule, models)
     steps = int(rule.get("steps", 1))  # theirs in one of ours
     tokens = question.sequences * question.training.sequence_length // steps
@@ -308,28 +310,24 @@ def _rows(system: str, point: Facts, rule: Facts, models: Mapping[str, str]) -> 
         why_not = str(error)
     rows = []
     for quantity in ("step_s", *peaks):
-        told = None
-        if quantity == "step_s":
-            value = measured_s(point, question.sequences, question.training.sequence_length)
+        is_time = quantity == "step_s"
+        length = question.training.sequence_length
+        value = measured_s(point, question.sequences, length) if is_time else float(point[quantity])
+        if quantity in no_answer:
+            rows.append(row(quantity, value, None, str(no_answer[quantity])))
+        elif is_time:
             told = None if prediction is None or not prediction.step_s else prediction.step_s / steps
             if told is not None and "update_bytes" in rule:  # which an update without fused kernels moves besides
                 moved = {"elementwise_bytes": rule["update_bytes"] * question.workload().num_trained}
                 told += load_machine(question.machine, question.settings).cost(COMPUTE, moved).alone_s
+            rows.append(row(quantity, value, told, why_not, prediction=prediction, group=group, tokens=tokens))
         else:
-            value = float(point[quantity])
             steady = None if prediction is None else prediction.steady
-            other = {key: rule[f"peak_{key}"] for key in ("seq", "policy") if f"peak_{key}" in rule}
-            if other and quantity not in no_answer:  # lengths vary: the peak is that of the longest; or of other places
-                training = replace(
-                    question.training, sequence_length=other.get("seq", question.training.sequence_length)
-                )
-                policy = other.get("policy", question.policy)
+            if {"peak_seq", "peak_policy"} & rule.keys():  # lengths vary: that of the longest; or of other places
+                training = question.training
+                training = replace(training, sequence_length=rule.get("peak_seq", training.sequence_length))
+                policy = rule.get("peak_policy", question.policy)
                 steady = replace(question, training=training, policy=policy).answer().steady
             told = None if steady is None else _peak_bytes(question, steady, rule) / PEAKS[quantity]
-        row = Row(system, role, quantity, point["id"], value, value, told, why_not, note)
-        if quantity in no_answer:
-            row = replace(row, predicted=None, why_not=str(no_answer[quantity]))
-        elif quantity == "step_s":
-            row = replace(row, prediction=prediction, group=group, tokens=tokens)
-        rows.append(row)
+            rows.append(row(quantity, value, told, why_not))
     return rows
