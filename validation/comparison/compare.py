@@ -15,8 +15,6 @@ measured durations of one group of ops after the other (`tierplan.validation.com
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import ceil
@@ -27,7 +25,7 @@ import numpy as np
 from tierplan.hwmodels.shown import Shown
 from tierplan.sim.analysis.explain import StreamTime
 from tierplan.sim.schedule import Schedule
-from tierplan.sim.trace import Trace, write_atomically
+from tierplan.sim.trace import Trace
 from tierplan.validation.comparison.causes import (
     Contribution,
     attribute,
@@ -166,10 +164,6 @@ class Comparison(Shown):
         """The comparison as JSON values."""
         shown = ("step_error_frac", "normalised_error_frac", "in_interval", "bytes_agree")
         return {**asdict(self), **{name: getattr(self, name) for name in shown}}
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes `record` as JSON, replacing the file atomically."""
-        write_atomically(path, json.dumps(self.record(), indent=1) + "\n")
 
     def rows(self) -> list[dict[str, object]]:
         """Seconds of each kind of op on each stream, predicted and measured."""
