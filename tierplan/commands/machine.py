@@ -350,18 +350,13 @@ def _import(args: argparse.Namespace) -> int:
     try:
         machine = build_machine(with_part_values(parse_description(text, where=args.output)))
     except MachineError as error:
-        raise MachineError(f"{error}{NOT_OF_THE_CATALOG if _is_new_gpu(values) else ''}") from None
+        new = "the catalog has no GPU of this name: give gpu.memory_bandwidth and a peak, such as gpu.peak_bf16, of its"
+        raise MachineError(f"{error}; {new} data sheet with --set" if _is_new_gpu(values) else str(error)) from None
     write_atomically(args.output, text)
     shown = [f"{name} = {quantity.text(KEYS[name])}" for name, quantity in values.items()]
     record = {**_record(machine), "imported": list(values), "file": args.output}
     tell(args, record, [*shown, *structure(machine), f"written to {args.output}"])
     return 0
-
-
-NOT_OF_THE_CATALOG = (
-    "; the catalog has no GPU of this name: give gpu.memory_bandwidth and a peak, such as gpu.peak_bf16, of its data "
-    "sheet with --set"
-)
 
 
 def _is_new_gpu(values: Mapping[str, Quantity]) -> bool:

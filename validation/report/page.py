@@ -13,20 +13,16 @@ from tierplan.sim.trace import write_atomically
 STYLE = files("tierplan.validation.report").joinpath("page.css").read_text(encoding="utf-8")
 
 
-def page(title: str, sections: Iterable[str]) -> str:
-    """The whole document; `sections` are HTML."""
+def write_page(path: str | os.PathLike[str], title: str, sections: Iterable[str]) -> None:
+    """Writes the whole document, replacing the file atomically; `sections` are HTML."""
     body = "\n".join(sections)
-    return (
+    write_atomically(
+        path,
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<title>{escape(title)}</title>\n<link rel="icon" href="data:,">\n<style>\n{STYLE}</style>\n</head>\n<body>\n'
-        f"<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
+        f"<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n",
     )
-
-
-def write_page(path: str | os.PathLike[str], title: str, sections: Iterable[str]) -> None:
-    """Writes the page, replacing the file atomically."""
-    write_atomically(path, page(title, sections))
 
 
 def section(heading: str, *parts: str) -> str:

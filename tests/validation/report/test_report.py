@@ -14,7 +14,7 @@ import pytest
 from tests.validation.toy import RATES, toy_schedule, toy_trace
 from tierplan.sim.output.text import format_bytes, format_count, format_error, format_s, in_short
 from tierplan.validation.comparison.compare import compare
-from tierplan.validation.report.page import bars, cards, page, paragraph, table
+from tierplan.validation.report.page import bars, cards, paragraph, table, write_page
 from tierplan.validation.report.report import verdict, write_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -107,8 +107,10 @@ def test_verdict_names_the_largest_part() -> None:
     assert verdict(exact).endswith("an error of 0 %.")
 
 
-def test_text_is_escaped_and_table_cells_may_be_pictures() -> None:
-    html = page("<t>", [paragraph("a < b"), table(["x", ""], [("<b>", bars([1.0, -1.0])[0])])])
+def test_text_is_escaped_and_table_cells_may_be_pictures(tmp_path: Path) -> None:
+    sections = [paragraph("a < b"), table(["x", ""], [("<b>", bars([1.0, -1.0])[0])])]
+    write_page(tmp_path / "page.html", "<t>", sections)
+    html = (tmp_path / "page.html").read_text(encoding="utf-8")
     outline = Outline()
     outline.feed(html)
     assert outline.open == []

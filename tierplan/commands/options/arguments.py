@@ -1,16 +1,6 @@
 """Types for arguments: what they refuse is said before anything is read or computed, and the exit status is 2.
 
-    parser.add_argument("--batch", type=whole(1))             a whole number of 1 or more
-    parser.add_argument("--lr", type=finite(above=0))         a finite number above 0
-    parser.add_argument("--tokens", type=amount)              a number above 0, perhaps with k, M, B or T
-    parser.add_argument("plan", type=existing_file)           a file that is there
-    parser.add_argument("-o", type=new_file())                a file that can be written
-    parser.add_argument("--plot", type=new_file(*PICTURES))   one whose name says one of these formats
-    parser.add_argument("--out", type=new_folder)             a folder that is there or can be made
-    option(parser, "--seed N", "of weights", whole(0), 0)     any option, as its help shows it
-    add_set(parser)                                           --set KEY=VALUE, which changes the machine
-
-This is no command: it is not listed in `COMMANDS`.
+option(parser, "--seed N", "of weights", whole(0), 0)     any option, as its help shows it
 """
 
 from __future__ import annotations
