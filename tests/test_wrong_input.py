@@ -279,7 +279,7 @@ def test_every_argument_is_explained(name: str) -> None:
     import importlib
 
     parser = argparse.ArgumentParser()
-    importlib.import_module(f"tierplan.commands.{name.replace('-', '_')}").add_arguments(parser)
+    importlib.import_module(f"tierplan.commands.{COMMANDS[name]}").add_arguments(parser)
     parsers = [parser]
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

@@ -81,8 +81,8 @@ def command_parser() -> Parser:
     help_text = 'for a shell: eval "$(tierplan --print-completion bash)"'
     shtab.add_argument_to(parser, ["--print-completion"], help=help_text)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name in COMMANDS:
-        module = importlib.import_module(f"tierplan.commands.{name.replace('-', '_')}")
+    for name, path in COMMANDS.items():
+        module = importlib.import_module(f"tierplan.commands.{path}")
         summary = (module.__doc__ or "").strip().splitlines()[0]
         sub = subparsers.add_parser(name, help=summary, description=module.__doc__, formatter_class=Formatter)
         module.add_arguments(sub)

@@ -5,22 +5,23 @@ A command module has a docstring (its `--help`; the first line is the summary), 
 --help` stays quick; descriptions of machines, formats of text and settings of training are there anyway.
 """
 
-COMMANDS: tuple[str, ...] = (
-    "demo",
+MODULES = (
+    "evidence.demo",
     "machine",
     "calibrate",
     "workload",
     "simulate",
-    "compare-policies",
-    "reproduce",
+    "compare_policies",
+    "evidence.reproduce",
     "plan",
     "run",
     "compare",
     "sweep",
     "advise",
     "page",
-    "explain-run",
-    "validate",
+    "explain_run",
+    "evidence.validate",
 )
-"""Names in the order of `tierplan --help`; `compare-policies` lives in `compare_policies.py`, `explain-run` in
-`explain_run.py`."""
+"""In the order of `tierplan --help`."""
+COMMANDS = {module.rpartition(".")[2].replace("_", "-"): module for module in MODULES}
+"""Their modules, by name."""

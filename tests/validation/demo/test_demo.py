@@ -14,7 +14,7 @@ import pytest
 
 from tests.toys import toy_machine, toy_workload
 from tierplan.cli import main
-from tierplan.commands.demo import demo_lines
+from tierplan.commands.evidence.demo import demo_lines
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.runtime.measure import machine
