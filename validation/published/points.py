@@ -9,12 +9,10 @@ expressed. Nothing in it depends on the measured time, unless it is marked `fitt
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import lru_cache
-from importlib import resources
 from typing import Any
 
 from tierplan.hwmodels import load_machine
@@ -36,7 +34,7 @@ from tierplan.sim.workloads.workload import (
     Workload,
     WorkloadError,
 )
-from tierplan.validation.published.reproduce import PEAKS, Report, Row, constants_of, peak_of
+from tierplan.validation.published.reproduce import PEAKS, Report, Row, constants_of, peak_of, table_of
 
 Facts = Mapping[str, Any]
 POINTS = ("points", "finetuning")
@@ -210,8 +208,7 @@ def _workload(model: str, training: Training, changes: tuple[tuple[str, Any], ..
 
 
 def _table(name: str) -> dict[str, Any]:
-    file = resources.files("tierplan.validation.published").joinpath("measured", f"{name}.toml")
-    table = tomllib.loads(file.read_text(encoding="utf-8"))
+    table = table_of("measured", f"{name}.toml")
     rules = [{**rule, **own} for rule in table.get("rule", ()) for own in rule.get("of", ({},))]
     return {**table, "rule": rules}
 

@@ -1,7 +1,6 @@
 """Published figures beside predictions: every row that was asked, with its signed error, answered or not.
 
-    reports = reproduce()                 all systems
-    reports = reproduce(["fuyou"])        some
+    reproduce("fuyou")
 
 The rows are in `published/*.toml`, each with its source and role: `calibrate` rows fixed named constants of a machine
 of the catalog, `check` rows were never fitted, `prediction` rows have no published figure, `variant` rows repeat a row
@@ -197,26 +196,26 @@ def published(system: str) -> dict[str, Any]:
     """One file of published figures. Raises `ValueError` for a system that has none."""
     if system not in systems():
         raise ValueError(f"there are no published figures of {system!r}; choose among {', '.join(systems())}")
-    text = resources.files("tierplan.validation.published").joinpath(f"{system}.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
+    return table_of(f"{system}.toml")
 
 
-def reproduce(names: Sequence[str] = (), *, progress: Callable[[str], None] = lambda text: None) -> list[Report]:
-    """The report of each system, all rows included."""
-    reports = []
-    for name in names or systems():
-        table = published(name)
-        rows = []
-        for result in table["result"]:
-            common = {**table["system"], **{k: v for k, v in result.items() if k != "rows"}}
-            for row in result["rows"]:
-                settings = {**common, **row}
-                progress(f"{name}: {result['quantity']} {label_of(settings)}")
-                rows.append(_answer(name, table, settings))
-        reports.append(
-            Report(name, table["system"]["source"], tuple(rows), tuple(constants_of(table["system"].get("machine"))))
-        )
-    return reports
+def table_of(*path: str) -> dict[str, Any]:
+    """The content of a TOML file in this folder."""
+    return tomllib.loads(resources.files("tierplan.validation.published").joinpath(*path).read_text(encoding="utf-8"))
+
+
+def reproduce(system: str, *, progress: Callable[[str], None] = lambda text: None) -> Report:
+    """The report of a system, all rows included."""
+    table = published(system)
+    rows = []
+    for result in table["result"]:
+        common = {**table["system"], **{k: v for k, v in result.items() if k != "rows"}}
+        for row in result["rows"]:
+            settings = {**common, **row}
+            progress(f"{system}: {result['quantity']} {label_of(settings)}")
+            rows.append(_answer(system, table, settings))
+    constants = tuple(constants_of(table["system"].get("machine")))
+    return Report(system, table["system"]["source"], tuple(rows), constants)
 
 
 def label_of(settings: Settings) -> str:

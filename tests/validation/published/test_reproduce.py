@@ -31,7 +31,7 @@ MEAN_LIMIT, ROW_LIMIT, TAU_LIMIT = 0.12, 0.20, 0.9
 
 @pytest.fixture(scope="module")
 def reports() -> dict[str, Report]:
-    return {report.system: report for report in reproduce(QUICK)}
+    return {system: reproduce(system) for system in QUICK}
 
 
 @pytest.mark.parametrize("system", QUICK)
@@ -117,7 +117,7 @@ def test_a_prediction_does_not_depend_on_the_published_value(monkeypatch: pytest
         return {**original, "result": [{**result, "rows": [row]}]}
 
     monkeypatch.setattr(reproduction, "published", doubled)
-    (found,) = reproduce(["fuyou"])[0].rows
+    (found,) = reproduce("fuyou").rows
     assert found.value == 2 * result["rows"][0]["value"]
     assert found.error == pytest.approx(-0.5, abs=0.02)
 
@@ -148,7 +148,7 @@ def test_rows_held_out_on_one_gpu_are_met() -> None:
 
 @pytest.mark.nightly
 def test_all_of_harmonys_rows() -> None:
-    (report,) = reproduce(["harmony"])
+    report = reproduce("harmony")
     assert report.coverage == (10, 10)
     own = [row for row in report.checked if is_step_time(row) and "gpt2-10b" in row.label]
     assert len(own) == 5

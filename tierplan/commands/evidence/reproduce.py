@@ -36,17 +36,16 @@ def run(args: argparse.Namespace) -> int:
     from tierplan.validation.published.points import POINTS, reproduce_points
     from tierplan.validation.published.reproduce import published, reproduce, systems
 
-    measured = [name for name in args.systems if name in POINTS]
-    names = [name for name in args.systems if name not in POINTS] if measured else args.systems or systems()
-    total = sum(len(result["rows"]) for name in names for result in published(name)["result"])
-    with tqdm(total=None if measured else total, disable=not sys.stderr.isatty(), leave=False) as bar:
+    names = args.systems or systems()
+    of_points = any(name in POINTS for name in names)
+    total = None if of_points else sum(len(result["rows"]) for name in names for result in published(name)["result"])
+    with tqdm(total=total, disable=not sys.stderr.isatty(), leave=False) as bar:
 
         def show(text: str) -> None:
             bar.set_description_str(text[:60])
             bar.update()
 
-        reports = reproduce(names, progress=show) if names else []
-        reports += [reproduce_points(name, progress=show) for name in measured]
+        reports = [(reproduce_points if name in POINTS else reproduce)(name, progress=show) for name in names]
     if args.write:
         update_page(reports, args.write)
     lines: list[str] = []
