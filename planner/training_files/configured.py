@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -56,8 +56,8 @@ def mixed_precision(base: Training, mixed: str) -> tuple[Training, tuple[str, ..
     return replace(base, dtype=mixed, master_weights=True), (said,)  # type: ignore[arg-type]
 
 
-def check_one_of(bf16: bool, fp16: bool) -> None:
-    if bf16 and fp16:
+def check_one_of(enabled: Collection[str]) -> None:
+    if len(enabled) > 1:
         raise WorkloadError("bf16 and fp16 are both enabled; a model is trained in one of them, so disable the other")
 
 

@@ -202,7 +202,7 @@ def _precision(raw: Mapping[str, object], base: Training) -> Literal["fp32", "bf
     """The one that is enabled; of those that are `auto` the one of `base`, or the first."""
     auto = [name for name in MIXED if section_of(raw, name).get("enabled") == AUTO]
     on = [name for name in MIXED if name not in auto and flag(section_of(raw, name), "enabled", name)]
-    check_one_of(*(name in on for name in MIXED))
+    check_one_of(on)
     if base.dtype in auto:
         auto.insert(0, base.dtype)  # type: ignore[arg-type]
     return next(iter((*on, *auto)), "fp32")

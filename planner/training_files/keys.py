@@ -33,78 +33,66 @@ def _is_known(setting: str, value: object, says: Mapping[str, object], known: Kn
     return False
 
 
-def _any(names: str, prefix: str = "") -> dict[str, None]:
-    return dict.fromkeys(f"{prefix}{name}" for name in names.split())
-
-
-def _of(prefix: str, **neutral: object) -> dict[str, tuple[object, ...]]:
-    return {f"{prefix}{name}": value if isinstance(value, tuple) else (value,) for name, value in neutral.items()}
+def _known(prefix: str, read: str = "", **neutral: object) -> Known:
+    """Keys of one section: those that are `read` or cost nothing, and the values of others that change nothing."""
+    others = {name: value if isinstance(value, tuple) else (value,) for name, value in neutral.items()}
+    return {f"{prefix}{name}": value for name, value in {**dict.fromkeys(read.split()), **others}.items()}
 
 
 _ZERO = "zero_optimization."
 OF_DEEPSPEED: Known = {
-    **_any("""train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping optimizer
-        scheduler steps_per_print wall_clock_breakdown dump_state memory_breakdown tensorboard wandb csv_monitor comet
-        monitor_config checkpoint comms_config comms_logger zero_allow_untested_optimizer
-        zero_force_ds_cpu_optimizer"""),
-    **_any("block_size queue_depth thread_count intra_op_parallelism single_submit overlap_events", "aio."),
-    **_any("enabled immediate_grad_update check_grad_overflow", "bf16."),
-    **_any("""enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale
-        consecutive_hysteresis""", "fp16."),
-    **_any("""stage cpu_offload cpu_offload_params overlap_comm elastic_checkpoint load_from_fp32_weights
-        stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save
-        ignore_unused_parameters""", _ZERO),
-    **_any("device nvme_path pin_memory fast_init pipeline pipeline_read pipeline_write", f"{_ZERO}offload_optimizer."),
-    **_any("device nvme_path pin_memory", f"{_ZERO}offload_param."),
-    **_any("profile", "activation_checkpointing."),
-    **_of("optimizer.params.", fp32_optimizer_states=True),
-    **_of("bf16.", bf16_master_weights_and_grads=False, bf16_optimizer_states=False),
-    **_of("fp16.", fp16_master_weights_and_grads=False),
-    **_of("", communication_data_type=(), prescale_gradients=False, gradient_predivide_factor=1.0,
-          sparse_gradients=False),
-    **_of(_ZERO, reduce_bucket_size=5e8, allgather_bucket_size=5e8, allgather_partitions=True, reduce_scatter=True,
-          contiguous_gradients=True, round_robin_gradients=False, sub_group_size=1e9, stage3_max_live_parameters=1e9,
-          stage3_max_reuse_distance=1e9, stage3_prefetch_bucket_size=(0, 5e7), stage3_param_persistence_threshold=1e5,
-          stage3_module_granularity_threshold=0, stage3_use_all_reduce_for_fetch_params=False,
-          memory_efficient_linear=True, zero_quantized_weights=False, zero_quantized_gradients=False,
-          zero_quantized_nontrainable_weights=False, zero_hpz_partition_size=1, mics_shard_size=-1,
-          mics_hierarchical_params_gather=False),
-    **_of(f"{_ZERO}offload_optimizer.", ratio=1.0, buffer_count=4, super_offload=False),
-    **_of(f"{_ZERO}offload_param.", buffer_count=5, buffer_size=1e8, max_in_cpu=1e9),
-    **_of("activation_checkpointing.", partition_activations=False, cpu_checkpointing=False, number_checkpoints=(),
-          contiguous_memory_optimization=False, synchronize_checkpoint_boundary=False),
+    **_known("", """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping
+        optimizer scheduler steps_per_print wall_clock_breakdown dump_state memory_breakdown tensorboard wandb
+        csv_monitor comet monitor_config checkpoint comms_config comms_logger zero_allow_untested_optimizer
+        zero_force_ds_cpu_optimizer""",
+        communication_data_type=(), prescale_gradients=False, gradient_predivide_factor=1.0, sparse_gradients=False),
+    **_known("aio.", "block_size queue_depth thread_count intra_op_parallelism single_submit overlap_events"),
+    **_known("bf16.", "enabled immediate_grad_update check_grad_overflow", bf16_master_weights_and_grads=False,
+        bf16_optimizer_states=False),
+    **_known("fp16.", """enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale
+        consecutive_hysteresis""", fp16_master_weights_and_grads=False),
+    **_known(_ZERO, """stage cpu_offload cpu_offload_params overlap_comm elastic_checkpoint load_from_fp32_weights
+        stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save ignore_unused_parameters""",
+        reduce_bucket_size=5e8, allgather_bucket_size=5e8, allgather_partitions=True, reduce_scatter=True,
+        contiguous_gradients=True, round_robin_gradients=False, sub_group_size=1e9, stage3_max_live_parameters=1e9,
+        stage3_max_reuse_distance=1e9, stage3_prefetch_bucket_size=(0, 5e7), stage3_param_persistence_threshold=1e5,
+        stage3_module_granularity_threshold=0, stage3_use_all_reduce_for_fetch_params=False,
+        memory_efficient_linear=True, zero_quantized_weights=False, zero_quantized_gradients=False,
+        zero_quantized_nontrainable_weights=False, zero_hpz_partition_size=1, mics_shard_size=-1,
+        mics_hierarchical_params_gather=False),
+    **_known(f"{_ZERO}offload_optimizer.", "device nvme_path pin_memory fast_init pipeline pipeline_read "
+        "pipeline_write", ratio=1.0, buffer_count=4, super_offload=False),
+    **_known(f"{_ZERO}offload_param.", "device nvme_path pin_memory", buffer_count=5, buffer_size=1e8, max_in_cpu=1e9),
+    **_known("activation_checkpointing.", "profile", partition_activations=False, cpu_checkpointing=False,
+        number_checkpoints=(), contiguous_memory_optimization=False, synchronize_checkpoint_boundary=False),
+    **_known("optimizer.params.", fp32_optimizer_states=True),
 }  # fmt: skip
 """With DeepSpeed's own defaults."""
 
-_FSDP: Known = {
-    **_any("""version sharding_strategy reshard_after_forward offload_params cpu_offload activation_checkpointing
-        transformer_layer_cls_to_wrap state_dict_type use_orig_params sync_module_states cpu_ram_efficient_loading
-        forward_prefetch"""),
-    **_of("", auto_wrap_policy="TRANSFORMER_BASED_WRAP", min_num_params=0, backward_prefetch=("BACKWARD_PRE", 1),
-          limit_all_gathers=True, xla=False, xla_fsdp_v2=False, xla_fsdp_grad_ckpt=False,
-          activation_checkpointing_offload=False),
-}  # fmt: skip
+_FSDP = _known("", """version sharding_strategy reshard_after_forward offload_params cpu_offload
+    activation_checkpointing transformer_layer_cls_to_wrap state_dict_type use_orig_params sync_module_states
+    cpu_ram_efficient_loading forward_prefetch""", auto_wrap_policy="TRANSFORMER_BASED_WRAP", min_num_params=0,
+    backward_prefetch=("BACKWARD_PRE", 1), limit_all_gathers=True, xla=False, xla_fsdp_v2=False,
+    xla_fsdp_grad_ckpt=False, activation_checkpointing_offload=False)  # fmt: skip
 """Its `forward_prefetch` changes little: the host issues gathers ahead of the GPU without it too."""
 _IN_FSDP: Known = {f"fsdp_config.{prefix}{key}": value for key, value in _FSDP.items() for prefix in ("", "fsdp_")}
 
 _NOT_COMPILED = ("no", "NO", "No", False)
 OF_ACCELERATE: Known = {
     **_IN_FSDP,
-    **_any("""compute_environment debug distributed_type enable_cpu_affinity gpu_ids machine_rank main_process_ip
+    **_known("", """compute_environment debug distributed_type enable_cpu_affinity gpu_ids machine_rank main_process_ip
         main_process_port main_training_function mixed_precision num_machines num_processes rdzv_backend same_network
-        command_file commands tpu_env tpu_name tpu_zone dynamo_config"""),
-    **_any("""zero_stage gradient_accumulation_steps gradient_clipping zero3_init_flag zero3_save_16bit_model
-        deepspeed_config_file deepspeed_multinode_launcher deepspeed_moe_layer_cls_names offload_optimizer_device
-        offload_param_device offload_optimizer_nvme_path offload_param_nvme_path""", "deepspeed_config."),
-    **_of("", use_cpu=False, downcast_bf16=_NOT_COMPILED, dynamo_backend=_NOT_COMPILED, tpu_use_cluster=False,
-          tpu_use_sudo=False),
-    **_of("dynamo_config.", dynamo_backend=_NOT_COMPILED),
+        command_file commands tpu_env tpu_name tpu_zone dynamo_config""", use_cpu=False, downcast_bf16=_NOT_COMPILED,
+        dynamo_backend=_NOT_COMPILED, tpu_use_cluster=False, tpu_use_sudo=False),
+    **_known("deepspeed_config.", """zero_stage gradient_accumulation_steps gradient_clipping zero3_init_flag
+        zero3_save_16bit_model deepspeed_config_file deepspeed_multinode_launcher deepspeed_moe_layer_cls_names
+        offload_optimizer_device offload_param_device offload_optimizer_nvme_path offload_param_nvme_path"""),
+    **_known("dynamo_config.", dynamo_backend=_NOT_COMPILED),
 }  # fmt: skip
 
-_CHECKPOINTING = {"every_n_layers": 1, "offload": False}
 OF_TRAINER: Known = {
     **_IN_FSDP,
-    **_any("""per_device_train_batch_size gradient_accumulation_steps max_grad_norm bf16 fp16 optim deepspeed fsdp
+    **_known("", """per_device_train_batch_size gradient_accumulation_steps max_grad_norm bf16 fp16 optim deepspeed fsdp
         gradient_checkpointing activation_checkpointing gradient_checkpointing_kwargs activation_checkpointing_kwargs
         finetuning_type stage disable_gradient_checkpointing cutoff_len max_length max_seq_length packing
         output_dir overwrite_output_dir num_train_epochs max_steps seed data_seed learning_rate
@@ -115,15 +103,15 @@ OF_TRAINER: Known = {
         train_sampling_strategy average_tokens_across_devices accelerator_config include_num_input_tokens_seen
         bf16_full_eval fp16_full_eval use_cache liger_kernel_config past_index ray_scope jit_mode_eval full_determinism
         enable_jit_checkpoint evaluation_strategy push_to_hub* hub_* trackio_* logging_* log_* eval_* save_*
-        dataloader_* lr_scheduler_* warmup_* adam_* do_* ddp_*"""),
-    **_of("", torch_compile=False, torch_compile_backend=(), torch_compile_mode=(), use_liger_kernel=False, tf32=False,
-          neftune_noise_alpha=(), label_smoothing_factor=0.0, torch_empty_cache_steps=(), auto_find_batch_size=False,
-          optim_args="", optim_target_modules=(), parallelism_config=(), use_cpu=False, no_cuda=False, use_ipex=False,
-          use_mps_device=False, adafactor=False, split_batches=False, half_precision_backend="cuda_amp",
-          mp_parameters="", fp16_opt_level="O1", debug=([], ""), torchdynamo=()),
-    **_of("accelerator_config.", split_batches=False),
-    **_of("accelerator_config.gradient_accumulation_kwargs.", sync_each_batch=False),
-    **_of("gradient_checkpointing_kwargs.", **_CHECKPOINTING),
-    **_of("activation_checkpointing_kwargs.", **_CHECKPOINTING),
+        dataloader_* lr_scheduler_* warmup_* adam_* do_* ddp_*""",
+        torch_compile=False, torch_compile_backend=(), torch_compile_mode=(), use_liger_kernel=False, tf32=False,
+        neftune_noise_alpha=(), label_smoothing_factor=0.0, torch_empty_cache_steps=(), auto_find_batch_size=False,
+        optim_args="", optim_target_modules=(), parallelism_config=(), use_cpu=False, no_cuda=False, use_ipex=False,
+        use_mps_device=False, adafactor=False, split_batches=False, half_precision_backend="cuda_amp",
+        mp_parameters="", fp16_opt_level="O1", debug=([], ""), torchdynamo=()),
+    **_known("accelerator_config.", split_batches=False),
+    **_known("accelerator_config.gradient_accumulation_kwargs.", sync_each_batch=False),
+    **_known("gradient_checkpointing_kwargs.", every_n_layers=1, offload=False),
+    **_known("activation_checkpointing_kwargs.", every_n_layers=1, offload=False),
 }  # fmt: skip
 """With the Trainer's own defaults."""

@@ -26,7 +26,7 @@ def of_trainer_arguments(raw: Mapping[str, object], base: Training, path: Path) 
     except ValueError as error:
         raise WorkloadError(f"{path}: {error}") from None
     on = [name for name in MIXED if flag(raw, name, path)]
-    check_one_of(*(name in on for name in MIXED))
+    check_one_of(on)
     base, notes = mixed_precision(base, mixed := on[0] if on else "no")
     training = replace(
         base,
