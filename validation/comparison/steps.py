@@ -17,18 +17,18 @@ from tierplan.sim.trace import Span, Trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """The steps of one trace: when each began and ended, and which count as steady."""
+    """The steps of one trace, and which of them count as steady."""
 
     spans: Mapping[int, Mapping[str, Span]]
     """By step, then by the op's own key."""
-    begin_ns: Mapping[int, int]
-    end_ns: Mapping[int, int]
+    windows_ns: Mapping[int, tuple[int, int]]
+    """When each step began and ended."""
     steady: tuple[int, ...]
     """The steps after warm-up: all figures are taken from these."""
 
     @property
     def durations_s(self) -> dict[int, float]:
-        return {k: (self.end_ns[k] - self.begin_ns[k]) / 1e9 for k in self.end_ns}
+        return {k: (end_ns - begin_ns) / 1e9 for k, (begin_ns, end_ns) in self.windows_ns.items()}
 
     @property
     def step_s(self) -> float:
@@ -89,18 +89,18 @@ def cut_steps(trace: Trace, warmup_steps: int = 2, skipped_steps: Collection[int
         op = split_step(span.key)
         spans.setdefault(op.step or 0, {})[op.key] = span
     order = sorted(spans)
-    end_ns: dict[int, int] = {}
-    begin_ns: dict[int, int] = {}
+    windows_ns = {}
     # The trace of a resumed run begins at some step; its clock begins with it.
     before = 0
     for step in order:
-        begin_ns[step] = before
-        before = end_ns[step] = max(before, *(s.end_ns for s in spans[step].values()), 0)
+        end_ns = max(before, *(s.end_ns for s in spans[step].values()), 0)
+        windows_ns[step] = before, end_ns
+        before = end_ns
     skipped = min(warmup_steps, len(order) - 1)
     steady = tuple(k for k in order[skipped:] if k not in skipped_steps)
     if not steady:
         raise ValueError(f"trace {trace.name!r} has {len(order)} steps, which are all skipped; leave one or more")
-    return Steps(spans=spans, begin_ns=begin_ns, end_ns=end_ns, steady=steady)
+    return Steps(spans=spans, windows_ns=windows_ns, steady=steady)
 
 
 def cut_predicted(trace: Trace, warmup_steps: int = 2) -> Steps:

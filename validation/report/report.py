@@ -246,7 +246,7 @@ NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}
 def typical_steps(predicted: Trace, measured: Trace, warmup_steps: int) -> dict[str, Excerpt]:
     """Of each trace, the step whose duration is nearest to the median."""
     cut = {"predicted": cut_predicted(predicted, warmup_steps), "measured": cut_steps(measured, warmup_steps)}
-    windows = {name: (steps.begin_ns[steps.typical], steps.end_ns[steps.typical]) for name, steps in cut.items()}
+    windows = {name: steps.windows_ns[steps.typical] for name, steps in cut.items()}
     traces = {"predicted": predicted, "measured": measured}
     return {name: Excerpt(traces[name], begin / 1e9, end / 1e9) for name, (begin, end) in windows.items()}
 

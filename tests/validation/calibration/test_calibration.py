@@ -364,8 +364,8 @@ def test_the_middle_half_has_no_outliers() -> None:
     for k in spans:
         now_ns += 1_810 if k % 4 == 0 else 1_000 + k
         end_ns[k] = now_ns
-    begin_ns = {k: end_ns.get(k - 1, 0) for k in spans}
-    steps = Steps(spans=spans, begin_ns=begin_ns, end_ns=end_ns, steady=tuple(spans))
+    windows_ns = {k: (end_ns.get(k - 1, 0), end_ns[k]) for k in spans}
+    steps = Steps(spans=spans, windows_ns=windows_ns, steady=tuple(spans))
     assert middle_half(steps).steady == (5, 6, 7, 9, 10, 11)
 
 
