@@ -31,7 +31,7 @@ from tierplan.validation.campaign.spec import load_campaign
 from tierplan.validation.demo.demo import demo_config
 from tierplan.validation.published.reproduce import systems
 assert load_machine("desktop-4090").tiers and named_models() and demo_config().is_file()
-assert load_campaign("cpu-small").num_runs and systems()
+assert load_campaign("cpu-small").run_names and systems()
 assert json_schema()["$defs"]
 package = pathlib.Path(tierplan.__file__).parent
 assert (package / "py.typed").is_file()

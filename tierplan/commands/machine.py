@@ -65,20 +65,23 @@ from tierplan.sim.output.text import columns, wrapped
 from tierplan.sim.trace import write_atomically
 
 QUICK_S, THOROUGH_S = 50.0, 900.0
-LISTED = (
-    (("GiB", "capacity", 2**30), ("GB/s", "memory_bandwidth", 1e9), ("peak", "peak_bf16", 1e12),
-     ("real", "matmul_bf16", 1e12), ("USD", "price", 1)),
-    (("read", "read", 1e9), ("write", "write", 1e9), ("cached", "cached_write", 1e9), ("GB", "cache", 1e9),
-     ("PB", "endurance", 1e15), ("USD", "price", 1)),
-)  # fmt: skip
-"""Of a GPU and of a drive: what the list shows, in which unit."""
-HEADINGS = (
-    "GPUs (--set gpu.part=NAME; peak and real: bf16 TFLOP/s; basis: of real, else of peak)",
-    "Drives (--set nvme.part=NAME; rates in GB/s, cached: writes within a cache of so many GB; PB may be written; "
-    "basis: of write)",
-)
-DECIDING = {"gpu": ("matmul_bf16", "matmul_fp16", "peak_bf16", "peak_fp32"), "nvme": ("write",)}
-"""The number whose basis it shows: the first that a part has."""
+LISTED = {
+    "gpu": (
+        "GPUs (--set gpu.part=NAME; peak and real: bf16 TFLOP/s; basis: of real, else of peak)",
+        (("GiB", "capacity", 2**30), ("GB/s", "memory_bandwidth", 1e9), ("peak", "peak_bf16", 1e12),
+         ("real", "matmul_bf16", 1e12), ("USD", "price", 1)),
+        ("matmul_bf16", "matmul_fp16", "peak_bf16", "peak_fp32"),
+    ),
+    "nvme": (
+        "Drives (--set nvme.part=NAME; rates in GB/s, cached: writes within a cache of so many GB; PB may be written; "
+        "basis: of write)",
+        (("read", "read", 1e9), ("write", "write", 1e9), ("cached", "cached_write", 1e9), ("GB", "cache", 1e9),
+         ("PB", "endurance", 1e15), ("USD", "price", 1)),
+        ("write",),
+    ),
+}  # fmt: skip
+"""Of a GPU and of a drive: the list's heading, what it shows in which unit, and the numbers whose basis it shows: the
+first of these that a part has."""
 NOISY = 0.125
 """A spread from which on a number deserves a warning: 95 % of measurements lie within twice that."""
 
@@ -132,23 +135,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _list(args: argparse.Namespace) -> int:
     names = catalog_names() + ([HERE] if here_path().exists() else [])
     machines = {name: load_description(name).summary for name in names}
-    lists: dict[str, list[tuple[str, ...]]] = {}
+    lines = ["Machines", *columns(list(machines.items()))]
     sources: Counter[str] = Counter()
     parts: dict[str, dict[str, dict[str, object]]] = {}
-    for (section, folder), keys in zip(PARTS.items(), LISTED, strict=True):
-        lists[folder] = [("name", *(heading for heading, _, _ in keys), "basis", "date")]
-        parts[folder] = {}
-        for name in catalog_names(folder):
+    for section, (heading, shown, deciding) in LISTED.items():
+        rows = [("name", *(word for word, _, _ in shown), "basis", "date")]
+        entries = parts[PARTS[section]] = {}
+        for name in catalog_names(PARTS[section]):
             part, values = load_part(section, name), part_values(section, name)
             sources.update(q.source for q in part.values.values() if q.basis != "assumed")
             entry = {q: {"value": v.value, "basis": v.basis, "source": v.source} for q, v in values.items()}
-            rate = next(key for name in DECIDING[section] if (key := f"{section}.{name}") in values)
-            parts[folder][name] = {"name": part.name, "basis": values[rate].basis, "date": part.date, **entry}
-            cells = [_cell(values.get(f"{section}.{key}"), unit) for _, key, unit in keys]
-            lists[folder].append((name, *cells, values[rate].basis, part.date))
-    lines = ["Machines", *columns(list(machines.items()))]
-    for folder, heading, keys in zip(PARTS.values(), HEADINGS, LISTED, strict=True):
-        lines += ["", *wrapped(heading), *columns(lists[folder], right=range(1, 1 + len(keys)))]
+            rate = next(key for number in deciding if (key := f"{section}.{number}") in values)
+            entries[name] = {"name": part.name, "basis": values[rate].basis, "date": part.date, **entry}
+            cells = [_cell(values.get(f"{section}.{key}"), unit) for _, key, unit in shown]
+            rows.append((name, *cells, values[rate].basis, part.date))
+        lines += ["", *wrapped(heading), *columns(rows, right=range(1, 1 + len(shown)))]
     if args.sources:
         lines = columns([(str(count), source) for source, count in sources.most_common()])
     tell(args, {"machines": machines, **parts}, lines)
@@ -220,11 +221,8 @@ def numbers(description: Description) -> list[str]:
         if whole:
             source = below.setdefault(whole, f"[{len(below) + 1}]") + source.removeprefix(whole)
         rows.append((name, quantity.text(KEYS[name]), spread, quantity.basis, source))
-    return (
-        [*columns(rows), "", *columns([(number, source) for source, number in below.items()])]
-        if below
-        else columns(rows)
-    )
+    sources_below = ["", *columns([(number, source) for source, number in below.items()])] if below else []
+    return [*columns(rows), *sources_below]
 
 
 def structure(machine: Machine) -> list[str]:

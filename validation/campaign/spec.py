@@ -95,10 +95,6 @@ class Campaign:
         return tuple(f"{g.name}/{r.name}" for g in self.groups for r in g.runs)
 
     @property
-    def num_runs(self) -> int:
-        return len(self.run_names)
-
-    @property
     def steps_by_turn(self) -> tuple[int, ...]:
         """Number of steps of each turn; the first also has the remainder of the division."""
         each, rest = divmod(self.steps, self.turns)
@@ -130,7 +126,7 @@ def load_campaign(name_or_path: str | os.PathLike[str]) -> Campaign:
 
 
 def _checked(campaign: Campaign, where: str) -> Campaign:
-    if not campaign.num_runs:
+    if not campaign.run_names:
         raise CampaignError(f"{where} has no run; give it a [[group]] with [[group.run]] entries")
     for group in campaign.groups:
         for run in group.runs:

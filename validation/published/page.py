@@ -115,14 +115,14 @@ def _error(row: Row) -> str:
     return f"{100 * row.error:+.1f} %" if row.error else "0.0 %"
 
 
-def plot(report: Report, path: str | os.PathLike[str]) -> bool:
-    """Writes predicted over published step times, with lines at 20 %; False where the system has none.
+def plot(report: Report, path: str | os.PathLike[str]) -> None:
+    """Writes predicted over published step times, with lines at 20 %; nothing where the system has none.
 
     Points are numbered and listed: all of them, or of many those beyond the lines.
     """
     rows = [row for row in report.rows if is_step_time(row) and row.value and row.predicted]
     if not rows:
-        return False
+        return
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -166,7 +166,6 @@ def plot(report: Report, path: str | os.PathLike[str]) -> bool:
         axis.set_minor_formatter(NullFormatter())
     axes.legend()
     figure.savefig(path, dpi=120)
-    return True
 
 
 def update_page(reports: Sequence[Report], page: str | os.PathLike[str]) -> None:

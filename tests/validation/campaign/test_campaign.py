@@ -62,7 +62,7 @@ def test_campaign_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text(CAMPAIGN)
     campaign = load_campaign(path)
-    assert campaign.num_runs == 2
+    assert len(campaign.run_names) == 2
     group = campaign.groups[0]
     assert [r.name for r in group.runs] == ["4-blocks-in-memory-roomy-roomy", "4-blocks-planner-0.5-roomy"]
     assert group.model_config(7) == {"model_type": "gpt2", "n_embd": 64, "n_layer": 7}

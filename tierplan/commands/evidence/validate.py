@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         for group in campaign.groups:
             lines.append(f"{group.name}: batch {group.batch}, {group.seq} tokens, {group.dtype}")
             lines += [f"  {r.name}" for r in group.runs]
-        lines.append(f"{campaign.num_runs} runs of {campaign.steps} steps")
+        lines.append(f"{len(campaign.run_names)} runs of {campaign.steps} steps")
         tell(args, {group.name: [run.name for run in group.runs] for group in campaign.groups}, lines)
         return 0
 
