@@ -1,7 +1,4 @@
-"""What a calibration of one model says of others: each model's plans are predicted from the calibrations of all others.
-
-transfers(calibrations, machine, modelled)      a row for each pair of calibrations and each plan of the second
-"""
+"""What a calibration of one model says of others: plans of each are predicted from the calibrations of all others."""
 
 from __future__ import annotations
 

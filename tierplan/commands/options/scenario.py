@@ -1,11 +1,4 @@
-"""The arguments that say what is trained where, shared by `simulate`, `plan`, `advise`, `compare-policies` and others.
-
-    add_arguments(parser)      --model --machine --set --batch --seq --accumulation --dtype ... --semantics
-    read_point(args)           the question that they ask, as a point of a study
-    add_training(group)        the training settings alone, and read_training(args)
-
-This is no command: it is not listed in `COMMANDS`.
-"""
+"""The arguments that say what is trained where, shared by `simulate`, `plan`, `advise` and others."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""What commands print: plain text in a pipe; on a terminal in colour, with a sign of life while they work.
-
-say("tokens/s 1,200", *columns(rows))       lines of text
-tell(args, record, lines)                   these, or with --json the record
-with told_anyway(args, record, lines): ...  the same, if this cannot write its files
-with working("planning"): ...               a clock on the error stream, for what may take over two seconds
-with progress_bar() as progress: ...        a bar there, for what says how far it is: progress("measuring", 0.3)
-"""
+"""What commands print: plain text in a pipe; on a terminal in colour, with a sign of life while they work."""
 
 from __future__ import annotations
 
