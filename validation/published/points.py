@@ -84,21 +84,17 @@ class Question:
 
     def workload(self) -> Workload:
         workload = _workload(self.model, self.training, self.config)
-        workload = replace(workload, units=tuple(self._timed(u) if u.kind == "block" else u for u in workload.units))
+        units = [self._timed(u) if u.kind == "block" else u for u in workload.units]
         if self.compiled:
             chosen = self.options.get("checkpointing") == "selective"
-            workload = replace(
-                workload, units=tuple(_compiled(u, workload, by_operator=chosen) for u in workload.units)
-            )
-        if not self.loss:
-            return workload
-        *units, head = workload.units
-        t = self.training
-        logits = t.per_device_train_batch_size * t.sequence_length * int(str(workload.config["vocab_size"]))
-        passes = {"elementwise_bytes": 2.0 * 2 * logits}
-        twice = {kind: 2 * amount for kind, amount in head.forward.items()}  # gradients of logits in their place
-        head = replace(head, forward={**head.forward, **passes}, backward={**twice, **passes})
-        return replace(workload, units=(*units, head))
+            units = [_compiled(u, workload, by_operator=chosen) if u.kind == "block" else u for u in units]
+        if self.loss:
+            t, head = self.training, units[-1]
+            logits = t.per_device_train_batch_size * t.sequence_length * int(str(workload.config["vocab_size"]))
+            passes = {"elementwise_bytes": 2.0 * 2 * logits}
+            twice = {kind: 2 * amount for kind, amount in head.forward.items()}  # gradients of logits in their place
+            units[-1] = replace(head, forward={**head.forward, **passes}, backward={**twice, **passes})
+        return replace(workload, units=tuple(units))
 
     def _timed(self, block: Unit) -> Unit:
         """With the parameters of adapters, measured seconds and launches, where the point has these."""
@@ -145,27 +141,25 @@ def with_attention(machine: Machine, rate: float) -> Machine:
     return replace(machine, streams=tuple(with_rate_factors(s, factors) for s in machine.streams))
 
 
-def _compiled(unit: Unit, workload: Workload, *, by_operator: bool = False) -> Unit:
+def _compiled(block: Unit, workload: Workload, *, by_operator: bool) -> Unit:
     """A block whose element-wise work lies in kernels between products; twice as much in backward, where they read what
     was saved beside gradients. It saves what products and attention read and write, and makes again what lies between,
     unless somebody chose `by_operator` what it keeps."""
-    if unit.kind != "block":
-        return unit
     t = workload.training
     values, kept = _kernels_between(workload)
     tokens = t.per_device_train_batch_size * t.sequence_length
-    decoded = format_of(t.base).coding_bytes(unit.num_frozen, 2) if t.base else 0
+    decoded = format_of(t.base).coding_bytes(block.num_frozen, 2) if t.base else 0
     forward, backward = (
         {**w, "elementwise_bytes": n * 2.0 * values * tokens + decoded}
-        for w, n in ((unit.forward, 1), (unit.backward, 2))
+        for w, n in ((block.forward, 1), (block.backward, 2))
     )
-    saved = tuple(
+    products = tuple(
         SavedTensor(index=k, name=name, size_bytes=2 * tokens * width, dtype=t.dtype)
         for k, (name, width) in enumerate(kept.items())
     )
-    saved = unit.saved if by_operator else saved
+    saved = block.saved if by_operator else products
     return replace(
-        unit, forward=forward, backward=backward, recompute=None, num_kernels=0, num_elementwise=0, saved=saved
+        block, forward=forward, backward=backward, recompute=None, num_kernels=0, num_elementwise=0, saved=saved
     )
 
 
