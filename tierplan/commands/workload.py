@@ -125,7 +125,8 @@ def table_lines(workload: Workload) -> list[str]:
     base = f", linear layers in {t.base}, decoded in every pass" if t.base else ""
     extra = "spread" if is_measured else "work f/b"
     rows: list[Sequence[str]] = [("unit", "params", "states", "input", "saved", extra, "forward", "backward")]
-    for alike in _runs(workload):
+    for _, neighbours in groupby(units, lambda unit: replace(unit, name="")):
+        alike = list(neighbours)
         unit = alike[0]
         work = (digits(round(size / scale, 3)) for size in (unit.forward_work_bytes, unit.backward_work_bytes))
         name = unit.name if len(alike) == 1 else f"{unit.name}..{alike[-1].name} x {len(alike)}"
@@ -168,11 +169,6 @@ def unit_lines(unit: Unit) -> list[str]:
         *columns(rows, right=(0, 1, 3, 4)),
         "TFLOP and GiB moved: to recompute it from the tensors in the last column.",
     ]
-
-
-def _runs(workload: Workload) -> list[list[Unit]]:
-    """Units in order, neighbours that are alike together."""
-    return [list(alike) for _, alike in groupby(workload.units, lambda unit: replace(unit, name=""))]
 
 
 def effort(work: Mapping[str, float], flop_scale: float) -> float:
