@@ -1,9 +1,7 @@
 """A machine as the simulator and the planner use it: tiers, streams with rates, and shared limits.
 
 People describe a machine by its parts (GPU, host, drives, links) in a TOML file, which `tierplan.hwmodels.description`
-reads and `tierplan.hwmodels.build` turns into a `Machine`. Errors:
-
-    MachineError(ValueError)   a description or request that no machine can answer; says what is missing and what exists
+reads and `tierplan.hwmodels.build` turns into a `Machine`.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ KERNELS = "kernels"
 
 
 class MachineError(ValueError):
-    """A machine that contradicts itself, or a question that it cannot answer."""
+    """A machine that contradicts itself, or a question that it cannot answer. Says what is missing and what exists."""
 
 
 @dataclass(frozen=True, slots=True)

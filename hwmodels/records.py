@@ -4,8 +4,6 @@ load_record(Trace, path, ...)       a dataclass from a file of JSON with a forma
 decode(Campaign, tomllib.loads(t))  a dataclass from what a parser gives
 check_record(plan, PlanError)       the same rules for one in memory
 schema_of(Schedule, ...)          what `load_record` takes, for other tools
-
-RecordError(ValueError)             `ops[3] ('fwd/L0'): micro_batch is 0.5; it must be a whole number >= 0`
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ T = TypeVar("T")
 
 
 class RecordError(ValueError):
-    """A record that is not what its class says. The message names the place, the value and the rule."""
+    """A record that is not what its class says: `ops[3] ('fwd/L0'): micro_batch is 0.5; it must be a whole number`."""
 
 
 def load_record(

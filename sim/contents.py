@@ -5,8 +5,6 @@ kind of content is a record, whose text is `str(content)`; `parse_content` gives
 its content, its tier and a version: `params/L3@host#0`. An *op's key* says what is done to what, and when in the step:
 `fetch_params/L3/bwd/mb0`. Where several steps are joined to one schedule, keys and names begin with the number of the
 step: `s2/fwd/L3/mb0`.
-
-    ContentError(ValueError)   a text that is no content of a training step
 """
 
 from __future__ import annotations

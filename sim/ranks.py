@@ -3,8 +3,6 @@
 Every rank has the schedule of the first device, whose names it keeps, with the sizes of its own shards. So all have
 the same ops in the same order; collectives are then *joint*: a part on every rank, which start when all are granted.
 Host cores and drives do a rank's share of what the schedule lets them do for all, and their tiers are shared equally.
-
-RankError(ValueError)   devices that do not do alike
 """
 
 from __future__ import annotations

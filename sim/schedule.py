@@ -13,9 +13,7 @@ runtime (`tierplan.runtime.execution.executor`), and both obey the same four rul
 Buffers that exist before the step (`initial`) or outlive it (`becomes`) are declared. A buffer may take over the bytes
 of another one that its writer reads (`reuses`): that is how an in-place update is written, and it needs no grant.
 
-Rules 1 and 3 fix every order, so whether a schedule completes does not depend on how long its ops take. Errors:
-
-    ScheduleError(ValueError)   a schedule that breaks a rule of the language; names the op or buffer
+Rules 1 and 3 fix every order, so whether a schedule completes does not depend on how long its ops take.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 JSON of a version. Every field is there in every record, with no defaults, so a file never quietly means another plan
 than its writer's: a field that is unknown, missing or of the wrong type is an error that says where it is.
-
-    ScheduleFileError(ScheduleError)   a file that is not a schedule; names the path, the place in it and the op
 """
 
 from __future__ import annotations

@@ -2,9 +2,6 @@
 
 By the four rules, the set of ops that end does not depend on durations (docs/design.md has the proof). So executing the
 ops in any order that the rules allow answers the question, for the simulator and for the hardware.
-
-    SimulationError(RuntimeError)   the schedule could not be executed to its end
-    └── OutOfMemory                 an op waits for memory that nothing will free; names op, tier, bytes and holders
 """
 
 from __future__ import annotations

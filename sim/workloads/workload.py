@@ -2,9 +2,6 @@
 
 A `Workload` describes one micro-batch through an ordered chain of units: `embed`, blocks `L0` ... `Ln`, `head` (final
 norm, output projection and loss). The planner decides what happens to each amount; nothing here says where it lives.
-
-    WorkloadError(ValueError)     a model or setting that cannot be described; says which and what is supported
-      NotCovered(WorkloadError)   one that the closed forms do not cover; tracing may
 """
 
 from __future__ import annotations
