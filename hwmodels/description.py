@@ -112,7 +112,7 @@ class Quantity:
     value: float | str | Points
     basis: Basis = "given"
     source: str = ""
-    spread: float | None = None
+    spread: Amount | None = None
     """Relative standard deviation between measurements of it: two of them differ by less than twice that, as a rule."""
 
     @property
@@ -200,16 +200,6 @@ class Description:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Number:
-    """A value with where it comes from, as files have it."""
-
-    value: object
-    basis: Basis = "given"
-    source: str = ""
-    spread: Amount | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
     """A machine file."""
 
@@ -273,12 +263,13 @@ def parse_quantity(key: Key, value: object, *, where: str, sources: Mapping[str,
     what = f"{key.name} in {where}"
     if not isinstance(value, dict):
         return Quantity(_value(key, value, what), "given", where)
+    if "value" in value:
+        value = {**value, "value": _value(key, value["value"], what)}
     try:
-        number = decode(_Number, value, f"{where}: {key.name}", complete=False)
+        given = decode(Quantity, value, f"{where}: {key.name}", complete=False)
     except RecordError as error:
         raise MachineError(str(error)) from error
-    source = (sources or {}).get(number.source, number.source)
-    return Quantity(_value(key, number.value, what), number.basis, source, number.spread)
+    return replace(given, source=(sources or {}).get(given.source, given.source))
 
 
 def _value(key: Key, value: object, what: str) -> float | str | Points:
