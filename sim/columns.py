@@ -253,7 +253,8 @@ class ScheduleColumns:
         names = [b.name for b in labels.buffers]
         keys = [op.key for op in labels.ops]
         tier_names = [t.name for t in self.tiers]
-        links = (_named(self.reads, names), _named(self.writes, names), _named(self.after, keys))
+        linked = ((self.reads, names), (self.writes, names), (self.after, keys))
+        links = ([tuple([texts[i] for i in row]) for row in rows_of(lists)] for lists, texts in linked)
         ops = [
             Op(
                 key=label.key,
@@ -418,9 +419,3 @@ def _numbered(initial: Bool, reuses: Int32, becomes: Int32, num_steps: int) -> t
         if becomes[b] >= 0:
             all_becomes[numbers[-1, b]] = becomes[b]
     return numbers, all_reuses[:end], all_becomes[:end]
-
-
-def _named(lists: Lists, names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Each op's list in names."""
-    begins, items = lists.begins.tolist(), [names[i] for i in lists.items.tolist()]
-    return [tuple(items[begin:end]) for begin, end in pairwise(begins)]

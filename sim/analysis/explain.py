@@ -33,7 +33,7 @@ Kind = Literal["stream", "limit", "part", "memory"]
 # ---- what each stream did all the time ----
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class StreamTime:
     """How a stream spent a stretch of time. The five parts add up to `total_s`."""
 
@@ -68,7 +68,7 @@ def stream_times(trace: Trace, window_s: tuple[float, float] | None = None) -> d
 
 def times_in_windows(spans: Iterable[Span], windows_ns: Mapping[str, tuple[float, float]]) -> dict[str, StreamTime]:
     """How each stream spent its window (begin and end in nanoseconds, by stream), according to these spans."""
-    parts_ns: dict[str, list[float]] = {}
+    parts_ns: dict[str, tuple[float, float, float, float]] = {}
     for s in spans:
         begin_ns, end_ns = windows_ns[s.stream]
 
@@ -78,23 +78,18 @@ def times_in_windows(spans: Iterable[Span], windows_ns: Mapping[str, tuple[float
         ready_ns = max(s.free_ns, s.ready_ns)
         busy_ns = inside_ns(s.start_ns, s.end_ns)
         alone_frac = min(1.0, s.alone_ns / s.duration_ns) if s.alone_ns >= 0 and s.duration_ns > 0 else 1.0
-        alone, slowed, on_input, on_memory = parts_ns.get(s.stream, (0.0, 0.0, 0.0, 0.0))
-        parts_ns[s.stream] = [
-            alone + alone_frac * busy_ns,
-            slowed + (1.0 - alone_frac) * busy_ns,
-            on_input + inside_ns(s.free_ns, ready_ns),
-            on_memory + inside_ns(ready_ns, ready_ns + s.waited_memory_ns),
-        ]
-    return {
-        stream: StreamTime(
-            alone_s=parts[0] / 1e9,
-            slowed_s=parts[1] / 1e9,
-            input_s=parts[2] / 1e9,
-            memory_s=parts[3] / 1e9,
-            idle_s=max(0.0, windows_ns[stream][1] - windows_ns[stream][0] - sum(parts)) / 1e9,
+        alone_ns, slowed_ns, input_ns, memory_ns = parts_ns.get(s.stream, (0.0, 0.0, 0.0, 0.0))
+        parts_ns[s.stream] = (
+            alone_ns + alone_frac * busy_ns,
+            slowed_ns + (1.0 - alone_frac) * busy_ns,
+            input_ns + inside_ns(s.free_ns, ready_ns),
+            memory_ns + inside_ns(ready_ns, ready_ns + s.waited_memory_ns),
         )
-        for stream, parts in parts_ns.items()
-    }
+    times = {}
+    for stream, parts in parts_ns.items():
+        begin_ns, end_ns = windows_ns[stream]
+        times[stream] = StreamTime(*(ns / 1e9 for ns in (*parts, max(0.0, end_ns - begin_ns - sum(parts)))))
+    return times
 
 
 # ---- the critical path ----

@@ -17,12 +17,9 @@ def format_s(seconds: float, *, signed: bool = False) -> str:
     """Seconds to three digits: `1.24 s`, `83.1 ms`, `4 min 10 s`, `2.5 h`."""
     sign = ("+" if seconds > 0 else "") if signed else ""
     size = abs(seconds)
-    if size >= 2 * 31_557_600:
-        return f"{sign}{digits(seconds / 31_557_600)} years"
-    if size >= 172_800:
-        return f"{sign}{digits(seconds / 86_400)} days"
-    if size >= 7_200:
-        return f"{sign}{digits(seconds / 3_600)} h"
+    for unit, scale in (("years", 31_557_600.0), ("days", 86_400.0), ("h", 3_600.0)):
+        if size >= 2 * scale:
+            return f"{sign}{digits(seconds / scale)} {unit}"
     if size >= 120:
         return f"{sign}{int(seconds) // 60} min {int(seconds) % 60} s" if seconds > 0 else f"{round(seconds)} s"
     for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
