@@ -10,9 +10,13 @@ import bisect
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import exp, inf, isfinite, log
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from tierplan.hwmodels.shown import Shown
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 PAGE_BYTES = 4096
 SECONDS = "s"
@@ -66,15 +70,19 @@ MEASURED = PredictionBasis("measured here, not calibrated", 0.6)
 
 Rounding = Literal["exact", "page", "power-of-two"]
 """How an allocator rounds buffers up."""
+Size = TypeVar("Size", int, "npt.NDArray[np.int64]")
 
 
-def held_bytes(size_bytes: int, rounding: Rounding) -> int:
-    """What a buffer of this size takes from its tier."""
-    if size_bytes <= 0 or rounding == "exact":
+def held_bytes(size_bytes: Size, rounding: Rounding) -> Size:
+    """What a buffer of this size takes from its tier; of many buffers, where the size is an array."""
+    if rounding == "exact":
         return size_bytes
     if rounding == "page":
         return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
-    return 1 << (size_bytes - 1).bit_length()
+    filled = size_bytes - 1
+    for shift in (1, 2, 4, 8, 16, 32):  # all bits below the highest one
+        filled |= filled >> shift
+    return filled + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

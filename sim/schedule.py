@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from tierplan.hwmodels.machine import Rounding, held_bytes
+from tierplan.hwmodels.machine import Rounding, Size, held_bytes
 from tierplan.hwmodels.names import on_devices
 from tierplan.hwmodels.records import Amount, Whole
 from tierplan.sim.step import StepSpec
@@ -43,8 +43,8 @@ class Tier:
     """How the allocator of this tier rounds buffers up: `page` (4 KiB) or `power-of-two`. What a buffer holds is what
     is granted, counted and freed; what is moved is its own size."""
 
-    def held_bytes(self, size_bytes: int) -> int:
-        """What a buffer of this size takes from the tier."""
+    def held_bytes(self, size_bytes: Size) -> Size:
+        """As `machine.held_bytes`."""
         return held_bytes(size_bytes, self.rounding)
 
 

@@ -16,7 +16,6 @@ from tierplan.sim.schedule import ScheduleError
 
 LARGEST = 1 << 61
 """Bytes and nanoseconds beyond this are refused, so that sums of two fit into 64 bits."""
-ROUNDINGS = ("exact", "page", "power-of-two")
 
 
 class GraphColumns(NamedTuple):
@@ -73,6 +72,10 @@ def graph_columns(columns: ScheduleColumns) -> GraphColumns:
             f"schedule {columns.labels().name!r} has buffers of {np.sum(columns.buffer_bytes, dtype=np.float64):.3g} "
             f"bytes in all; more than {LARGEST / 2:.3g} are not counted: make the model or the batch smaller"
         )
+    held_bytes = columns.buffer_bytes
+    for t, tier in enumerate(columns.tiers):
+        if tier.rounding != "exact":
+            held_bytes = np.where(columns.buffer_tier == t, tier.held_bytes(columns.buffer_bytes), held_bytes)
     streams = {name: s for s, name in enumerate(dict.fromkeys(work.stream for work in columns.works))}
     return _graph(
         np.array([streams[work.stream] for work in columns.works], np.int32)[columns.op_work],
@@ -81,11 +84,10 @@ def graph_columns(columns: ScheduleColumns) -> GraphColumns:
         columns.writes,
         columns.after,
         columns.buffer_tier,
-        columns.buffer_bytes,
+        held_bytes,
         columns.buffer_initial,
         columns.buffer_reuses,
         columns.buffer_becomes,
-        np.array([ROUNDINGS.index(t.rounding) for t in columns.tiers], np.int32),
         np.array([min(t.capacity_bytes, LARGEST) for t in columns.tiers], np.int64),
     )
 
@@ -97,19 +99,6 @@ def held_before(columns: ScheduleColumns, graph: GraphColumns) -> Bool:
 
 
 @compiled
-def _held_bytes(size_bytes: int, rounding: int) -> int:
-    """As `machine.held_bytes`."""
-    if size_bytes <= 0 or rounding == 0:
-        return size_bytes
-    if rounding == 1:
-        return -(-size_bytes // 4096) * 4096
-    power = 1
-    while power < size_bytes:
-        power *= 2
-    return power
-
-
-@compiled
 def _graph(
     op_stream: Int32,
     num_streams: int,
@@ -117,11 +106,10 @@ def _graph(
     writes: Lists,
     after: Lists,
     buffer_tier: Int32,
-    buffer_bytes: Int64,
+    held_bytes: Int64,
     initial: Bool,
     reuses: Int32,
     becomes: Int32,
-    roundings: Int32,
     capacity_bytes: Int64,
 ) -> GraphColumns:
     num_ops, num_buffers, num_tiers = len(op_stream), len(buffer_tier), len(capacity_bytes)
@@ -144,10 +132,9 @@ def _graph(
         last_on_stream[s] = i
         stream[i] = s
 
-    # Buffers: what they hold, who writes and reads them, whether they are freed.
-    held_bytes, is_freed = np.empty(num_buffers, np.int64), becomes < 0
+    # Buffers: who writes and reads them, whether they are freed.
+    is_freed = becomes < 0
     for b in range(num_buffers):
-        held_bytes[b] = _held_bytes(buffer_bytes[b], roundings[buffer_tier[b]])
         if reuses[b] >= 0:
             is_freed[reuses[b]] = False
     num_readers = np.zeros(num_buffers, np.int32)
