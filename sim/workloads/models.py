@@ -17,27 +17,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import lru_cache
-from importlib import import_module, resources
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from tierplan.sim.workloads.adapters import read_adapters
+from tierplan.sim.workloads.families import bert, gpt2, llama, opt, qwen
 from tierplan.sim.workloads.families.slices import with_sizes_of_one
 from tierplan.sim.workloads.families.tape import Tape, Value
 from tierplan.sim.workloads.families.units import Config, Family, measure_unit
 from tierplan.sim.workloads.workload import NotCovered, Training, Unit, Workload, WorkloadError
 
-SUPPORTED: Mapping[str, str] = {
-    "gpt2": "gpt2",
-    "opt": "opt",
-    "bert": "bert",
-    "llama": "llama",
-    "mistral": "llama",
-    "qwen2": "llama",
-    "qwen3": "llama",
-    "qwen": "qwen",
+SUPPORTED: Mapping[str, Family] = {
+    "gpt2": gpt2.FAMILY,
+    "opt": opt.FAMILY,
+    "bert": bert.FAMILY,
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), llama.FAMILY),
+    "qwen": qwen.FAMILY,
 }
-"""Model types with closed forms, and the module in `tierplan.sim.workloads.families` that has them."""
+"""Model types with closed forms, and these."""
 NO_DROPOUT: Mapping[str, tuple[str, ...]] = {
     "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
@@ -224,6 +222,4 @@ def family_of(raw: Mapping[str, object]) -> Family:
             f"model_type {model_type!r} has no closed forms here; there are some for {', '.join(SUPPORTED)}. "
             "Tracing (--exact) covers every transformer class of `transformers`"
         )
-    family = import_module(f"tierplan.sim.workloads.families.{SUPPORTED[str(model_type)]}").FAMILY
-    assert isinstance(family, Family)
-    return family
+    return SUPPORTED[str(model_type)]
