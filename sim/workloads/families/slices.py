@@ -26,9 +26,8 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Save:
-    """A storage that autograd keeps, in order of first save."""
+    """A storage that autograd keeps."""
 
-    storage: int
     size_bytes: int
     dtype: str
 
@@ -61,6 +60,7 @@ class Recording:
     memory: Meter = field(default_factory=Meter)
     operations: list[Operation] = field(default_factory=list)
     saves: dict[int, Save] = field(default_factory=dict)
+    """By the storage's number, in order of first save."""
     backward_work: list[Mapping[str, float]] = field(default_factory=list)
     saves_input: bool = False
     saves_parameters: bool = False
@@ -78,8 +78,7 @@ class Recording:
 
     def note_saved(self, number: int, size_bytes: int, dtype: str) -> None:
         """Autograd keeps this storage of the unit's own."""
-        if number not in self.saves:
-            self.saves[number] = Save(storage=number, size_bytes=size_bytes, dtype=dtype)
+        self.saves.setdefault(number, Save(size_bytes=size_bytes, dtype=dtype))
 
     @property
     def saved_bytes(self) -> int:
@@ -94,7 +93,7 @@ class Recording:
             num_kernels=self.num_kernels,
             num_elementwise=self.num_elementwise,
             num_modules=self.num_modules,
-            saved=saved_tensors(self.operations, list(self.saves.values())),
+            saved=saved_tensors(self.operations, self.saves),
             saves_input=self.saves_input,
             saves_parameters=self.saves_parameters,
             backward_work_bytes=max(0, peak_bytes - granted_bytes),
@@ -102,19 +101,18 @@ class Recording:
         )
 
 
-def saved_tensors(operations: Sequence[Operation], saves: Sequence[Save]) -> tuple[SavedTensor, ...]:
+def saved_tensors(operations: Sequence[Operation], saves: Mapping[int, Save]) -> tuple[SavedTensor, ...]:
     """The saved tensors with names, slices and costs. Slices start at other saved tensors, input or parameters."""
     writers: dict[int, list[int]] = {}
     for i, operation in enumerate(operations):
         for storage in operation.writes:
             writers.setdefault(storage, []).append(i)
-    index_of = {save.storage: k for k, save in enumerate(saves)}
+    index_of = {storage: k for k, storage in enumerate(saves)}
     result = []
-    for k, save in enumerate(saves):
-        wanted, needs, seen, work_list = set[int](), set[int](), {save.storage}, [save.storage]
+    for k, (kept, save) in enumerate(saves.items()):
+        wanted, needs, seen, work_list = set[int](), set[int](), {kept}, [kept]
         while work_list:
-            storage = work_list.pop()
-            for i in writers.get(storage, ()):
+            for i in writers.get(work_list.pop(), ()):
                 if i in wanted:
                     continue
                 wanted.add(i)
@@ -127,7 +125,7 @@ def saved_tensors(operations: Sequence[Operation], saves: Sequence[Save]) -> tup
                         seen.add(source)
                         work_list.append(source)
         part = [operations[i] for i in sorted(wanted)]
-        made_by = writers.get(save.storage)
+        made_by = writers.get(kept)
         result.append(
             SavedTensor(
                 index=k,
