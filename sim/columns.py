@@ -256,27 +256,16 @@ class ScheduleColumns:
         linked = ((self.reads, names), (self.writes, names), (self.after, keys))
         links = ([tuple([texts[i] for i in row]) for row in rows_of(lists)] for lists, texts in linked)
         ops = [
-            Op(
-                key=label.key,
-                stream=self.works[w].stream,
-                kind=label.kind,
-                unit=label.unit,
-                micro_batch=label.micro_batch,
-                work=self.works[w].amounts,
-                reads=reads,
-                writes=writes,
-                after=after,
-            )
+            Op(**label._asdict(), stream=work.stream, work=work.amounts, reads=reads, writes=writes, after=after)
             for label, w, reads, writes, after in zip(labels.ops, self.op_work.tolist(), *links, strict=True)
+            for work in [self.works[w]]
         ]
         columns = (self.buffer_tier, self.buffer_bytes, self.buffer_initial, self.buffer_reuses, self.buffer_becomes)
         buffers = [
             Buffer(
-                name=label.name,
+                **label._asdict(),
                 tier=tier_names[tier],
                 size_bytes=size_bytes,
-                content=label.content,
-                kind=label.kind,
                 initial=initial,
                 reuses=names[reuses] if reuses >= 0 else None,
                 becomes=names[becomes] if becomes >= 0 else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tierplan.hwmodels.machine import Cost, Machine
+from tierplan.sim.columns import Works
 from tierplan.sim.engine import simulate
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
@@ -10,14 +11,10 @@ from tierplan.sim.trace import Trace
 
 def price(schedule: Schedule, machine: Machine) -> dict[str, Cost]:
     """The cost of each op, by key. Ops of equal work on one stream are priced once."""
-    known: dict[tuple[object, ...], Cost] = {}
-    costs, is_alone = {}, len(schedule.streams) == 1
-    for op in schedule.ops:
-        signature = (op.stream, *op.work.items())
-        if signature not in known:
-            known[signature] = machine.cost(op.stream, op.work, is_alone=is_alone)
-        costs[op.key] = known[signature]
-    return costs
+    works, is_alone = Works(), len(schedule.streams) == 1
+    numbers = {op.key: works.number(op.stream, op.work) for op in schedule.ops}
+    costs = [machine.cost(work.stream, work.amounts, is_alone=is_alone) for work in works.listed]
+    return {key: costs[number] for key, number in numbers.items()}
 
 
 def simulate_on(schedule: Schedule, machine: Machine) -> Trace:
