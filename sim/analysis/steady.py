@@ -27,8 +27,8 @@ SAME_FRAC = 1e-5
 """Moments count as equal when they differ by less than this part of the step: ends are rounded to nanoseconds."""
 MAX_CYCLE = 3
 """Longest repetition that is looked for, in steps; or once around, where the steps go round devices."""
-MAX_STEPS = 16
-"""Steps that are simulated, at most, in search of one."""
+FIRST_STEPS, MAX_STEPS = 4, 16
+"""Steps that are simulated in search of one: at first, and then twice as many, up to the second, until it is found."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,20 +96,11 @@ class SteadyState:
 
 
 def steady_state(
-    schedule: Schedule | ScheduleColumns,
-    machine: Machine,
-    *,
-    num_steps: int = 4,
-    prices: Prices | None = None,
+    schedule: Schedule | ScheduleColumns, machine: Machine, *, prices: Prices | None = None
 ) -> SteadyState:
     """The steady state of `schedule`, repeated step after step on `machine`.
 
-    Parameters
-    ----------
-    num_steps
-        Steps that are simulated, 3 or more; and twice as many, up to `MAX_STEPS`, while no repetition is found.
-    prices
-        What the works of the columns cost on the machine, if that is at hand.
+    `prices` are what the works of the columns cost on the machine, if that is at hand.
 
     Raises `ScheduleError` when an initial buffer has no successor in the next step (see `columns.unroll`);
     `OutOfMemory` when the steps do not fit; the first may fit alone, where the second needs memory that the first still
@@ -118,8 +109,7 @@ def steady_state(
     columns = columns_of(schedule) if isinstance(schedule, Schedule) else schedule
     if not columns.num_ops:
         raise ValueError(f"schedule {columns.labels().name!r} has no ops; nothing repeats")
-    if num_steps < 3:
-        raise ValueError(f"num_steps is {num_steps}; a repetition shows in 3 steps or more")
+    num_steps = FIRST_STEPS
     while True:
         unrolled = columns.unrolled(num_steps)
         execution = simulate_columns(unrolled, machine, prices if unrolled.works is columns.works else None)

@@ -57,10 +57,10 @@ def loop(compute_s: float, update_s: float, *, version: str = "new") -> Schedule
     )
 
 
-def steady_state(schedule: Schedule, target: Machine, **options: int) -> SteadyState:
+def steady_state(schedule: Schedule, target: Machine) -> SteadyState:
     """As the compiled engine has it; that SimPy says the same of the steps is asserted wherever this is called."""
-    steady = steady_of(schedule, target, **options)
-    assert steady == steady_of(columns_of(schedule), target, **options)
+    steady = steady_of(schedule, target)
+    assert steady == steady_of(columns_of(schedule), target)
     ends_ns = dict.fromkeys(range(steady.num_steps), 0)
     for span in steady.trace.spans:
         step = split_step(span.key).step
@@ -274,11 +274,6 @@ def test_steps_that_go_on_are_one_long_pipeline() -> None:
     assert {(b.name, b.tier) for b in unrolled.buffers} == {(b.name, b.tier) for b in long.buffers}
     assert simulate_on(unrolled, devices_of(3)).spans == simulate_on(long, devices_of(3)).spans
     assert unroll(unroll(one, 2), 2).ops[-1].stream == unroll(one, 4).ops[-1].stream
-
-
-def test_too_few_steps_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_steps is 2"):
-        steady_state(loop(1.0, 1.0), machine("gpu", "cpu"), num_steps=2)
 
 
 def test_the_compiled_engine_gives_the_spans_of_the_trace() -> None:
