@@ -42,32 +42,30 @@ def phases(steady: SteadyState) -> Phases:
     if not forwards:
         return Phases(forward_s=0.0, backward_s=0.0, update_s=steady.period_s)
     if steady.columns.next_devices:
-        return _around(steady, does, {span.stream for span in forwards})
+        begin_ns, end_ns = (round(moment_s * 1e9) for moment_s in steady.window_s)
+        ns = _spent(does, {span.stream for span in forwards}, begin_ns, end_ns, 1.0)
+        return Phases(**{name: value / sum(ns.values()) * steady.period_s for name, value in ns.items()})
     [(stream, _)] = Counter(span.stream for span in forwards).most_common(1)
     starts_ns = [span.start_ns for span in forwards if span.stream == stream]
     begins_ns = np.reshape(starts_ns, (steady.num_steps, -1)).min(axis=1).tolist()
     cycle = max(steady.cycle_steps, 1)
     first = max(0, min(steady.warmup_steps, steady.num_steps - 1 - cycle))
     last = min(first + cycle, steady.num_steps - 1)
-    seconds = {"forward_s": 0.0, "backward_s": 0.0, "update_s": 0.0}
-    at_ns = begins_ns[first]
-    for span, kind in sorted((d for d in does if d[0].stream == stream), key=lambda d: d[0].end_ns):
-        if begins_ns[first] < span.end_ns and span.start_ns < begins_ns[last]:
-            seconds[PHASE_OF.get(kind, "update_s")] += (span.end_ns - at_ns) / 1e9
-            at_ns = span.end_ns
-    seconds["update_s"] += (begins_ns[last] - at_ns) / 1e9
-    num = last - first
-    return Phases(**{name: value / num for name, value in seconds.items()})
+    before = ((span, kind) for span, kind in does if span.start_ns < begins_ns[last])
+    seconds = _spent(before, {stream}, begins_ns[first], begins_ns[last], 1e9)
+    return Phases(**{name: value / (last - first) for name, value in seconds.items()})
 
 
-def _around(steady: SteadyState, does: Iterable[tuple[Span, str]], streams: set[str]) -> Phases:
-    begin_ns, end_ns = (round(moment_s * 1e9) for moment_s in steady.window_s)
-    seconds = {"forward_s": 0.0, "backward_s": 0.0, "update_s": 0.0}
+def _spent(
+    does: Iterable[tuple[Span, str]], streams: set[str], begin_ns: int, end_ns: int, unit_ns: float
+) -> dict[str, float]:
+    """What these streams spent in each phase between two moments."""
+    spent = {"forward_s": 0.0, "backward_s": 0.0, "update_s": 0.0}
     at_ns = dict.fromkeys(streams, begin_ns)
     for span, kind in sorted(does, key=lambda d: (d[0].end_ns, d[0].start_ns)):
         if span.stream in streams:
             until_ns = min(max(span.end_ns, begin_ns), end_ns)
-            seconds[PHASE_OF.get(kind, "update_s")] += until_ns - at_ns[span.stream]
+            spent[PHASE_OF.get(kind, "update_s")] += (until_ns - at_ns[span.stream]) / unit_ns
             at_ns[span.stream] = until_ns
-    seconds["update_s"] += sum(end_ns - at for at in at_ns.values())
-    return Phases(**{name: value / sum(seconds.values()) * steady.period_s for name, value in seconds.items()})
+    spent["update_s"] += sum(end_ns - at for at in at_ns.values()) / unit_ns
+    return spent
