@@ -280,7 +280,6 @@ class Machine(Shown):
         return [*tiers, *rates]
 
     def __repr__(self) -> str:
-        """One line: the whole is what `tierplan machine show` prints."""
         tiers = ", ".join(f"{tier.name} {tier.capacity_bytes / 2**30:,.1f} GiB" for tier in self.tiers)
         return f"<Machine {self.name}: {tiers}; {len(self.streams)} streams, {len(self.shared_limits)} shared limits>"
 

@@ -64,9 +64,9 @@ class Builder:
         b = self.buffers[source]
         return self.buffer(b.content, tier, b.size_bytes, b.kind)
 
-    def work(self, key: str, size_bytes: int, tier: str = DEVICE) -> list[str]:
+    def work(self, key: str, size_bytes: int) -> list[str]:
         """The transient of an op: the op writes it and nobody reads it, so it is freed when the op ends."""
-        return [self.buffer(Transient(key), tier, size_bytes, "work")] if size_bytes else []
+        return [self.buffer(Transient(key), DEVICE, size_bytes, "work")] if size_bytes else []
 
     def op(
         self,

@@ -35,7 +35,6 @@ class Work(NamedTuple):
 
     stream: str
     amounts: Mapping[str, float]
-    """By work kind, as `Op.work`."""
 
 
 class Works:
@@ -108,7 +107,6 @@ class ScheduleColumns:
     reads: Lists
     """Buffers that each op reads, as listed in `Op.reads`."""
     writes: Lists
-    """Buffers that each op writes."""
     after: Lists
     """Ops that must have ended, beside those implied by `reads`."""
     buffer_tier: Int32
@@ -124,7 +122,6 @@ class ScheduleColumns:
     labels: Callable[[], Labels]
     """Makes the names. They may be asked for several times, or never."""
     next_devices: tuple[int, ...] = ()
-    """As `Schedule.next_devices`."""
 
     @property
     def num_ops(self) -> int:
@@ -162,7 +159,6 @@ class ScheduleColumns:
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """As `Schedule.streams`."""
         used, first = np.unique(self.op_work, return_index=True)
         return tuple(dict.fromkeys(self.works[w].stream for w in used[np.argsort(first)].tolist()))
 

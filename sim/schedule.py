@@ -119,7 +119,6 @@ class Schedule:
         return moved
 
     def __repr__(self) -> str:
-        """One line: `save_schedule` writes the whole."""
         return f"<Schedule {self.name}: {len(self.ops):,} ops, {len(self.buffers):,} buffers, {len(self.tiers)} tiers>"
 
 

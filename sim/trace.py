@@ -136,7 +136,6 @@ class Trace(Shown):
         )
 
     def __repr__(self) -> str:
-        """One line: it holds some ten thousand spans."""
         streams = len({span.stream for span in self.spans})
         return f"<Trace {self.name}: {len(self.spans):,} ops on {streams} streams, {self.duration_s:.4g} s>"
 

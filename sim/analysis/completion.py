@@ -68,7 +68,6 @@ class OutOfMemory(SimulationError):
 
     @property
     def short_bytes(self) -> int | None:
-        """By how much the tier is too small."""
         return None if self.needed_bytes is None else self.needed_bytes - self.capacity_bytes
 
     @cached_property

@@ -1,9 +1,7 @@
 """Orders of a schedule's ops, compiled: as they are wanted at given moments, or as they could start.
 
-The latter is the first simulation of `tierplan.sim.analysis.ordering`, where memory goes to any ready op. Every stream
-keeps its order, or (`overtakes`) runs the first of its ops that is ready; a tier serves whoever is ready, as far as all
-ops that have not started still fit when they run one by one in list order (the banker's rule with the list order as the
-safe sequence).
+The latter is the first simulation of `tierplan.sim.analysis.ordering`, which has the rule by which memory is granted.
+Every stream keeps its order, or (`overtakes`) runs the first of its ops that is ready.
 """
 
 from __future__ import annotations

@@ -400,7 +400,6 @@ class Workload(Shown):
         return [{name: getattr(unit, name) for name in names} for unit in self.units]
 
     def __repr__(self) -> str:
-        """One line: the whole is what `tierplan workload show` prints."""
         t = self.training
         tokens = f"{t.per_device_train_batch_size} x {t.gradient_accumulation_steps} x {t.sequence_length} tokens"
         head = f"<Workload {self.name}: {self.num_parameters / 1e9:.3g} B parameters in {len(self.units)} units"
