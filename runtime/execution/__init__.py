@@ -1,14 +1,13 @@
 """The four rules on real hardware:
 
 instances   buffers and ops in one step, and steps, each joined to the one before
-rules       what comes next, grants in list order, ends
+rules       what comes next, grants in list order, ends; what each tier holds
 executor    streams as threads
 ops         what the ops do, by kind
 roles       what an op's buffers are to it, worked out once for all steps
 places      where the bytes of buffers are: pools and drives, and what a commit keeps there
 values      what a buffer holds: flat memory, an extent of a drive, autograd's tensors
 gradients   a unit's gradients, on the device and away from it
-ledger      what each tier holds
 placement   what outlives a step, on its way into its tiers and out
 executable  which schedules the runtime executes
 device      CUDA, or a byte budget in this machine's memory

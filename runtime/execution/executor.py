@@ -210,15 +210,11 @@ class Executor:
                 if self._num_workers and self._num_told == len(ends_ns):
                     self._news.wait(0.1)  # in pieces, so that Ctrl-C and a wish to stop arrive
                 is_over = not self._num_workers
-            if self._stop_wanted:
-                self._stop()
+                if self._stop_wanted:
+                    self._rules.end = min(self._rules.end, max(self._rules.num_begun, self.first_step + 1))
             while self._num_told < len(ends_ns):
                 self._num_told += 1
                 self.on_step_end(self.first_step + self._num_told - 1, ends_ns[self._num_told - 1])
-
-    def _stop(self) -> None:
-        with self._lock:
-            self._rules.end = min(self._rules.end, max(self._rules.num_begun, self.first_step + 1))
 
     def trace(self, meta: Mapping[str, object] | None = None) -> Trace:
         """What has happened so far; times count from the first call of `run`. Keys have the prefix `s0/`, `s1/`, ..."""

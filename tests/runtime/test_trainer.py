@@ -18,8 +18,8 @@ from tierplan.hwmodels.machine import Machine, Rate, Stream, TierSpec
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.prediction import predict_plan
-from tierplan.runtime.execution.ledger import TierFullError
 from tierplan.runtime.execution.placement import TrainingError
+from tierplan.runtime.execution.rules import TierFullError
 from tierplan.runtime.execution.values import SizeError
 from tierplan.runtime.memory.files import StoreError
 from tierplan.runtime.optim.adam import NonFiniteGradientError, OptimizerSettings

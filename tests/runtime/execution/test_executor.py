@@ -23,8 +23,7 @@ from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.execution.executor import TRACED_OPS, TRACED_STEPS, Executor, traced_steps
 from tierplan.runtime.execution.fake_device import FakeCuda
 from tierplan.runtime.execution.instances import Call, ExecutionError, Instance
-from tierplan.runtime.execution.ledger import TierFullError
-from tierplan.runtime.execution.rules import Rules
+from tierplan.runtime.execution.rules import Rules, TierFullError
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.columns import unroll
 from tierplan.sim.engine import simulate

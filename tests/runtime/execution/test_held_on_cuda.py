@@ -28,7 +28,7 @@ from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.policies import decide
 from tierplan.runtime.execution.device import CudaDevice, Device
-from tierplan.runtime.execution.ledger import TierFullError
+from tierplan.runtime.execution.rules import TierFullError
 from tierplan.runtime.memory.arena import Pool
 from tierplan.runtime.tracing.models import build_model, example_batch
 from tierplan.runtime.tracing.trace import trace_config

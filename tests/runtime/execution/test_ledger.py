@@ -30,7 +30,7 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.plan import Plan, UnitPlan
 from tierplan.planner.policies import decide
 from tierplan.runtime.execution.device import Device
-from tierplan.runtime.execution.ledger import TierFullError
+from tierplan.runtime.execution.rules import TierFullError
 from tierplan.runtime.memory.arena import PAGE_BYTES, Block, Pool
 from tierplan.runtime.tracing.models import build_model, example_batch
 from tierplan.runtime.tracing.trace import trace_config

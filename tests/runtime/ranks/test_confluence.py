@@ -16,7 +16,7 @@ from tests.sim.random_schedules import schedules
 from tests.sim.test_ranks import execute_together, shards_of_ranks
 from tierplan.runtime.execution.executor import Executor
 from tierplan.runtime.execution.instances import Call
-from tierplan.runtime.execution.ledger import TierFullError
+from tierplan.runtime.execution.rules import TierFullError
 from tierplan.sim.columns import unroll
 from tierplan.sim.contents import step_prefix
 from tierplan.sim.schedule import Schedule
