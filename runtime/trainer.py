@@ -35,8 +35,8 @@ from tierplan.runtime.execution.executable import FixedBuffers, check_units, exe
 from tierplan.runtime.execution.executor import Executor
 from tierplan.runtime.execution.ops import Bodies
 from tierplan.runtime.execution.placement import Placement, TrainingError, open_store
-from tierplan.runtime.execution.places import Places
 from tierplan.runtime.execution.threads import let_helpers_go, limit_this_thread
+from tierplan.runtime.execution.values import Places
 from tierplan.runtime.measure.reference_work import ReferenceWork
 from tierplan.runtime.memory.files import Folders
 from tierplan.runtime.memory.store import Store

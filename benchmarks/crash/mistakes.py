@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 from tierplan.runtime.checkpoint.commits import CommitLog
-from tierplan.runtime.execution.places import Places
+from tierplan.runtime.execution.values import Places
 from tierplan.runtime.memory import files
 from tierplan.runtime.memory.store import Store
 

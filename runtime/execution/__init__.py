@@ -5,8 +5,7 @@ rules       what comes next, grants in list order, ends; what each tier holds
 executor    streams as threads
 ops         what the ops do, by kind
 roles       what an op's buffers are to it, worked out once for all steps
-places      where the bytes of buffers are: pools and drives, and what a commit keeps there
-values      what a buffer holds: flat memory, an extent of a drive, autograd's tensors
+values      what a buffer holds: flat memory, an extent of a drive, autograd's tensors; what a commit keeps of it
 gradients   a unit's gradients, on the device and away from it
 placement   what outlives a step, on its way into its tiers and out
 executable  which schedules the runtime executes

@@ -24,13 +24,13 @@ from tierplan.runtime.execution.gradients import (
     gradients_of,
 )
 from tierplan.runtime.execution.instances import Call, Instance
-from tierplan.runtime.execution.places import Places
 from tierplan.runtime.execution.roles import Roles, UpdateRole, roles_of, update_role_of
 from tierplan.runtime.execution.threads import threads_here
 from tierplan.runtime.execution.values import (
     REMEDY,
     BufferValue,
     InputHandle,
+    Places,
     SavedTensorsHandle,
     SizeError,
     begin_input,
@@ -55,15 +55,7 @@ from tierplan.runtime.ranks.collectives import (
     with_shards_of_states,
 )
 from tierplan.runtime.ranks.group import Ranks
-from tierplan.sim.contents import (
-    Frozen,
-    Gradients,
-    Input,
-    InputGradient,
-    Params,
-    States,
-    TiedGradients,
-)
+from tierplan.sim.contents import Frozen, Gradients, Input, InputGradient, Params, States, TiedGradients
 from tierplan.sim.ranks import COLLECTIVES, SEND, Turn, turns
 from tierplan.sim.schedule import Op, Schedule
 from tierplan.sim.workloads.formats import format_of
