@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from tierplan.runtime.autograd.coded import CodedLinear
 from tierplan.runtime.autograd.units import ModelUnit, placeholder
@@ -50,9 +51,9 @@ class WeightsError(ValueError):
 
 
 def hollow_model(config: Mapping[str, object], training: Training) -> nn.Module:
-    """The model of a `config.json`, in training mode, with parameters that have shapes and no memory; buffers are "
-    "real."""
-    with _parameters_on_meta():
+    """The model of a `config.json`, in training mode, with parameters that have shapes and no memory; buffers are
+    real."""
+    with register_module_parameter_registration_hook(_on_meta):  # type: ignore[arg-type]
         model = build_model(config, training)
     hollow: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -64,21 +65,9 @@ def hollow_model(config: Mapping[str, object], training: Training) -> nn.Module:
     return model
 
 
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def _on_meta(module: nn.Module, name: str, p: nn.Parameter) -> nn.Parameter | None:
     """Parameters lose their memory as they are registered; buffers, which some models compute, keep theirs."""
-    original = nn.Module.register_parameter
-
-    def register(module: nn.Module, name: str, p: nn.Parameter | None) -> None:
-        original(module, name, p)
-        if p is not None and p.device.type != "meta":
-            module._parameters[name] = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
-
-    nn.Module.register_parameter = register  # type: ignore[assignment,method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
+    return None if p.device.type == "meta" else nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
 
 
 def random_weights(model: nn.Module, *, seed: int) -> Weights:
