@@ -8,6 +8,7 @@ there, a unit's gradients are one flat buffer.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -28,30 +29,24 @@ def gradients_of(value: BufferValue, unit: ModelUnit) -> list[torch.Tensor | Non
     return [view if value.filled is None or k in value.filled else None for k, view in enumerate(views)]
 
 
-def _given(value: BufferValue, unit: ModelUnit) -> list[int]:
-    """Positions, in the unit, of the parameters that have a gradient there."""
-    return [k for k, gradient in enumerate(gradients_of(value, unit)) if gradient is not None]
+def _given(value: BufferValue, unit: ModelUnit) -> dict[int, torch.Tensor]:
+    """The gradients that are there, by the positions of their parameters in the unit."""
+    return {k: gradient for k, gradient in enumerate(gradients_of(value, unit)) if gradient is not None}
 
 
 def _lend(value: BufferValue, unit: ModelUnit) -> None:
     """Gives autograd the gradients that are there, to add to."""
-    for (_, p), gradient in zip(unit.parameters, gradients_of(value, unit), strict=True):
-        if gradient is not None:
-            p.grad = gradient
+    for k, gradient in _given(value, unit).items():
+        unit.parameters[k][1].grad = gradient
 
 
 def _take_back(value: BufferValue, unit: ModelUnit, which: Iterable[int]) -> None:
     """Takes the gradients of these parameters from autograd, which has added to them, or made them."""
-    parameters, own = unit.parameters, value.gradients
     for k in which:
-        _, p = parameters[k]
-        if (gradient := p.grad) is None:
-            continue
-        if own is not None:
-            own[k] = gradient
-        else:
-            _put(value, unit, k, gradient)
-        p.grad = None
+        _, p = unit.parameters[k]
+        if p.grad is not None:
+            _put(value, unit, k, p.grad)
+            p.grad = None
 
 
 def _put(value: BufferValue, unit: ModelUnit, k: int, gradient: torch.Tensor) -> None:
@@ -64,9 +59,7 @@ def _put(value: BufferValue, unit: ModelUnit, k: int, gradient: torch.Tensor) ->
 
 def _take_over(value: BufferValue, unit: ModelUnit, other: BufferValue) -> None:
     """Adds the gradients that `other` has, which is given up after this."""
-    for k, gradient in enumerate(gradients_of(other, unit)):
-        if gradient is None:
-            continue
+    for k, gradient in _given(other, unit).items():
         if (old := gradients_of(value, unit)[k]) is not None:
             old.add_(gradient)
         else:
@@ -92,29 +85,28 @@ def flat_gradients(value: BufferValue, unit: ModelUnit, part: range) -> list[tor
 
     Small ones in one: a call of the optimizer's kernel takes longer than this copy.
     """
-    gradients = [gradient for gradient in value.gradients or () if gradient is not None]
+    gradients = list(_given(value, unit).values())
     assert len(gradients) == len(unit.parameters), "a gradient that is complete has all of its unit's"
     if len(part) == unit.num_trained:
         is_small = len(part) <= CHUNK_ELEMENTS and not gradients[0].is_cuda
         return [_flatten_dense_tensors(gradients)] if is_small else [gradient.view(-1) for gradient in gradients]
-    pieces, begin = [], 0
-    for gradient in gradients:
-        length = gradient.numel()
-        own = range(length)[max(part.start - begin, 0) : max(part.stop - begin, 0)]
-        begin += length
-        if own:
-            pieces.append(gradient.view(-1)[own.start : own.stop])
-    return pieces
+    begins = itertools.accumulate(unit.lengths, initial=0)
+    own = zip(gradients, begins, parameter_parts(unit, part), strict=False)
+    return [gradient.view(-1)[some.start - begin : some.stop - begin] for gradient, begin, some in own if some]
+
+
+def parameter_parts(unit: ModelUnit, part: range) -> list[range]:
+    """What a part of a unit's values has of each of its parameters."""
+    ends = list(itertools.accumulate(unit.lengths, initial=0))
+    return [range(max(a, part.start), min(b, part.stop)) for a, b in itertools.pairwise(ends)]
 
 
 def gather(value: BufferValue, unit: ModelUnit, flat: BufferValue) -> None:
     """Copies gradients on the device into a flat buffer."""
-    assert value.gradients is not None
     _, views = unit.views_in(flat.block)
     have = _given(value, unit)
     if have:
-        own = [gradient for gradient in value.gradients if gradient is not None]
-        torch._foreach_copy_([views[k] for k in have], own, non_blocking=True)
+        torch._foreach_copy_([views[k] for k in have], list(have.values()), non_blocking=True)
     flat.filled = None if len(have) == len(views) else set(have)
 
 

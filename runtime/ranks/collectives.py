@@ -8,7 +8,6 @@ Shapes: `r` ranks, `n` values.
 
 from __future__ import annotations
 
-import itertools
 import pickle
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from tierplan.runtime.autograd.units import ModelUnit
-from tierplan.runtime.execution.gradients import flat_gradients
+from tierplan.runtime.execution.gradients import flat_gradients, parameter_parts
 from tierplan.runtime.execution.instances import Call, Instance
 from tierplan.runtime.execution.values import BufferValue, content_of, value_of
 from tierplan.runtime.optim.adam import NonFiniteGradientError
@@ -70,12 +69,6 @@ def copy_bytes(
         here = slice(own.start * unit.dtype.itemsize, own.stop * unit.dtype.itemsize)
         new, old = (new[here], old) if new.numel() > old.numel() else (new, old[here])
     new.copy_(old, non_blocking=True)
-
-
-def parameter_parts(unit: ModelUnit, part: range) -> list[range]:
-    """What a part of a unit's values has of each of its parameters."""
-    ends = list(itertools.accumulate(unit.lengths, initial=0))
-    return [range(max(a, part.start), min(b, part.stop)) for a, b in itertools.pairwise(ends)]
 
 
 def shard_gradients(value: BufferValue, unit: ModelUnit, ranks: Ranks) -> list[torch.Tensor | None]:
