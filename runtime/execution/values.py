@@ -63,13 +63,13 @@ class AutogradHandle(ABC):
     """Of all together: what it guards takes next to no time."""
     _at: BufferValue | None = None
 
-    @functools.cached_property
+    @property
+    @abstractmethod
     def forms(self) -> Forms:
         """Of its parts, which are contiguous, where they are moved to.
 
         First asked for when they are moved, and in use; many never are.
         """
-        return self._forms()
 
     @functools.cached_property
     def dtype(self) -> torch.dtype:
@@ -123,9 +123,6 @@ class AutogradHandle(ABC):
         return parts
 
     @abstractmethod
-    def _forms(self) -> Forms: ...
-
-    @abstractmethod
     def _use(self, tensors: Sequence[torch.Tensor] | None) -> None:
         """From now on these are it, or nothing on the device is."""
 
@@ -150,7 +147,8 @@ class SavedTensorsHandle(AutogradHandle):
         """Autograd's graph holds them, and lets each go as soon as backward has used it."""
         self._looks = tuple([(each.dtype, each.shape, each.size_bytes) for each in saved])
 
-    def _forms(self) -> Forms:
+    @functools.cached_property
+    def forms(self) -> Forms:
         return _forms_of_saved(self._looks)
 
     def parts(self) -> list[torch.Tensor]:
@@ -178,7 +176,8 @@ class InputHandle(AutogradHandle):
         self._is_gradient = is_gradient
         self._strides: Sequence[tuple[int, ...] | None] = ()
 
-    def _forms(self) -> Forms:
+    @functools.cached_property
+    def forms(self) -> Forms:
         tensors = self._tensors()
         self._strides = [None if t.is_contiguous() else t.stride() for t in tensors]
         return _forms(tuple([(t.dtype, t.shape) for t in tensors]))

@@ -170,16 +170,14 @@ class Store:
             at = bisect(self._used, (begin, end))
             around = [*self._used[max(at - 1, 0) : at], (begin, end), *self._used[at : at + 1]]
             if begin % PAGE_BYTES or any(one[1] > other[0] for one, other in pairwise(around)):
-                raise self._implausible(extent)
+                names = ", ".join(str(path) for path in self.paths)
+                raise StoreError(
+                    errno.EINVAL,
+                    f"{names}: {extent} overlaps one that is in use; the record of what lies there is damaged",
+                )
             self._used.insert(at, (begin, end))
             self._checksums[extent] = checksum
             self.size_bytes = max(self.size_bytes, end)
-
-    def _implausible(self, extent: Extent) -> StoreError:
-        names = ", ".join(str(path) for path in self.paths)
-        return StoreError(
-            errno.EINVAL, f"{names}: {extent} overlaps one that is in use; the record of what lies there is damaged"
-        )
 
     def free(self, extent: Extent) -> None:
         """Gives an extent back; its range may be allocated again at once."""
