@@ -26,7 +26,7 @@ from torch import get_num_threads
 from torch.nn import functional
 
 from tierplan.runtime.optim.codes import round_by_chance
-from tierplan.runtime.optim.kernels import OptimizerStep, kernel_of
+from tierplan.runtime.optim.kernels import KERNELS, OptimizerStep
 from tierplan.runtime.optim.states import StateLayout, View
 from tierplan.sim.workloads.optimizers import VECTOR_ELEMENTS
 
@@ -90,23 +90,21 @@ def update_states(
     label: str = "",
 ) -> None:
     """One optimizer step of a part of a unit, as `update_flat`, with its states as they lie in memory."""
-    given: dict[str, Any] = {"step": step, "lr": lr, "clip": clip, "label": label}
     if layout.optimizer.is_flat:
-        regions = views[0].tensors if views else {}
-        update_flat(params, grads, regions, settings, segments=segments, begin=part.start, **given)
+        update_flat(
+            params, grads, views[0].tensors if views else {}, settings,
+            step=step, lr=lr, clip=clip, segments=segments, begin=part.start, label=label,
+        )  # fmt: skip
         return
     grads = [grads] if isinstance(grads, torch.Tensor) else grads
     _check_finite(grads, label, CHUNK_ELEMENTS)
     by_chance = layout.optimizer.is_stochastic
     is_coded = layout.optimizer.grain is not None and not by_chance
     starts = list(itertools.accumulate((grad.numel() for grad in grads), initial=part.start))
+    segments = segments or [Segment(length=part.stop, weight_decay=settings.weight_decay)]
     ends = list(itertools.accumulate(segment.length for segment in segments))
     for view in views:
-        segment = (
-            segments[bisect_right(ends, view.begin)]
-            if segments
-            else Segment(length=view.length, weight_decay=settings.weight_decay)
-        )
+        segment = segments[bisect_right(ends, view.begin)]
         own = params[view.begin - part.start :][: view.length]
         target = view.tensors.get("master", own)
         size = CODED_ELEMENTS if by_chance or (view.formats and layout.optimizer.grain) else view.length
@@ -233,7 +231,7 @@ def _step(
             own.copy_(padded[name][offset : offset + grad.numel()])
         return
     moments = dict(tensors)
-    kernel_of(settings.name)(
+    KERNELS[settings.name.partition(":")[0]](
         OptimizerStep(
             target=moments.pop("target"), grad=grad, moments=moments, settings=settings, number=step,
             lr=lr if segment.lr_factor == 1.0 else lr * segment.lr_factor, weight_decay=segment.weight_decay, **more,

@@ -65,7 +65,6 @@ def segments(unit: ModelUnit, settings: OptimizerSettings) -> tuple[Segment, ...
 
 
 def _treatment(name: str, length: int, settings: OptimizerSettings) -> Segment:
-    group = next((group for group in settings.groups if name in group.names), None)
-    decay = settings.weight_decay if group is None or group.weight_decay is None else group.weight_decay
-    factor = 1.0 if group is None else group.lr_factor
-    return Segment(length=length, weight_decay=decay, lr_factor=factor)
+    group = next((group for group in settings.groups if name in group.names), ParameterGroup(names=()))
+    decay = settings.weight_decay if group.weight_decay is None else group.weight_decay
+    return Segment(length=length, weight_decay=decay, lr_factor=group.lr_factor)

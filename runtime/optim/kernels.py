@@ -127,8 +127,4 @@ KERNELS: dict[str, Callable[[OptimizerStep], None]] = {
     **({"muon": _muon} if hasattr(torch.optim, "Muon") else {}),
     "adafactor": _adafactor,
 }
-
-
-def kernel_of(spec: str) -> Callable[[OptimizerStep], None]:
-    """The step of an optimizer; `KeyError` for one that is not executed."""
-    return KERNELS[spec.partition(":")[0]]
+"""By the optimizer's name without its options."""
