@@ -48,9 +48,7 @@ class Forms:
         self.size_bytes = sum(self.sizes_bytes)
 
 
-@functools.lru_cache(maxsize=4096)
-def _forms(each: tuple[tuple[torch.dtype, Sequence[int]], ...]) -> Forms:
-    return Forms(each)
+_forms = functools.lru_cache(maxsize=4096)(Forms)
 
 
 class AutogradHandle(ABC):

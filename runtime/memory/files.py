@@ -22,14 +22,10 @@ from tierplan.sim.output.text import format_bytes
 PRIVATE = 0o600
 IN_USE = (errno.EWOULDBLOCK, errno.EACCES)
 REMEDIES = {
-    errno.ENOSPC: "; free space there, or give another folder",
-    errno.EDQUOT: "; free space there, or give another folder",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; free space there, or give another folder"),
+    **dict.fromkeys((errno.ENOENT, errno.EEXIST, errno.EACCES, errno.ENOTDIR), "; give a folder that you may write to"),
     errno.EIO: "; the drive fails. What was committed is as it was: save it, and resume from there",
-    errno.ENOENT: "; give a folder that you may write to",
-    errno.EEXIST: "; give a folder that you may write to",
     errno.EROFS: "; make it writable, or give another folder",
-    errno.EACCES: "; give a folder that you may write to",
-    errno.ENOTDIR: "; give a folder that you may write to",
     errno.ELOOP: ": a link stands there, which is not followed; remove it, or give another folder",
 }
 
