@@ -23,7 +23,7 @@ import random
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -50,8 +50,8 @@ class RaceError(RuntimeError):
     """Two accesses to memory without an order between them."""
 
 
-Clock = dict[str, int]
-"""By stream, how many of its items come before."""
+Clock = Counter[str]
+"""By stream, how many of its items come before. The union of two has the later of both."""
 
 
 @dataclass(eq=False)
@@ -74,12 +74,12 @@ class _Stream:
     """What is to be done, with its number."""
     num_put: int = 0
     num_done: int = 0
-    clock: Clock = field(default_factory=dict)
+    clock: Clock = field(default_factory=Counter)
 
 
 class _FakeEvent:
     def __init__(self, device: FakeCuda, stream: _Stream) -> None:
-        self._device, self.stream, self.clock = device, stream, dict(stream.clock)
+        self._device, self.stream, self.clock = device, stream, stream.clock.copy()
         self.number = stream.num_put
         self._time_ns = 0
 
@@ -116,7 +116,7 @@ class FakeCuda(Device):
         self._lock = threading.RLock()
         self._here = threading.local()
         self._streams = {name: _Stream(name) for name in DEVICE_STREAMS}
-        self._host_clock: Clock = {}
+        self._host_clock = Clock()
         self._memory: dict[int, tuple[StorageWeakRef, _Memory]] = {}
         self._twins: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         """Of memory from the device's allocator, by its address: what keeps it there for work that is to be done."""
@@ -126,7 +126,6 @@ class FakeCuda(Device):
     # ---- what the runtime asks of a device ----
 
     def host_pool(self, capacity_bytes: int) -> Pool:
-
         return Pool(lambda size: self.pin(map_host(size, for_transfers=True)), capacity_bytes, release=self._unpin)
 
     def pin(self, pages: torch.Tensor) -> torch.Tensor:
@@ -171,14 +170,14 @@ class FakeCuda(Device):
         assert isinstance(event, _FakeEvent)
         with self._lock:
             here = self._streams[stream]
-            _merge(here.clock, event.clock)
+            here.clock |= event.clock
             self._put(here, lambda: self._do(event.stream, event.number))
 
     def wait_on_host(self, event: _FakeEvent) -> None:
         time.sleep(self._random.random() * self._lateness_s)
         with self._lock:
             self._do(event.stream, event.number)
-            _merge(self._host_clock, event.clock)
+            self._host_clock |= event.clock
         self._raise()
 
     def lend(self, memory: Sequence[torch.Tensor], stream: str) -> None:
@@ -195,7 +194,7 @@ class FakeCuda(Device):
         with self._lock:
             for stream in self._streams.values():
                 self._do(stream, stream.num_put)
-                _merge(self._host_clock, stream.clock)
+                self._host_clock |= stream.clock
         self._raise()
 
     def to_device(self, t: torch.Tensor) -> torch.Tensor:
@@ -219,7 +218,7 @@ class FakeCuda(Device):
 
     def _put(self, stream: _Stream, work: Callable[[], None]) -> None:
         stream.num_put += 1
-        _merge(stream.clock, self._host_clock)
+        stream.clock |= self._host_clock
         stream.clock[stream.name] = stream.num_put
         stream.queue.append((stream.num_put, work))
         if len(stream.queue) > self._queue_length:
@@ -245,10 +244,9 @@ class FakeCuda(Device):
 
     def use(self, stream: _Stream | None, what: str, reads: Iterable[Any], writes: Iterable[Any]) -> None:
         """Notes an access of the stream's next item, or of the host; what has no order to it is a race."""
-        clock = self._host_clock if stream is None else {**stream.clock}
+        clock = self._host_clock if stream is None else stream.clock | self._host_clock
         who = "the host" if stream is None else stream.name
         if stream is not None:
-            _merge(clock, self._host_clock)
             clock[stream.name] = stream.num_put + 1
         written = {s._cdata: s for s in writes}
         for storage in {**{s._cdata: s for s in reads}, **written}.values():
@@ -258,7 +256,7 @@ class FakeCuda(Device):
             if is_write:
                 others += [("read", other, number, by) for other, (number, by) in memory.reads.items()]
             for how, other, number, by in others:
-                if number > clock.get(other, 0) and other != who:
+                if number > clock[other] and other != who:
                     self.races.append(f"{what} on {who} {does}, with no order to the {how} of {by} on {other}")
             if stream is None:
                 continue
@@ -268,18 +266,17 @@ class FakeCuda(Device):
                 memory.reads[stream.name] = stream.num_put + 1, what
 
     def _raise(self) -> None:
-        while self._freed:
-            try:
+        with self._lock:
+            while self._freed:
                 memory, clock = self._freed.popleft()
-            except IndexError:  # another thread took the last one
-                break
-            with self._lock:
                 uses = {**memory.reads}
-            if memory.write is not None and memory.write[0] not in uses:
-                uses[memory.write[0]] = memory.write[1:]
-            for other, (number, by) in uses.items():
-                if other != memory.home and other not in memory.lent and number > clock.get(other, 0):
-                    self.races.append(f"memory of {memory.home} is freed, with no order to the use by {by} on {other}")
+                if memory.write is not None:
+                    uses.setdefault(memory.write[0], memory.write[1:])
+                for other, (number, by) in uses.items():
+                    if other != memory.home and other not in memory.lent and number > clock[other]:
+                        self.races.append(
+                            f"memory of {memory.home} is freed, with no order to the use by {by} on {other}"
+                        )
         if self.races:
             raise RaceError("; ".join(self.races[:3]))
 
@@ -299,7 +296,7 @@ class FakeCuda(Device):
         return torch.empty(0, dtype=t.dtype).set_(storage, t.storage_offset(), t.shape, t.stride())
 
     def _free(self, memory: _Memory, stream: _Stream, twin: torch.Tensor) -> None:
-        self._freed.append((memory, {**stream.clock, **_latest(stream.clock, self._host_clock)}))
+        self._freed.append((memory, stream.clock.copy() | self._host_clock.copy()))  # others may go on
 
     def _hold(self, value: object) -> object:
         """A tensor as it is now, for work that is to be done; of the allocator's memory it keeps the bytes alone."""
@@ -330,7 +327,7 @@ class FakeCuda(Device):
                 self.use(stream, name, reads, ())
                 self._put(stream, lambda: None)
                 self._do(stream, stream.num_put)
-                _merge(self._host_clock, stream.clock)
+                self._host_clock |= stream.clock
                 return func(*args, **kwargs)
             if any(t.dtype in INDICES for t in changed):
                 self._do(stream, stream.num_put)
@@ -392,14 +389,6 @@ class _Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._device.launch(self._stream, func, args, kwargs or {})
-
-
-def _merge(clock: Clock, other: Clock) -> None:
-    clock.update(_latest(clock, other))
-
-
-def _latest(clock: Clock, other: Clock) -> Clock:
-    return {name: max(number, clock.get(name, 0)) for name, number in other.items()}
 
 
 def _copied(value: object) -> object:
