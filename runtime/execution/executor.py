@@ -234,10 +234,8 @@ class Executor:
         try:
             self.on_thread_start(stream)
             self._waited_ns[stream] = coreless_ns()
-            node = self._begin_next(stream)
-            while node is not None:
+            while (node := self._begin_next(stream)) is not None:
                 self.body(node)
-                node = self._begin_next(stream, self._rules.at[stream])
         except BaseException as error:
             self._fail_in(self._rules.at.get(stream), error)
         finally:
@@ -253,13 +251,14 @@ class Executor:
 
     def go_on(self, stream: str) -> Call:
         """For a body that does the stream's next op, too, in whatever thread: ends its own, and begins that one."""
-        if (node := self._begin_next(stream, self._rules.at[stream])) is None:
+        if (node := self._begin_next(stream)) is None:
             raise ExecutionError("this execution has failed")
         return node
 
-    def _begin_next(self, stream: str, done: OpRun | None = None) -> OpRun | None:
-        """Ends the op whose body is done, and begins the stream's next one; None when there is no more to do."""
-        is_ahead = stream in self._issued
+    def _begin_next(self, stream: str) -> OpRun | None:
+        """Ends the op that the stream has come to, whose body is done, and begins its next one; None when there is no
+        more to do."""
+        done, is_ahead = self._rules.at.get(stream), stream in self._issued
         if done is not None and is_ahead:
             self._note_issued(done)
         elif done is not None and done.step < self._trace_end:
