@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -24,7 +25,7 @@ from tierplan.runtime.execution.gradients import (
     gradients_of,
 )
 from tierplan.runtime.execution.instances import Call, Instance
-from tierplan.runtime.execution.roles import Roles, UpdateRole, roles_of, update_role_of
+from tierplan.runtime.execution.roles import Roles, roles_of
 from tierplan.runtime.execution.threads import threads_here
 from tierplan.runtime.execution.values import (
     REMEDY,
@@ -55,7 +56,7 @@ from tierplan.runtime.ranks.collectives import (
     with_shards_of_states,
 )
 from tierplan.runtime.ranks.group import Ranks
-from tierplan.sim.contents import Frozen, Gradients, Input, InputGradient, Params, States, TiedGradients
+from tierplan.sim.contents import CastGradients, Frozen, Gradients, Input, InputGradient, Params, States, TiedGradients
 from tierplan.sim.ranks import COLLECTIVES, SEND, Turn, turns
 from tierplan.sim.schedule import Op, Schedule
 from tierplan.sim.workloads.formats import format_of
@@ -143,7 +144,6 @@ class Bodies:
             for op in self.schedule.ops
             if op.kind in ("forward", "recompute", "backward")
         }
-        self._update_roles: dict[str, UpdateRole] = {}
         self._has_shards = False  # norms are those of a rank's shards
         self._kinds: Mapping[str, Callable[[Call], None]] = {
             "forward": self._forward, "recompute": self._recompute, "backward": self._backward,
@@ -440,20 +440,24 @@ class Bodies:
     # ---- update ----
 
     def _update(self, call: Call) -> None:
-        role = self._update_roles.get(call.op.key) or self._update_role(call)
-        unit, layout, own, part = role.unit, role.layout, role.own, role.part
+        unit = self.unit_of(call.op)
+        layout, own = self.layouts[unit.name], own_part(call.reads[0], unit, self.ranks)
         if not (late := unit.name in self._updated_late):
             self._without.refuse(unit.name)
+        part, views = own, list[View]()
         for instance in call.writes:
-            self.places.place(instance)
-        grads, params = value_of(call.reads[0]), value_of(call.writes[role.params_at])
-        flat = params.block.data.view(self.dtype)
+            block = self.places.place(instance).block
+            if isinstance(content := content_of(instance), States):
+                part, views = block.once(call.op.key, functools.partial(self._states_in, content))
+                continue
+            if instance.over is None and not layout.has_master:
+                raise ModelError(
+                    f"op {call.op.key!r} writes new parameters, but there is no master copy to make them from"
+                )
+            flat = block.data.view(self.dtype)
+        grads = value_of(call.reads[0])
         begin = own.start if flat.numel() == len(own) else 0
         flat = flat[part.start - begin : part.stop - begin]
-        views: Sequence[View] = ()
-        if role.states_at is not None:
-            block = value_of(call.writes[role.states_at]).block
-            views = block.once(role, lambda memory: list(layout.views(memory, part)))
         if grads.is_absent:
             for view in views if layout.has_master else ():
                 flat[view.begin - part.start :][: view.length].copy_(view.tensors["master"])
@@ -462,19 +466,17 @@ class Bodies:
         if grads.gradients is not None:
             gradient = flat_gradients(grads, unit, part)
         else:
-            gradient = grads.block.data.view(torch.float32 if role.is_fp32 else self.dtype)
+            is_cast = isinstance(content_of(call.reads[0]), CastGradients)
+            gradient = grads.block.data.view(torch.float32 if is_cast else self.dtype)
             gradient = gradient[part.start - own.start : part.stop - own.start]
             gradient = gradient.to(self.dtype)  # exact either way
-        step = call.step - late
-        clip = None if role.clip_at is None else value_of(call.reads[role.clip_at]).clip
+        clip = next((clip for x in call.reads if (clip := value_of(x).clip) is not None), None)
         with threads_here(self.num_threads) if layout.optimizer.grain is None else nullcontext():
-            self.update(unit.name, flat, gradient, views, part, step, clip)
+            self.update(unit.name, flat, gradient, views, part, call.step - late, clip)
 
-    def _update_role(self, call: Call) -> UpdateRole:
-        unit = self.unit_of(call.op)
-        own = own_part(call.reads[0], unit, self.ranks)
-        role = update_role_of(call, unit, self.layouts[unit.name], own, self.states_part)
-        return self._update_roles.setdefault(call.op.key, role)
+    def _states_in(self, content: States, memory: torch.Tensor) -> tuple[range, list[View]]:
+        part = self.states_part(content)
+        return part, list(self.layouts[content.unit].views(memory, part))
 
     def states_part(self, content: States) -> range:
         """The parameters whose states these are, of all or of this rank's shard."""

@@ -4,16 +4,10 @@ writes, since an op is the same in every step."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from tierplan.runtime.autograd.units import FlatParameters, ModelError, ModelUnit
-from tierplan.runtime.execution.instances import Call
-from tierplan.runtime.execution.values import content_of
-from tierplan.runtime.optim.states import StateLayout
+from tierplan.runtime.autograd.units import FlatParameters, ModelUnit
 from tierplan.sim.contents import (
-    CastGradients,
-    Clip,
     Frozen,
     Gradients,
     Input,
@@ -22,7 +16,6 @@ from tierplan.sim.contents import (
     Params,
     RecomputedActs,
     SavedActs,
-    States,
     TiedGradients,
     parse_content,
 )
@@ -78,40 +71,3 @@ def roles_of(op: Op, buffers: dict[str, Buffer], unit_of: Callable[[str], ModelU
 
     kept = written(KeptActs, RecomputedActs)
     return Roles(tuple(parameters), written(Input), kept, tuple(saved), tuple(gradients), written(InputGradient))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class UpdateRole:
-    """Of one update."""
-
-    unit: ModelUnit
-    layout: StateLayout
-    own: range
-    """The parameters of which this rank has gradients."""
-    part: range
-    """Of these, the ones that it updates."""
-    params_at: int
-    states_at: int | None
-    clip_at: int | None
-    is_fp32: bool
-    """Its gradient is the cast one."""
-
-
-def update_role_of(
-    call: Call, unit: ModelUnit, layout: StateLayout, own: range, part_of: Callable[[States], range]
-) -> UpdateRole:
-    """That of an update of `unit`, of which this rank's gradient has the parameters `own`, and states those that
-    `part_of` says. Raises `ModelError` where there is nothing to make the new parameters from."""
-    states_at, params_at, part = None, None, own
-    for k, instance in enumerate(call.writes):
-        if isinstance(content := content_of(instance), States):
-            states_at, part = k, part_of(content)
-            continue
-        params_at = k
-        if instance.over is None and not layout.has_master:
-            raise ModelError(f"op {call.op.key!r} writes new parameters, but there is no master copy to make them from")
-    assert params_at is not None
-    read = [content_of(instance) for instance in call.reads]
-    clip_at = read.index(Clip()) if Clip() in read else None
-    is_fp32 = isinstance(read[0], CastGradients)
-    return UpdateRole(unit, layout, own, part, params_at, states_at, clip_at, is_fp32)
