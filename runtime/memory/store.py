@@ -22,7 +22,6 @@ import threading
 import time
 from bisect import bisect, insort
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -33,7 +32,7 @@ from xxhash import xxh3_64
 
 from tierplan.runtime.memory.arena import PAGE_BYTES, map_host, padded
 from tierplan.runtime.memory.files import StoreError
-from tierplan.runtime.memory.striping import REQUEST_BYTES, Striping, stripe_pattern
+from tierplan.runtime.memory.striping import REQUEST_BYTES, Request, Striping, stripe_pattern
 from tierplan.runtime.memory.tier_file import FILE_NAME, PROBE_NAME, Owner, TierFile
 
 NUM_THREADS = 2
@@ -280,18 +279,17 @@ class Store:
         """Moves whole pages; the digest takes the first `size_bytes` of them meanwhile."""
         view = pages.numpy().data
         requests = self._striping.requests(offset, len(view))
-        work = []
-        for k, in_file, parts in requests:
-            move = self._files[k].read if verb == "read" else self._files[k].write
-            work.append((self._files[k], move, [view[at : at + size] for at, size in parts], in_file))
-        moves: list[Future[None]] = []
-        if len(work) > 1:
-            moves = [file.threads.submit(move, views, in_file) for file, move, views, in_file in work]
+
+        def move(request: Request) -> None:
+            file = self._files[request.file]
+            views = [view[at : at + size] for at, size in request.parts]
+            (file.read if verb == "read" else file.write)(views, request.offset_bytes)
+
+        moves = [self._files[r.file].threads.submit(move, r) for r in requests] if len(requests) > 1 else []
         if digest is not None:
             digest.update(view[: min(len(view), size_bytes)])
-        if len(work) == 1:
-            _, move, views, in_file = work[0]
-            move(views, in_file)
+        if len(requests) == 1:
+            move(requests[0])
         errors = [error for moved in moves if (error := moved.exception()) is not None]
         if errors:
             raise errors[0]
