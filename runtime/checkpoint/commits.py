@@ -37,11 +37,12 @@ from tierplan.runtime.memory import files
 from tierplan.runtime.memory.arena import PAGE_BYTES, Block, padded
 from tierplan.runtime.memory.files import StoreError
 from tierplan.runtime.memory.store import DamageError, Extent, Store
+from tierplan.runtime.memory.tier_file import RECORD_NAME
 from tierplan.runtime.ranks.group import Ranks
 
 FORMAT = "tierplan-commit"
 VERSION = 2
-RECORD, LOCK_NAME = "commit.json", "tierplan.lock"
+LOCK_NAME = "tierplan.lock"
 
 AT_ONCE = ("in-backward", "exact-clip")
 """Semantics that leave the same state at a step's end. Whether it clips is the training's `max_grad_norm` to say."""
@@ -100,7 +101,7 @@ class CommitLog:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         files.make_folder(self.folder)
-        self._record, self._next = self.folder / RECORD, self.folder / "next.json"
+        self._record, self._next = self.folder / RECORD_NAME, self.folder / "next.json"
         self.parts: Sequence[tuple[CommitLog, Commit]] = ()
         """By rank, where the last commit is, if another number of ranks has made it."""
 
@@ -264,7 +265,7 @@ class CommitLogOfRank(CommitLog):
 
     def __init__(self, folder: str | os.PathLike[str], ranks: Ranks) -> None:
         super().__init__(Path(folder) / f"rank-{ranks.rank}")
-        self._ranks, self._decided = ranks, Path(folder) / RECORD
+        self._ranks, self._decided = ranks, Path(folder) / RECORD_NAME
 
     def last(self) -> Commit | None:
         content = files.read_content(self._decided)

@@ -26,7 +26,7 @@ from tierplan.runtime.memory.freed_memory import share_an_arena
 
 CHANNELS = ("collectives", "norms", "steps", "commits")
 """What exchanges something at its own pace, in a thread of its own."""
-TIMEOUT_S = 600
+TIMEOUT = timedelta(minutes=10)
 """After which one that does not come is given up."""
 WATCH_S = 0.1
 GRACE_S = 5.0
@@ -60,16 +60,13 @@ class Ranks:
                 f"{os.environ['WORLD_SIZE']} ranks were started, {os.environ['LOCAL_WORLD_SIZE']} of them on this "
                 "machine; ranks on several machines are not executed yet: start all on one"
             )
-        if (
-            num_threads or torch.get_num_threads()
-        ) == 1:  # threads that compute together would wait for each other in one arena
-            share_an_arena()  # before exchanges have threads
-        timeout = timedelta(seconds=TIMEOUT_S)
-        dist.init_process_group("gloo", timeout=timeout)
+        if (num_threads or torch.get_num_threads()) == 1:
+            share_an_arena()  # before exchanges have threads; several that compute would wait for each other there
+        dist.init_process_group("gloo", timeout=TIMEOUT)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         c10d: Any = dist  # which does not say that it exports its stores
-        store = c10d.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        store = c10d.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=TIMEOUT)
         self._store = c10d.PrefixStore("tierplan", store)
         self.failure: BaseException | None = None
         self._is_closed = threading.Event()
@@ -80,7 +77,7 @@ class Ranks:
         self._watcher = threading.Thread(target=self._watch, name="tierplan ranks", daemon=True)
         self._watcher.start()
         self._groups: dict[str, Any] = {
-            name: dist.new_group(backend="gloo", timeout=timeout, group_desc=name) for name in CHANNELS
+            name: dist.new_group(backend="gloo", timeout=TIMEOUT, group_desc=name) for name in CHANNELS
         }
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
@@ -95,8 +92,7 @@ class Ranks:
         """Opens ways on which one rank sends to another; all call this, with the same ones."""
         for way in sorted(set(ways)):
             if str(way) not in self._groups:
-                timeout = timedelta(seconds=TIMEOUT_S)
-                self._groups[str(way)] = dist.new_group(sorted(way), timeout=timeout, backend="gloo")
+                self._groups[str(way)] = dist.new_group(sorted(way), timeout=TIMEOUT, backend="gloo")
 
     def send(self, t: torch.Tensor, way: tuple[int, int]) -> None:
         """What the first of the two has there is what the second has afterwards; contiguous."""
