@@ -74,13 +74,10 @@ class _Clock:
     """Of one thread."""
 
     def __init__(self) -> None:
-        self.helpers_ns, self._file = 0, -1
+        self.helpers_ns, self.file = 0, -1
         with suppress(OSError):  # another kernel
-            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
-            weakref.finalize(self, os.close, self._file).atexit = False
-
-    def read_ns(self) -> int:
-        return 0 if self._file < 0 else int(os.pread(self._file, 64, 0).split()[1]) + self.helpers_ns
+            self.file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+            weakref.finalize(self, os.close, self.file).atexit = False
 
 
 class _Own(threading.local):
@@ -96,7 +93,8 @@ def coreless_ns() -> int:
 
     What others waited while they had its work is in it (`Baton`). A reading takes 2 us.
     """
-    return _own.clock.read_ns()
+    clock = _own.clock
+    return 0 if clock.file < 0 else int(os.pread(clock.file, 64, 0).split()[1]) + clock.helpers_ns
 
 
 class Baton:
