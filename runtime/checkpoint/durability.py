@@ -44,12 +44,7 @@ class Durability:
     """The commits of one run, made and resumed."""
 
     def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        settings: Mapping[str, Any],
-        *,
-        resume: bool,
-        ranks: Ranks | None = None,
+        self, folder: str | os.PathLike[str], settings: Mapping[str, Any], *, resume: bool, ranks: Ranks | None = None
     ) -> None:
         """Holds the folder until `close`. Raises `CommitError` if it holds a run that is not to be resumed, or of other
         settings, and `StoreError` if another run holds the folder."""
@@ -110,11 +105,8 @@ class Durability:
         if self.last is not None and self.last.num_steps == num_steps:
             return lambda: None  # its files stand under this number
         self._has_failed = True
-        soonest = _by_last_use(carried, bodies.schedule)
-        written = [x for x in soonest if x.buffer.content not in bodies.frozen_sums]
-        places = {x.buffer.content: p for x in written if isinstance(p := value_of(x).place, Extent)}
-        contents, blocks = _in_memory((x for x in written if x.buffer.content not in places), bodies.places.read)
-        spare_bytes -= sum(x.buffer.size_bytes for x in written if value_of(x).gradients is not None)
+        contents, blocks, places = _held(_by_last_use(carried, bodies.schedule), bodies)
+        spare_bytes -= sum(x.buffer.size_bytes for x in carried.values() if value_of(x).gradients is not None)
         self._copies.capacity_bytes = spare_bytes = max(spare_bytes, 0)
         snapshot = Snapshot(blocks, spare_bytes, self._copies)
         store = bodies.places.store
@@ -292,13 +284,11 @@ def save_copy(
     log, run_id = CommitLog(folder), os.urandom(8).hex()
     lock = log.lock()
     try:
-        written = [x for x in carried.values() if x.buffer.content not in bodies.frozen_sums]
-        in_memory = (x for x in written if not isinstance(value_of(x).place, Extent))
-        contents, blocks = _in_memory(in_memory, bodies.places.read)
+        contents, blocks, places = _held(carried.values(), bodies)
         stored = (
             (x.buffer.content, [Block(read := bodies.places.read(x), read)])
-            for x in written
-            if x.buffer.content not in contents.keys() | blocks.keys()
+            for x in carried.values()
+            if x.buffer.content in places
         )
         contents.update(log.write_resident(run_id, num_steps, itertools.chain(Snapshot(blocks).read(), stored)))
         log.write(
@@ -322,22 +312,28 @@ def _by_last_use(carried: Mapping[str, Instance], schedule: Schedule) -> list[In
     return [carried[name] for name in sorted(carried, key=lambda name: used.get(name, len(schedule.ops)))]
 
 
-def _in_memory(
-    instances: Iterable[Instance], copy_of: Callable[[Instance], torch.Tensor]
-) -> tuple[dict[str, Stored], dict[str, Block]]:
-    """By content: what there is not yet, and where in memory the others are, copies of gradients on the device."""
+def _held(
+    instances: Iterable[Instance], bodies: Bodies
+) -> tuple[dict[str, Stored], dict[str, Block], dict[str, Extent]]:
+    """By content of what is trained: what there is not yet, and where the others are, in memory (copies of gradients
+    on the device) and on drives."""
     absent: dict[str, Stored] = {}
     blocks: dict[str, Block] = {}
+    places: dict[str, Extent] = {}
     for instance in instances:
         content, value = instance.buffer.content, value_of(instance)
-        if value.is_absent:
+        if content in bodies.frozen_sums:
+            continue
+        if isinstance(value.place, Extent):
+            places[content] = value.place
+        elif value.is_absent:
             size_bytes = instance.buffer.size_bytes
             absent[content] = Stored(size_bytes=size_bytes, offset_bytes=0, in_store=False, is_absent=True)
         elif value.gradients is not None:
-            blocks[content] = Block(copied := copy_of(instance), copied)
+            blocks[content] = Block(copied := bodies.places.read(instance), copied)
         else:
             blocks[content] = value.block
-    return absent, blocks
+    return absent, blocks, places
 
 
 def _stored(extent: Extent, store: Store) -> Stored:
