@@ -81,10 +81,12 @@ def _complete(value: BufferValue, unit: ModelUnit) -> None:
 
 
 def flat_gradients(value: BufferValue, unit: ModelUnit, part: range) -> list[torch.Tensor]:
-    """What the gradients of a unit on the device have of a part of its elements: flat, one after the other.
+    """What the gradients of a unit have of a part of its elements: flat, one after the other.
 
-    Small ones in one: a call of the optimizer's kernel takes longer than this copy.
+    Small ones on the device in one: a call of the optimizer's kernel takes longer than this copy.
     """
+    if value.gradients is None:
+        return [value.block.data.view(unit.dtype)[part.start : part.stop]]
     gradients = list(_given(value, unit).values())
     assert len(gradients) == len(unit.parameters), "a gradient that is complete has all of its unit's"
     if len(part) == unit.num_trained:

@@ -120,8 +120,9 @@ def do_collective(call: Call, unit: ModelUnit, target: BufferValue, ranks: Ranks
         here_n = mine_n[at : at + each]
         if is_sum:
             for part, sent_n in zip(parts, sent_rn, strict=True):
-                _take(own, unit, part, sent_n)
-            ranks.all_to_all(_bytes(received_rn), _bytes(sent_rn))
+                if part:
+                    torch.cat(flat_gradients(own, unit, part), out=sent_n[: len(part)])
+            ranks.all_to_all(received_rn, sent_rn)
             for k, received_n in enumerate(received_rn):
                 if k == 0 and over is None:
                     here_n.copy_(received_n[: len(here_n)])
@@ -130,7 +131,7 @@ def do_collective(call: Call, unit: ModelUnit, target: BufferValue, ranks: Ranks
             num_sent += sum(map(len, parts)) - len(here_n)
         if call.op.kind != "reduce":
             sent_rn[0, : len(here_n)].copy_(here_n)
-            ranks.all_gather(received_rn.view(torch.uint8), _bytes(sent_rn[0]))
+            ranks.all_gather(received_rn, sent_rn[0])
             num_sent += (ranks.size - 1) * len(here_n)
             for part, received_n in zip(parts, received_rn, strict=True):
                 if is_whole:
@@ -180,17 +181,5 @@ def joined(own_n: torch.Tensor, unit: ModelUnit, ranks: Ranks) -> torch.Tensor:
     sent_n = torch.zeros(len(shards[0]), dtype=unit.dtype)
     sent_n[: len(own_n)].copy_(own_n)
     received_rn = torch.empty(ranks.size, len(sent_n), dtype=unit.dtype)
-    ranks.all_gather(received_rn.view(torch.uint8), _bytes(sent_n), "steps")
+    ranks.all_gather(received_rn, sent_n, "steps")
     return torch.cat([row_n[: len(own)] for row_n, own in zip(received_rn, shards, strict=True)])
-
-
-def _bytes(t: torch.Tensor) -> torch.Tensor:
-    return t.view(-1).view(torch.uint8)
-
-
-def _take(value: BufferValue, unit: ModelUnit, part: range, to_n: torch.Tensor) -> None:
-    """Copies a part of a unit's gradients."""
-    if value.gradients is None:
-        to_n[: len(part)].copy_(value.block.data.view(unit.dtype)[part.start : part.stop])
-    elif part:
-        torch.cat(flat_gradients(value, unit, part), out=to_n[: len(part)])

@@ -81,12 +81,12 @@ class Ranks:
         }
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
-        """Row k of what is sent goes to rank k, whose row is received there; uint8, of equal length."""
-        self._exchange("collectives", dist.all_to_all_single, received, sent)
+        """Row k of what is sent goes to rank k, whose row is received there; of equal length."""
+        self._exchange("collectives", dist.all_to_all_single, _bytes(received), _bytes(sent))
 
     def all_gather(self, received: torch.Tensor, sent: torch.Tensor, channel: str = "collectives") -> None:
         """What rank k has sent is row k of what all receive."""
-        self._exchange(channel, dist.all_gather, list(received), sent)
+        self._exchange(channel, dist.all_gather, list(received.view(torch.uint8)), _bytes(sent))
 
     def connect(self, ways: Iterable[tuple[int, int]]) -> None:
         """Opens ways on which one rank sends to another; all call this, with the same ones."""
@@ -96,11 +96,11 @@ class Ranks:
 
     def send(self, t: torch.Tensor, way: tuple[int, int]) -> None:
         """What the first of the two has there is what the second has afterwards; contiguous."""
-        self._exchange(str(way), dist.broadcast, t.view(-1).view(torch.uint8), way[0])
+        self._exchange(str(way), dist.broadcast, _bytes(t), way[0])
 
     def broadcast(self, t: torch.Tensor, source: int) -> None:
         """What one rank has there is what all have afterwards; contiguous."""
-        self._exchange("steps", dist.broadcast, t.view(-1).view(torch.uint8), source)
+        self._exchange("steps", dist.broadcast, _bytes(t), source)
 
     def share(self, values: Sequence[float], channel: str) -> list[list[float]]:
         """By rank, its values; every rank gives as many."""
@@ -206,3 +206,8 @@ class Ranks:
             return next((death for death, is_done in zip(died, done, strict=True) if not is_done), None)
         except RuntimeError:  # the store went with the rank that had it
             return next(died, None)
+
+
+def _bytes(t: torch.Tensor) -> torch.Tensor:
+    """What gloo takes of every type."""
+    return t.view(-1).view(torch.uint8)
