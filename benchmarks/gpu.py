@@ -145,9 +145,10 @@ def beside_plain(device: str, out: Path, width: int, blocks: int, *, steps: int 
     from benchmarks.models import gpt2
     from benchmarks.trainings import machine, schedule_of
     from tierplan.planner.plan import UnitPlan
+    from tierplan.runtime.data.synthetic import random_batches
     from tierplan.runtime.execution.device import open_device
     from tierplan.runtime.reference import train_plainly
-    from tierplan.runtime.tracing.models import build_model, example_batch
+    from tierplan.runtime.tracing.models import build_model
     from tierplan.runtime.trainer import Trainer
     from tierplan.sim.output.perfetto import write_perfetto
     from tierplan.sim.workloads.workload import Training
@@ -165,7 +166,7 @@ def beside_plain(device: str, out: Path, width: int, blocks: int, *, steps: int 
         "all but activations in host memory": UnitPlan(params="host", grads="host", states="host"),
         "all in host memory": UnitPlan(params="host", grads="host", states="host", acts="host", input="host"),
     }
-    batches = itertools.repeat(example_batch(build_model(raw, training).config, training))
+    batches = itertools.repeat(next(random_batches(build_model(raw, training).config, training)))
     steps_s: dict[str, list[float]] = {"plain": [], **{name: [] for name in plans}}
 
     def median_s(ends_s: Sequence[float]) -> float:

@@ -35,11 +35,11 @@ def seeded_model(config: Mapping[str, object], training: Training, seed: int = 0
     return build_model(config, training)
 
 
-def random_batches(config: Mapping[str, object], training: Training, count: int) -> Iterator[dict[str, Any]]:
-    """`count` micro-batches of random tokens, each its own label."""
+def random_batches(config: Any, training: Training) -> Iterator[dict[str, torch.Tensor]]:
+    """Micro-batches of random tokens without end, each its own label, for a model with this config."""
     generator = torch.Generator().manual_seed(0)
-    vocabulary = int(str(config["vocab_size"]))
+    vocabulary = config.get_text_config().vocab_size
     shape = (training.per_device_train_batch_size, training.sequence_length)
-    for _ in range(count):
+    while True:
         tokens_bt = torch.randint(vocabulary, shape, generator=generator)
         yield {"input_ids": tokens_bt, "labels": tokens_bt}

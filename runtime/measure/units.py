@@ -20,8 +20,9 @@ import torch
 from torch import nn
 
 from tierplan.hwmodels.names import COMPUTE, DEVICE, HOST
+from tierplan.runtime.data.synthetic import random_batches
 from tierplan.runtime.optim.adam import OptimizerSettings
-from tierplan.runtime.tracing.models import build_model, example_batch
+from tierplan.runtime.tracing.models import build_model
 from tierplan.runtime.tracing.trace import trace_config
 from tierplan.runtime.trainer import Trainer
 from tierplan.sim.builder import Builder
@@ -67,7 +68,7 @@ def measure_workload(model: str | Path, training: Training) -> Workload:
     name, raw = read_config(model, training)
     workload = trace_config(name, raw, training)
     real = build_model(raw, training)
-    batches = itertools.repeat(example_batch(real.config, training))
+    batches = random_batches(real.config, training)
     return profile_workload(workload, real, batches, device="cuda" if training.backend == "cuda" else "cpu")
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-import torch
 from torch import nn
 
 from tierplan.runtime.autograd.chunked_loss import set_loss_chunks
@@ -149,11 +148,3 @@ def matching(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
             )
         chosen.update(matched)
     return tuple(name for name in names if name in chosen)
-
-
-def example_batch(config: Any, training: Training) -> dict[str, torch.Tensor]:
-    """Random tokens (b sequences of t), and labels of the same shape."""
-    shape_bt = (training.per_device_train_batch_size, training.sequence_length)
-    generator = torch.Generator().manual_seed(0)
-    ids_bt = torch.randint(0, config.get_text_config().vocab_size, shape_bt, generator=generator)
-    return {"input_ids": ids_bt, "labels": ids_bt.clone()}

@@ -38,7 +38,6 @@ from tierplan.validation.calibration.plans import IN_MEMORY, calibration_plans
 from tierplan.validation.calibration.rates import without_compute_latency
 from tierplan.validation.comparison.steps import cut_steps
 
-MANY_BATCHES = 1 << 30
 LEAST_TURNS, MOST_TURNS = 2, 40
 TURN_S, MOST_STEPS = 0.5, 9
 """A turn is as many steps as fit, 2 or more. A third of them come first and do not count, three in the first turn:
@@ -70,10 +69,10 @@ class TurnwiseTraining:
         make_folder(nvme_dir)
         settings = OptimizerSettings(name=training.optimizer)
         places: dict[str, Any] = {"nvme_dir": nvme_dir, "device": device, "num_threads": num_threads}
-        model = seeded_model(config, training)
+        model: Any = seeded_model(config, training)
         self.trainer = Trainer(schedule, model, optimizer=settings, reference_frac=0.0, **places)
         life.enter_context(self.trainer)
-        self._batches = random_batches(config, training, MANY_BATCHES)
+        self._batches = random_batches(model.config, training)
         self.skipped_steps = set[int]()
         """Steps that are not counted."""
 
@@ -123,10 +122,11 @@ class CalibrationSession:
             self.life.enter_context(self._beside(k))
         ample, training = with_ample_memory(without_compute_latency(self.machine)), self.workload.training
         config = self.workload.config
+        model: Any = seeded_model(config, training)
         profiled = profile_workload(
             self.workload,
-            seeded_model(config, training),
-            random_batches(config, training, MANY_BATCHES),
+            model,
+            random_batches(model.config, training),
             num_steps=PROFILE_STEPS,
             device=self.device,
             num_threads=self.num_threads,
@@ -134,6 +134,7 @@ class CalibrationSession:
                 "timing the model's blocks", PROFILE_FRAC * min(1.0, k / (2 * PROFILE_STEPS))
             ),
         )
+        del model
         schedules = {}
         for name, plan in calibration_plans(profiled, ample).items():
             schedule = lower(plan, profiled, ample)

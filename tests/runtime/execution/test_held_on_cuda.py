@@ -27,10 +27,11 @@ from tests.runtime.test_trainer import machine
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.policies import decide
+from tierplan.runtime.data.synthetic import random_batches
 from tierplan.runtime.execution.device import CudaDevice, Device
 from tierplan.runtime.execution.rules import TierFullError
 from tierplan.runtime.memory.arena import Pool
-from tierplan.runtime.tracing.models import build_model, example_batch
+from tierplan.runtime.tracing.models import build_model
 from tierplan.runtime.tracing.trace import trace_config
 from tierplan.runtime.trainer import Trainer
 from tierplan.sim.schedule import Schedule
@@ -91,7 +92,7 @@ class Log(Meter):
 def trained(schedule: Schedule, training: Training) -> tuple[Log, int]:
     """What three steps take and free, and the ledger's peak."""
     model, log, pool_of = build_model(SMALL_CONFIG, training), Log(), Device.pool
-    batches = [example_batch(model.config, training)] * 6
+    batches = [next(random_batches(model.config, training))] * 6
 
     @contextmanager
     def on(device: Device, stream: str) -> Iterator[None]:

@@ -29,10 +29,11 @@ from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import Plan, UnitPlan
 from tierplan.planner.policies import decide
+from tierplan.runtime.data.synthetic import random_batches
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.execution.rules import TierFullError
 from tierplan.runtime.memory.arena import PAGE_BYTES, Block, Pool
-from tierplan.runtime.tracing.models import build_model, example_batch
+from tierplan.runtime.tracing.models import build_model
 from tierplan.runtime.tracing.trace import trace_config
 from tierplan.runtime.trainer import Trainer
 from tierplan.sim.workloads.workload import Training, Workload
@@ -167,7 +168,7 @@ HEAVY: Mapping[str, dict[str, Any]] = {
 def test_the_meter_counts_as_pytorchs_tracker_does() -> None:
     training = training_of(dtype="bf16")
     model = build_model(CONFIG, training)
-    batch = example_batch(model.config, training)
+    batch = next(random_batches(model.config, training))
     tracker, meter = MemTracker(), Meter()
     tracker.track_external(model, *batch.values())
     for t in (*model.parameters(), *model.buffers(), *batch.values()):
@@ -212,7 +213,7 @@ def compared(
     tiers = [replace(t, capacity_bytes=capacity_bytes.get(t.name, t.capacity_bytes)) for t in schedule.tiers]
     schedule = replace(schedule, tiers=tuple(tiers))
     model = build_model(config, training)
-    batches = [example_batch(model.config, training)] * 100
+    batches = [next(random_batches(model.config, training))] * 100
     device, host = Meter(), Meter()
     with mock.patch.object(Device, "on", counting(device)), Trainer(schedule, model, nvme_dir=tmp_path) as trainer:
         trainer.run(batches, 0)

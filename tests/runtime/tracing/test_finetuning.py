@@ -17,7 +17,8 @@ from tests.runtime.tracing.test_tracing import TORCH_NAMES, predicted_peaks, sav
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
-from tierplan.runtime.tracing.models import build_model, example_batch
+from tierplan.runtime.data.synthetic import random_batches
+from tierplan.runtime.tracing.models import build_model
 from tierplan.runtime.tracing.trace import trace_config, trace_module
 from tierplan.sim.contents import Frozen, Gradients, Params, States, parse_content
 from tierplan.sim.workloads.workload import Training, Workload
@@ -66,7 +67,7 @@ def test_planned_bytes_are_those_that_pytorch_holds(which: str, dtype: str) -> N
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW([p for p in trained])
     with saved_by_block(model) as saved:
-        loss = model(**example_batch(model.config, workload.training)).loss
+        loss = model(**next(random_batches(model.config, workload.training))).loss
     with FlopCounterMode(display=False) as counter:
         loss.backward()
     for p in trained:
@@ -96,7 +97,7 @@ def test_planned_bytes_are_those_that_pytorch_holds(which: str, dtype: str) -> N
 def test_a_module_in_memory_is_traced_as_its_config_is(which: str) -> None:
     """PEFT's own model as `trace_module` sees it: also DoRA, IA3, Mixtral and bases in codes."""
     model, workload = described(which, per_device_train_batch_size=1)
-    module = trace_module(model, example_batch(model.config, workload.training), workload.training)
+    module = trace_module(model, next(random_batches(model.config, workload.training)), workload.training)
     assert module.units == workload.units
     assert module.shared_bytes == workload.shared_bytes
 
@@ -147,7 +148,7 @@ class LiveBytes(TorchDispatchMode):
 @pytest.mark.parametrize("which", TUNED)
 def test_peaks_are_those_of_a_real_step(which: str) -> None:
     model, workload = described(which, per_device_train_batch_size=32, sequence_length=32)
-    batch = example_batch(model.config, workload.training)
+    batch = next(random_batches(model.config, workload.training))
     unique = {t.untyped_storage()._cdata: t for t in (*model.parameters(), *batch.values())}
     with LiveBytes(*unique.values()) as tracker:
         model(**batch).loss.backward()

@@ -17,7 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.configs import CONFIGS, config_of
 from tierplan.runtime.autograd.units import find_blocks
 from tierplan.runtime.checkpoint.weights import hollow_model
-from tierplan.runtime.tracing.models import build_model, example_batch
+from tierplan.runtime.data.synthetic import random_batches
+from tierplan.runtime.tracing.models import build_model
 from tierplan.runtime.tracing.trace import trace_config
 from tierplan.sim.workloads.workload import Training, Workload, WorkloadError
 
@@ -106,7 +107,7 @@ def test_saved_tensors_are_those_of_a_real_step(family: str, size: int, dtype: s
     model = build_model(raw, training)
     assert workload.num_parameters == sum(p.numel() for p in model.parameters())
     with saved_by_block(model) as real:
-        loss = model(**example_batch(model.config, training)).loss
+        loss = model(**next(random_batches(model.config, training))).loss
     assert torch.isfinite(loss)
     blocks = [u for u in workload.blocks if u.name.startswith("L")]
     for unit, expected in zip(blocks, real, strict=True):
@@ -120,7 +121,7 @@ def test_matmul_flops_are_those_of_pytorchs_counter(family: str) -> None:
     workload = trace_config(family, raw, training)
     model = build_model(raw, training)
     with FlopCounterMode(display=False) as counter:
-        model(**example_batch(model.config, training)).loss.backward()
+        model(**next(random_batches(model.config, training))).loss.backward()
     ours = sum(work.get("matmul_fp32_flops", 0) for u in workload.units for work in (u.forward, u.backward))
     assert ours == counter.get_total_flops()
 
@@ -139,7 +140,7 @@ def test_peaks_are_those_of_pytorchs_memory_tracker(family: str, size: int) -> N
     training = training_of("bf16", per_device_train_batch_size=32, sequence_length=32)
     workload = trace_config(family, raw, training)
     model = build_model(raw, training)
-    batch = example_batch(model.config, training)
+    batch = next(random_batches(model.config, training))
     tracker = MemTracker()
     tracker.track_external(model, *batch.values())
     cpu = torch.device("cpu")
