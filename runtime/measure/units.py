@@ -40,7 +40,7 @@ from tierplan.sim.contents import (
     backward_key,
     forward_key,
     recompute_key,
-    step_prefix,
+    split_step,
 )
 from tierplan.sim.schedule import Schedule, Tier, validate
 from tierplan.sim.step import StepSpec, unit_spec
@@ -50,8 +50,6 @@ from tierplan.sim.workloads.workload import SavedTensor, Training, Unit, Workloa
 
 HUGE_BYTES = 1 << 50
 Drops = Literal["nothing", "all", "replayable"]
-KeyOf = Callable[[str, int], str]
-"""The key of a unit's op, from its name and a micro-batch."""
 
 
 def measure_workload(model: str | Path, training: Training) -> Workload:
@@ -108,7 +106,7 @@ def profile_workload(
     again, replays = run("all", num_again, lambda k, x: on_step(k + num_steps, x))
     if not all(t.replayable for unit in workload.blocks for t in unit.saved):
         _, replays = run("replayable", num_again, lambda k, x: None)
-    return with_times(workload, kept, num_steps, again, num_again, replays)
+    return with_times(workload, kept, again, replays)
 
 
 def profiling_schedule(workload: Workload, *, drops: Drops = "nothing") -> Schedule:
@@ -124,6 +122,7 @@ def profiling_schedule(workload: Workload, *, drops: Drops = "nothing") -> Sched
     training = replace(workload.training, gradient_accumulation_steps=1, max_grad_norm=None)
     builder = Builder()
     units = workload.units
+    specs = [unit_spec(u, ["recompute" if is_dropped(u, t) else "keep" for t in u.saved]) for u in units]
     params: dict[str, list[str]] = {u.name: [] for u in units}
     for u in units:
         for content, size_bytes in ((Params, u.num_trained * training.param_bytes), (Frozen, u.frozen_bytes)):
@@ -143,7 +142,7 @@ def profiling_schedule(workload: Workload, *, drops: Drops = "nothing") -> Sched
     for i, unit in enumerate(units):
         is_last = i + 1 == len(units)
         following = [] if is_last else [builder.buffer(Input(units[i + 1].name, 0), DEVICE, unit.output_bytes, "acts")]
-        acts.append(acts_of(KeptActs(unit.name, 0), sum(t.size_bytes for t in unit.saved if not is_dropped(unit, t))))
+        acts.append(acts_of(KeptActs(unit.name, 0), specs[i].bytes_of("keep")))
         reads = [*used[i], *inputs[i], *(shared if i else [])]
         compute(forward_key(unit.name, 0), "forward", unit, reads, [*([] if i else shared), *following, *acts[i]])
         inputs.append(following)
@@ -152,7 +151,7 @@ def profiling_schedule(workload: Workload, *, drops: Drops = "nothing") -> Sched
     below = workload.first_trained
     for i, unit in reversed(list(enumerate(units))[below:]):
         reads = [*(used[i] if i else []), *inputs[i]]
-        if dropped := sum(t.size_bytes for t in unit.saved if is_dropped(unit, t)):
+        if dropped := specs[i].bytes_of("recompute"):
             recomputed = acts_of(RecomputedActs(unit.name, 0), dropped)
             compute(recompute_key(unit.name, 0), "recompute", unit, [*reads, *acts[i], *shared], recomputed)
             acts[i] += recomputed
@@ -171,28 +170,19 @@ def profiling_schedule(workload: Workload, *, drops: Drops = "nothing") -> Sched
             size_bytes = unit.num_trained * training.grad_bytes
             writes.append(builder.buffer(Gradients(unit.name, 0), DEVICE, size_bytes, "grads"))
         compute(backward_key(unit.name, 0), "backward", unit, reads, writes)
-    step = StepSpec(
-        training=training,
-        semantics="in-backward",
-        units=tuple(unit_spec(u, ["recompute" if is_dropped(u, t) else "keep" for t in u.saved]) for u in units),
-    )
+    step = StepSpec(training=training, semantics="in-backward", units=tuple(specs))
     tiers = (Tier(name=DEVICE, capacity_bytes=HUGE_BYTES), Tier(name=HOST, capacity_bytes=HUGE_BYTES))
     return validate(builder.schedule(f"profile {workload.name}", tiers, step=step, meta={}))
 
 
 def with_times(
-    workload: Workload,
-    kept: Trace,
-    num_kept: int,
-    again: Trace,
-    num_again: int,
-    replays: Mapping[str, Mapping[int, Sequence[float]]],
+    workload: Workload, kept: Trace, again: Trace, replays: Mapping[str, Mapping[int, Sequence[float]]]
 ) -> Workload:
     """The workload with the times of traces of its two profiling schedules; first steps are left out as warm-up.
 
     What one saved tensor takes to be made again is what its own operations took in `replays`. Where there are none,
-    it is the tensor's modelled share of the recomputation. The machine
-    may have become slower or quicker between the two runs, so recomputation is taken relative to forward in its own.
+    it is the tensor's modelled share of the recomputation. The machine may have become slower or quicker between the
+    two runs, so recomputation is taken relative to forward in its own.
     """
     alike: dict[object, list[str]] = {}
     for unit in workload.units:
@@ -200,25 +190,26 @@ def with_times(
     units = []
     for u, before in enumerate(workload.units):
         names = alike[_unit_likeness(before)]
-        times_of = {"forward": _seconds(kept, forward_key, names, num_kept)}
+        times_of = {"forward": _seconds(kept, forward_key, names)}
         if u >= workload.first_trained:
-            times_of["backward"] = _seconds(kept, backward_key, names, num_kept)
+            times_of["backward"] = _seconds(kept, backward_key, names)
         spread = max(_relative_spread(each) for each in times_of.values())
         seconds: dict[str, Any] = {phase: {"s": median(each)} for phase, each in times_of.items()}
         unit = replace(before, spread=spread, **seconds)
         if unit.kind == "block" and unit.saved_bytes:
-            drift = median(_seconds(again, forward_key, names, num_again)) / median(times_of["forward"])
-            total_s = median(_seconds(again, recompute_key, names, num_again)) / drift
+            drift = median(_seconds(again, forward_key, names)) / median(times_of["forward"])
+            total_s = median(_seconds(again, recompute_key, names)) / drift
             times = {t.index: [x for name in names for x in replays.get(name, {}).get(t.index, ())] for t in unit.saved}
             unit = replace(unit, recompute={"s": total_s}, saved=_times_of_slots(before, times, total_s))
         units.append(unit)
     return replace(workload, units=tuple(units))
 
 
-def _seconds(trace: Trace, key_of: KeyOf, names: Sequence[str], num_steps: int) -> list[float]:
-    spans = trace.by_key()
-    keys = [step_prefix(k) + key_of(name, 0) for k in range(1, num_steps) for name in names]
-    return [spans[key].duration_ns / 1e9 for key in keys]
+def _seconds(trace: Trace, key_of: Callable[[str, int], str], names: Sequence[str]) -> list[float]:
+    """What the units' ops took after the first step, by the key of one from its unit's name and a micro-batch."""
+    keys = {key_of(name, 0) for name in names}
+    split = ((split_step(span.key), span) for span in trace.spans)
+    return [span.duration_ns / 1e9 for at, span in split if at.step and at.key in keys]
 
 
 def _times_of_slots(unit: Unit, times: Mapping[int, list[float]], total_s: float) -> tuple[SavedTensor, ...]:

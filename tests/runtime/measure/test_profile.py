@@ -57,7 +57,7 @@ def test_medians_leave_warm_up_and_strays_out() -> None:
     workload = observed_workload(model, {"input_ids": ids, "labels": ids}, Training(sequence_length=8, dtype="fp32"))
     kept = _trace(profiling_schedule(workload), (900, 10, 12, 11, 500))
     again = _trace(profiling_schedule(workload, drops="all"), (900, 23), recompute=7)
-    measured = with_times(workload, kept, 5, again, 2, {})
+    measured = with_times(workload, kept, again, {})
     assert all(u.forward["s"] == pytest.approx(0.0115) for u in measured.units)
     assert all(u.spread < 0.2 for u in measured.units)
     assert all(u.recompute == {"s": pytest.approx(0.0035)} for u in measured.blocks), "the second run was half as fast"
@@ -73,7 +73,7 @@ def test_tensors_of_one_operation_share_its_time_by_size() -> None:
     assert len(norms) == 3
     times = {t.index: [0.0] for t in block.saved} | {norms[0].index: [0.003]}
     traces = _trace(profiling_schedule(workload), (9, 9)), _trace(profiling_schedule(workload, drops="all"), (9, 9), 9)
-    measured = with_times(workload, traces[0], 2, traces[1], 2, {u.name: times for u in workload.blocks})
+    measured = with_times(workload, *traces, {u.name: times for u in workload.blocks})
     by_size = sorted((t.size_bytes, t.recompute["s"]) for t in measured.blocks[0].saved if t.name == norms[0].name)
     assert by_size[-1][1] > 10 * by_size[0][1] > 0.0
     assert sum(s for _, s in by_size) == pytest.approx(sum(t.recompute["s"] for t in measured.blocks[0].saved))
