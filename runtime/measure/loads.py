@@ -51,10 +51,6 @@ class Load:
     op_amount: float = 0.0
     """Work of one op, where `run` does several (forward and backward); 0: the same as `amount`."""
 
-    @property
-    def name(self) -> str:
-        return f"{self.stream} {self.kind} {self.amount:.3g}"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
@@ -86,8 +82,13 @@ def loads(
     host_pool, cpu = device.host_pool(sizes.area_bytes), Device()
     host = host_pool.take(sizes.area_bytes)
     try:
-        all_loads = [
-            *_compute_loads(sizes, device, dtypes),
+        all_loads = [_overhead(device)]
+        for dtype in dtypes:
+            all_loads += [_matmuls(sizes, hidden, dtype, device) for hidden in sizes.hidden]
+            all_loads.append(_attention(sizes, dtype, device))
+        all_loads += [
+            _block(sizes, dtypes[0], device),
+            _update(COMPUTE, max(sizes.adam_parameters), sizes, dtypes[0], device),
             *_copies(sizes, host.data, device),
             *(_update(HOST_ADAM, n, sizes, dtypes[0], cpu) for n in sizes.adam_parameters),
         ]
@@ -101,16 +102,6 @@ def loads(
 
 
 # ---- compute ----
-
-
-def _compute_loads(sizes: Sizes, device: Device, dtypes: tuple[str, ...]) -> list[Load]:
-    loads = [_overhead(device)]
-    for dtype in dtypes:
-        loads += [_matmuls(sizes, hidden, dtype, device) for hidden in sizes.hidden]
-        loads.append(_attention(sizes, dtype, device))
-    loads.append(_block(sizes, dtypes[0], device))
-    loads.append(_update(COMPUTE, max(sizes.adam_parameters), sizes, dtypes[0], device))
-    return loads
 
 
 def _done(device: Device, stream: str, work: Callable[[], object]) -> Callable[[], None]:

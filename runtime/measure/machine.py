@@ -16,7 +16,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -91,29 +90,21 @@ def measure_description(
     report = progress or (lambda what, part: None)
     report("preparing memory and files", 0.0)
     with loads(folders, sizes, device=chosen, dtypes=kinds) as (all_loads, notes):
-        names = list(dict.fromkeys(load.stream for load in all_loads))
-        threads = StreamThreads(names, num_adam_threads=torch.get_num_threads() if chosen.is_asynchronous else 1)
-        try:
+        streams = tuple(dict.fromkeys(load.stream for load in all_loads))
+        num_adam_threads = torch.get_num_threads() if chosen.is_asynchronous else 1
+        with StreamThreads(streams, num_adam_threads=num_adam_threads) as threads:
             # twice: threads start, kernels are chosen, pages are touched
-            op_s = {load.name: load.amount / threads.rates([load], 0.0)[0] for load in all_loads}
+            op_s = {load: load.amount / threads.rates([load], 0.0)[0] for load in all_loads}
             left_s = budget_s - (time.monotonic() - began) - FIT_S
             others = OtherPrograms()
             alone, loaded, mixes = _rounds(threads, all_loads, op_s, num_rounds, left_s, report)
-        finally:
-            threads.close()
     report("fitting shared limits", 0.97)
-    streams = tuple(dict.fromkeys(load.stream for load in all_loads))
     pairs = [mix for mix in mixes if len(mix.streams) == 2]
     fit = fit_limits(
         pairs, _priors(streams, alone, chosen), resamples=8 if budget_s < 40 else 20, until_s=began + budget_s
     )
-    date = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-    taken = len(next(iter(alone.values())))
-    source = f"tierplan machine measure, {date}, {taken} rounds, torch {torch.__version__}"
-    remarks = (*notes, others.text())
-    description = describe(
-        name, alone, loaded, fit, mixes, folders, chosen, sizes, dtype=kinds[0], source=source, remarks=remarks
-    )
+    remarks = [*notes, others.text()]
+    description = describe(name, alone, loaded, fit, mixes, folders, chosen, sizes, dtype=kinds[0], remarks=remarks)
     report("done", 1.0)
     return description
 
@@ -161,7 +152,7 @@ def _plan(budget_s: float, folders: tuple[Path, ...], device: Device) -> tuple[i
 def _rounds(
     threads: StreamThreads,
     all_loads: Sequence[Load],
-    op_s: dict[str, float],
+    op_s: dict[Load, float],
     num_rounds: int,
     budget_s: float,
     report: Progress,
@@ -202,26 +193,26 @@ def _rounds(
 
 
 def _window_s(
-    all_loads: Sequence[Load], typical: dict[str, Load], num_pairs: int, op_s: dict[str, float], round_s: float
+    all_loads: Sequence[Load], typical: dict[str, Load], num_pairs: int, op_s: dict[Load, float], round_s: float
 ) -> float:
     """How long each thing is timed: a round has each load once, and each pair with both of its streams alone.
 
     Every timing also runs an op to warm up, and ends with a whole op, so it takes about two ops more than its window.
     """
-    ops_s = sum(2 * op_s[load.name] for load in all_loads)
-    ops_s += sum(6 * op_s[load.name] for load in typical.values()) * (len(typical) - 1)
-    ops_s += 2 * len(typical) * op_s[typical[COMPUTE].name]
+    ops_s = sum(2 * op_s[load] for load in all_loads)
+    ops_s += sum(6 * op_s[load] for load in typical.values()) * (len(typical) - 1)
+    ops_s += 2 * len(typical) * op_s[typical[COMPUTE]]
     return max(LEAST_WINDOW_S, (round_s - ops_s) / (len(all_loads) + len(typical) + 4 * num_pairs))
 
 
-def _typical(all_loads: Sequence[Load], op_s: dict[str, float]) -> dict[str, Load]:
+def _typical(all_loads: Sequence[Load], op_s: dict[Load, float]) -> dict[str, Load]:
     """The load of each stream that stands for it in mix: the largest that a window holds several of."""
     typical: dict[str, Load] = {}
     for load in all_loads:
         if load.stream == COMPUTE and not load.kind.startswith("matmul"):
             continue
         known = typical.get(load.stream)
-        if known is None or (load.kind == known.kind and known.amount < load.amount and op_s[load.name] < TYPICAL_OP_S):
+        if known is None or (load.kind == known.kind and known.amount < load.amount and op_s[load] < TYPICAL_OP_S):
             typical[load.stream] = load
     return typical
 

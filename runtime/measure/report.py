@@ -44,10 +44,11 @@ def describe(
     sizes: Sizes,
     *,
     dtype: str,
-    source: str,
-    remarks: tuple[str, ...],
+    remarks: list[str],
 ) -> Description:
     """The machine that these rates and this fit describe. `dtype` is that of the block that was run as a whole."""
+    date, taken = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", len(next(iter(alone.values())))
+    source = f"tierplan machine measure, {date}, {taken} rounds, torch {torch.__version__}"
     values = _capacities(folders, device, source) | _compute_values(alone, sizes, device, dtype, source)
     for stream, key in KEYS.items():
         rows = {load.amount: rates for load, rates in alone.items() if load.stream == stream}
@@ -80,7 +81,7 @@ def describe(
     errors = list(map(abs, fit.errors(unfitted, [c.medians() for c in unfitted])))
     return Description(
         name=name,
-        summary=f"{platform.node() or 'this machine'}, measured {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        summary=f"{platform.node() or 'this machine'}, measured {date}",
         values=values,
         limits=limits,
         shares={s: v for s, v in fit.shares.items() if not parse_stream(s).is_drive},
@@ -89,7 +90,7 @@ def describe(
             "worst_error_of_a_pair": round(fit.worst_error, 3),
             "median_error_of_mixes_not_fitted": round(median(errors), 3) if errors else "not measured",
             "drives": _drive_note(sizes) if folders else "not measured",
-            "remarks": list(remarks),
+            "remarks": remarks,
         },
     )
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from math import log, sqrt
 from pathlib import Path
 
@@ -25,13 +26,14 @@ LEAST_SPREAD, MOST_SPREAD = 0.01, 1.0
 stands for anything worse: such a number is a guess."""
 
 
-class StreamThreads:
+class StreamThreads(ExitStack):
     """One thread per stream; as in training, only compute uses several threads for one op, and Adam beside a GPU."""
 
     def __init__(self, streams: Sequence[str], *, num_adam_threads: int = 1) -> None:
+        super().__init__()
         self._threads: dict[str, ThreadPoolExecutor] = {}
         for stream in streams:
-            pool = ThreadPoolExecutor(1, thread_name_prefix=f"measure-{stream}")
+            pool = self.enter_context(ThreadPoolExecutor(1, thread_name_prefix=f"measure-{stream}"))
             if not parse_stream(stream).is_compute:
                 pool.submit(limit_this_thread, num_adam_threads if stream == HOST_ADAM else 1).result()
             self._threads[stream] = pool
@@ -68,10 +70,6 @@ class StreamThreads:
             done = sum(max(0.0, min(e, end) - max(b, begin)) / (e - b) for b, e in ops)
             rates.append(load.amount * done / (end - begin))
         return rates
-
-    def close(self) -> None:
-        for pool in self._threads.values():
-            pool.shutdown()
 
 
 def summary(values: Sequence[float]) -> tuple[float, float]:
