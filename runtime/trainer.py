@@ -174,6 +174,7 @@ class Trainer:
         self._source: Iterator[Batch] | None = None
         self._set_back = ExitStack()
         """What `close` ends, and changes back in the model."""
+        self._set_back.callback(torch.set_num_threads, self._threads_before)
         self._commits = ThreadPoolExecutor(1, "tierplan commit", initializer=limit_this_thread, initargs=(1,))
         self._committing: Future[None] | None = None
         """A commit that was begun."""
@@ -182,6 +183,8 @@ class Trainer:
         folder, resume = (self.out_dir, self.resume) if self.start is None else (self.start, True)
         self._origin = None if folder is None else Durability(folder, self._settings(), resume=resume, ranks=self.ranks)
         """Where the state to begin with is."""
+        if self._origin is not None:
+            self._set_back.callback(self._origin.close)
         self._durability = self._origin if self.start is None else None
         self._resumed = self._origin.last if self._origin is not None else None
         if self.start is not None and self._resumed is None:
@@ -228,7 +231,7 @@ class Trainer:
                 self._executor.carried.values(),
                 self._bodies.frozen_sums,
                 num_commits=-(-steps // (self.checkpoint_every or steps)),
-                num_ranks=1 if self.ranks is None else self.ranks.size,
+                num_ranks=self._num_ranks,
             )
         try:
             due = self.num_steps_done
@@ -236,9 +239,11 @@ class Trainer:
                 self.reference_work.at_rest(due)
             while self.num_steps_done < wanted:
                 due = min(wanted, due + (self.checkpoint_every or steps)) if self.num_steps_done == due else due
-                part = 1 if self._is_stop_wanted else due - self.num_steps_done
-                if self.ranks is not None:
+                part = due - self.num_steps_done
+                if self.ranks is not None:  # all alike: they hear together of a wish to stop that has come meanwhile
                     part = min(part, STEPS_TO_STOP)
+                elif self._is_stop_wanted:
+                    part = 1
                 self._bodies.commits_after = self.num_steps_done + part if self._durability is not None else None
                 self._executor.run(part)
                 if self.ranks is not None:
@@ -246,7 +251,7 @@ class Trainer:
                 is_last = self._is_stop_wanted or self.num_steps_done == wanted
                 if self._durability is not None and (is_last or self.num_steps_done == due):
                     self._begin_commit(read_back=self.read_back or is_last)
-                if is_last or self._is_stop_wanted:
+                if is_last or (self._is_stop_wanted and self.ranks is None):
                     break
             self._end_commit()
             if self.reference_work is not None:
@@ -358,12 +363,6 @@ class Trainer:
         self._is_closed = True
         self._commits.shutdown()
         self._set_back.close()
-        if self._store is not None:
-            self._store.close(remove=self._durability is None)
-            self._store = None
-        if self._origin is not None:
-            self._origin.close()
-        torch.set_num_threads(self._threads_before)
 
     # ---- setting up ----
 
@@ -390,11 +389,12 @@ class Trainer:
             resumed=self._resumed,
             commits_beside_steps=self.checkpoint_every is not None,
         )
-        self._hooks, self._modules = ModelHooks(self.units), list(self.model.modules())
+        if self._store is not None:
+            self._set_back.callback(self._store.close, remove=self._durability is None)
+        self._hooks, self._modules = ModelHooks(self.units, self.time_replays), list(self.model.modules())
         self._set_back.callback(self._hooks.remove)
         self._set_back.callback(self._device.take_buffers(self.model))
         self._buffers = FixedBuffers(self.model, self.schedule, are_committed=self.out_dir is not None)
-        self._hooks.are_replays_timed = self.time_replays
         places = Places(
             device_pool=self._device.pool(capacity.get(DEVICE, 0)),
             host_pool=self._device.host_pool(capacity.get(HOST, 0)),
@@ -462,18 +462,14 @@ class Trainer:
         if self._committing is not None and self._committing.done():
             self._end_commit()
 
-    def _batch(self, step: int, m: int, turn: Turn) -> Batch:
-        """The next micro-batch, or one that has been here in this step, for other packs or stages of the device."""
+    def _begin_micro_batch(self, step: int, m: int, turn: Turn) -> MicroBatchRun:
         if (batch := self._had.get((step, m)) or self._batches.next()) is None:
             raise TrainingError(
                 f"the batches ended before micro-batch {m} of step {step}; give more, or run fewer steps"
             )
-        if turn.is_visit or turn.is_one_of:
+        if turn.is_visit or turn.is_one_of:  # other packs or stages of the device take it in this step, too
             self._had = {key: one for key, one in self._had.items() if key[0] == step} | {(step, m): batch}
-        return batch
-
-    def _begin_micro_batch(self, step: int, m: int, turn: Turn) -> MicroBatchRun:
-        batch, specs = self._batch(step, m, turn), self._step.units
+        specs = self._step.units
         if turn.is_visit:
             specs = tuple(spec.all("keep" if turn.goes_back else "recompute") for spec in specs)
         moved = {k: self._device.to_device(v) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}

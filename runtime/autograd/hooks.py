@@ -26,14 +26,14 @@ NOT_OF_FORWARD = ("training", "_is_hf_initialized")
 class ModelHooks:
     """The blocks' replaced `forward`s; they find the run of the thread that they are called in."""
 
-    def __init__(self, units: Sequence[ModelUnit]) -> None:
+    def __init__(self, units: Sequence[ModelUnit], are_replays_timed: bool = False) -> None:
         self._local = threading.local()
         self._blocks: list[tuple[nn.Module, dict[str, Any]]] = []
         """With the `forward` that was set on the instance, if there was one."""
         self.recipes: dict[tuple[int, object], Recipe | None] = {}
         """How to make what a block has dropped again, by block and how it is called, once it is known; None where that
         is run again each time."""
-        self.are_replays_timed = False
+        self.are_replays_timed = are_replays_timed
         self.results: dict[object, tuple[list[Any], Any]] = {}
         """What blocks give that other ranks run, without the numbers: by block and how it is called."""
         self.recorders: dict[object, Recorder] = {}
