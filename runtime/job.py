@@ -149,10 +149,9 @@ def run_job(job: Job, *, show_progress: bool = False, ranks: Ranks | None = None
         raise JobError(f"{job.model} does not exist; --model takes a folder that holds a config.json, or such a file")
     _, raw = read_config(job.model, training)
     model = hollow_model(raw, training)
-    folder = job.model if job.model.is_dir() else job.model.parent
-    tokenizer_files = _tokenizer_files(folder) if job.model.is_dir() else []
-    loaded = job.model.is_dir() and has_weights(folder)
-    weights = checkpoint_weights(model, folder, seed=job.seed) if loaded else random_weights(model, seed=job.seed)
+    tokenizer_files = _tokenizer_files(job.model) if job.model.is_dir() else []
+    loaded = job.model.is_dir() and has_weights(job.model)
+    weights = checkpoint_weights(model, job.model, seed=job.seed) if loaded else random_weights(model, seed=job.seed)
     files.make_folder(job.out_dir)
     config: Any = model.config
     for turn in range(num_ranks):  # the first one leaves what it has read for the others
@@ -160,7 +159,7 @@ def run_job(job: Job, *, show_progress: bool = False, ranks: Ranks | None = None
             tokens = read_tokens(
                 job.data,
                 vocab_size=config.get_text_config().vocab_size,
-                tokenizer=_tokenizer(folder) if job.model.is_dir() else None,
+                tokenizer=_tokenizer(job.model) if job.model.is_dir() else None,
                 cache_dir=job.out_dir,
             )
         if ranks is not None:
