@@ -14,34 +14,31 @@ Root = tuple[GradientEdge, torch.Tensor]
 """An output's place in the unit's graph, and the leaf that the next units see instead of it."""
 
 
-class Cuts:
-    """Those of one micro-batch."""
+Leaves = dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]]
+"""By identity of a tensor that the model may pass to several blocks of a micro-batch, the leaf that stands for it."""
 
-    def __init__(self) -> None:
-        self._leaf_of: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
-        """By identity of a tensor that the model may pass to several blocks, the leaf that stands for it."""
 
-    def cut(self, flat: Sequence[object], roots: list[Root], *, is_passed_on: bool = False) -> list[object]:
-        """The same values with every differentiable result replaced by a leaf; adds to `roots` where each came from.
+def cut(flat: Sequence[object], roots: list[Root], leaf_of: Leaves, *, is_passed_on: bool = False) -> list[object]:
+    """The same values with every differentiable result replaced by a leaf; adds to `roots` where each came from.
 
-        What `is_passed_on` by the model itself may come again, in a later block; then it is the same leaf.
-        """
-        cut: dict[int, torch.Tensor] = {}
-        out: list[object] = []
-        for t in flat:
-            if not isinstance(t, torch.Tensor) or t.grad_fn is None:
-                out.append(t)
-                continue
-            known = self._leaf_of.get(id(t))
-            if known is not None and known[0]() is t:
-                cut[id(t)] = known[1]
-            elif id(t) not in cut:
-                cut[id(t)] = t.detach().requires_grad_()
-                roots.append((get_gradient_edge(t), cut[id(t)]))
-                if is_passed_on:
-                    self._leaf_of[id(t)] = (weakref.ref(t), cut[id(t)])
-            out.append(cut[id(t)])
-        return out
+    What `is_passed_on` by the model itself may come again, in a later block; then it is the same leaf.
+    """
+    new: dict[int, torch.Tensor] = {}
+    out: list[object] = []
+    for t in flat:
+        if not isinstance(t, torch.Tensor) or t.grad_fn is None:
+            out.append(t)
+            continue
+        known = leaf_of.get(id(t))
+        if known is not None and known[0]() is t:
+            new[id(t)] = known[1]
+        elif id(t) not in new:
+            new[id(t)] = t.detach().requires_grad_()
+            roots.append((get_gradient_edge(t), new[id(t)]))
+            if is_passed_on:
+                leaf_of[id(t)] = (weakref.ref(t), new[id(t)])
+        out.append(new[id(t)])
+    return out
 
 
 def check_cut(name: str, roots: Sequence[Root], others: Iterable[Root]) -> None:

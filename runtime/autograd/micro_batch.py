@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge, saved_tensors_hooks
 
 from tierplan.hwmodels.names import COMPUTE
-from tierplan.runtime.autograd.cuts import Cuts, Root, check_cut, handed_over
+from tierplan.runtime.autograd.cuts import Leaves, Root, check_cut, cut, handed_over
 from tierplan.runtime.autograd.flow import Flow
 from tierplan.runtime.autograd.hooks import ModelHooks
 from tierplan.runtime.autograd.nests import addresses, flatten, form_of, shapes_of
@@ -101,7 +101,7 @@ class MicroBatchRun:
     """The random numbers with which the next unit goes on."""
     runs: list[UnitRun] = field(default_factory=list)
     _at: int = 0
-    _cuts: Cuts = field(default_factory=Cuts)
+    _leaf_of: Leaves = field(default_factory=dict)
     _recording: Any = None
     _error: BaseException | None = None
     _is_cancelled: bool = False
@@ -440,12 +440,12 @@ class MicroBatchRun:
         run = self.runs[index]
         flat, nested = flatten((args, kwargs))
         if is_behind_block:
-            flat = self._cuts.cut(flat, run.glue, is_passed_on=True)
+            flat = cut(flat, run.glue, self._leaf_of, is_passed_on=True)
             self._check_cut(index, run.glue)
         else:
             self._close()
             roots = self.runs[index - 1].roots
-            flat = self._cuts.cut(flat, roots, is_passed_on=True)
+            flat = cut(flat, roots, self._leaf_of, is_passed_on=True)
             self._check_cut(index - 1, roots)
             run.leaves = handed_over(roots, flat)
             if index == self.own.start:  # another rank has run what is before
@@ -461,7 +461,7 @@ class MicroBatchRun:
         self._close()
         flat, nested = flatten(out)
         del out
-        flat = self._cuts.cut(flat, run.roots)
+        flat = cut(flat, run.roots, self._leaf_of)
         self._check_cut(index, run.roots)
         self.runs[index + 1].leaves = handed_over(run.roots, flat)
         if self._holds_results:
