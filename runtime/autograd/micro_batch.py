@@ -28,7 +28,7 @@ from tierplan.hwmodels.names import COMPUTE
 from tierplan.runtime.autograd.cuts import Leaves, Root, check_cut, cut, handed_over
 from tierplan.runtime.autograd.flow import Flow
 from tierplan.runtime.autograd.hooks import ModelHooks
-from tierplan.runtime.autograd.nests import addresses, flatten, form_of, shapes_of
+from tierplan.runtime.autograd.nests import addresses, flatten, form_of, shapes_of, tensors_in
 from tierplan.runtime.autograd.replay import OperationLog, Recipe, Source
 from tierplan.runtime.autograd.saved import AbsentError, AllRecreated, Recorder, Recreator, SavedStorage
 from tierplan.runtime.autograd.units import FlatParameters, ModelError, ModelUnit, placeholder
@@ -210,9 +210,9 @@ class MicroBatchRun:
             self._rerun_outside(index, wanted, makes_output)
             return made_bytes
         _, args, kwargs = run.call
-        flat = [t for t in flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
         inputs = [*run.leaves, *(leaf for _, leaf in run.glue)]
-        there: _There = {"arg": flat, "input": inputs, "param": [part.bound for part in self._params_of(index)]}
+        params = [part.bound for part in self._params_of(index)]
+        there: _There = {"arg": tensors_in((args, kwargs)), "input": inputs, "param": params}
         recipes, key = self.hooks.recipes, (index, form_of(args, kwargs))
         if not makes_output and (recipe := recipes.get(key)) is not None:
             self._replay(index, recipe, wanted, there)

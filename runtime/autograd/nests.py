@@ -11,9 +11,14 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_unflatten
 
 
+def tensors_in(values: object) -> list[torch.Tensor]:
+    """All tensors in a nest of values."""
+    return [t for t in flatten(values)[0] if isinstance(t, torch.Tensor)]
+
+
 def addresses(values: object) -> set[int]:
     """Addresses of the storages of all tensors in a nest of values."""
-    return {t.untyped_storage().data_ptr() for t in flatten(values)[0] if isinstance(t, torch.Tensor)}
+    return {t.untyped_storage().data_ptr() for t in tensors_in(values)}
 
 
 def shapes_of(values: Iterable[object]) -> tuple[object, ...]:
@@ -22,10 +27,11 @@ def shapes_of(values: Iterable[object]) -> tuple[object, ...]:
 
 
 def form_of(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[object, ...]:
-    """How a call looks: shapes and types of its tensors, the values of plain ones, and the names of what has one."""
-    flat, _ = flatten((args, kwargs))
+    """How a call looks: its tensors (`shapes_of`, and whether they have gradients), the values of plain ones, and the
+    names of what has one."""
     of_each = (
-        (t.shape, t.dtype) if isinstance(t, torch.Tensor) else (type(t), t if type(t) in PLAIN else None) for t in flat
+        (t.shape, t.dtype, t.requires_grad) if isinstance(t, torch.Tensor) else (type(t), type(t) in PLAIN and t)
+        for t in flatten((args, kwargs))[0]
     )
     return (len(args), *kwargs, *of_each)
 
@@ -41,8 +47,8 @@ def flatten(values: object) -> tuple[list[Any], Callable[[Sequence[object]], Any
         args, kwargs = values
         flat = [*args, *kwargs.values()]
         if _are_leaves(flat):
-            num = len(args)
-            return flat, lambda flat: (tuple(flat[:num]), dict(zip(kwargs, flat[num:], strict=True)))
+            num, names = len(args), [*kwargs]  # and none of the values, which may have to go
+            return flat, lambda flat: (tuple(flat[:num]), dict(zip(names, flat[num:], strict=True)))
     if isinstance(values, tuple | list) and type(values) in (tuple, list) and _are_leaves(values):
         return [*values], type(values)
     flat, spec = tree_flatten(values)

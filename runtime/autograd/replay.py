@@ -20,7 +20,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tierplan.runtime.autograd.nests import flatten, look
+from tierplan.runtime.autograd.nests import flatten, look, tensors_in
 
 Source = tuple[str, int]
 """Where a storage comes from that the block does not make: `("param", 0)`, `("input", 1)`, `("arg", 4)` or
@@ -38,20 +38,15 @@ class _View:
     offset_bytes: int
 
 
-class _Several(tuple[object, ...]):
-    """An argument that is a list, with `_View`s."""
-
-    __slots__ = ()
-
-
 @dataclass(frozen=True, slots=True)
 class _Operation:
     """One operation that makes storages or writes into some."""
 
     func: Any
-    args: tuple[object, ...]
-    kwargs: Mapping[str, object]
-    """Tensors are `_View`s."""
+    flat: Sequence[object]
+    """Its arguments; tensors are `_View`s."""
+    nested: Callable[[Sequence[object]], Any]
+    """Makes `args, kwargs` of them."""
     read: tuple[int, ...]
     """Numbers of their storages."""
     results: tuple[int | None, ...]
@@ -87,12 +82,6 @@ class OperationLog(TorchDispatchMode):
         """The tensor's storage is that of saved tensor `index`."""
         self.saved_number[index] = self.number(t)[0]
 
-    def _noted(self, value: object, read: list[int]) -> object:
-        """An argument as it is kept."""
-        if isinstance(value, list | tuple) and any(isinstance(x, torch.Tensor) for x in value):
-            return _Several(self._noted(x, read) for x in value)
-        return self._input(value, read) if isinstance(value, torch.Tensor) else value
-
     def _input(self, t: torch.Tensor, read: list[int]) -> _View:
         number, is_new = self.number(t)
         read.append(number)
@@ -103,14 +92,17 @@ class OperationLog(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         read: list[int] = []
-        noted = tuple(self._noted(x, read) for x in args), {name: self._noted(x, read) for name, x in kwargs.items()}
+        flat, nested = flatten((args, kwargs))
+        flat = [self._input(x, read) if isinstance(x, torch.Tensor) else x for x in flat]
         out = func(*args, **kwargs)
         numbers = [self.number(t) if isinstance(t, torch.Tensor) else (None, False) for t in flatten(out)[0]]
         fresh = tuple(number if is_new else None for number, is_new in numbers)
         changed = [value for a, value in arguments(func, args, kwargs) if a.alias_info and a.alias_info.is_write]
-        written = tuple(self.number(t)[0] for t in flatten(changed)[0] if isinstance(t, torch.Tensor))
+        written = tuple(self.number(t)[0] for t in tensors_in(changed))
         if written or any(n is not None for n in fresh):
-            self.calls.append(_Operation(func, *noted, tuple(read), fresh, written, is_random(func, args, kwargs)))
+            self.calls.append(
+                _Operation(func, flat, nested, tuple(read), fresh, written, is_random(func, args, kwargs))
+            )
         return out
 
     def recipe(self, wanted: Iterable[int], available: Iterable[int]) -> Recipe | None:
@@ -191,13 +183,10 @@ class Recipe:
                 storages[value.number] = storage
             return look(storage, value.dtype, value.offset_bytes, value.size, value.stride)
 
-        def given(value: object) -> object:
-            return [looked_at(x) for x in value] if isinstance(value, _Several) else looked_at(value)
-
         with torch.no_grad():
             for i, call in enumerate(self.calls):
                 began = time.perf_counter() if is_timed else 0.0
-                args, kwargs = [given(x) for x in call.args], {name: given(x) for name, x in call.kwargs.items()}
+                args, kwargs = call.nested([looked_at(x) for x in call.flat])
                 out = flatten(call.func(*args, **kwargs))[0]
                 del args, kwargs
                 if is_timed:
