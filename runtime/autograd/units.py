@@ -284,7 +284,7 @@ def _used_outside(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, o
             module.register_forward_pre_hook(enter)
     try:
         with mode, ExpertsOnFakes(), torch.no_grad():
-            twin(**{k: torch.empty_like(v) if isinstance(v, torch.Tensor) else v for k, v in batch.items()})
+            twin(**fake_batch(batch))
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__} could not be run on fake tensors, to see which parameters its embedding and its "
@@ -302,3 +302,8 @@ def fake_twin(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
         for b in model.buffers():
             memo[id(b)] = torch.empty(b.shape, dtype=b.dtype)
     return copy.deepcopy(model, memo)
+
+
+def fake_batch(batch: Mapping[str, object]) -> dict[str, Any]:
+    """The arguments of a forward of such a twin, made inside of its mode."""
+    return {k: torch.empty(v.shape, dtype=v.dtype) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}

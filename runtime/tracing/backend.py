@@ -18,20 +18,15 @@ import torch.nn.functional as F
 from tierplan.sim.workloads.workload import Training
 
 aten = torch.ops.aten
-STATISTICS_IN_FP32 = {aten.native_layer_norm.default: (1, 2), aten.native_group_norm.default: (1, 2)}
 
 
-def result_on(training: Training) -> Any:
-    """A function that changes an operation's result to what the backend returns; None where nothing differs."""
-    if training.backend == "cpu" or training.dtype == "fp32":
-        return None
-
-    def upcast(func: Any, out: Any) -> Any:
-        if func not in STATISTICS_IN_FP32:
-            return out
-        return tuple(t.float() if i in STATISTICS_IN_FP32[func] else t for i, t in enumerate(out))
-
-    return upcast
+def result_on(training: Training, func: Any, out: Any) -> Any:
+    """What an operation returns on the backend, where it is `out` on the CPU."""
+    has_statistics = func in (aten.native_layer_norm.default, aten.native_group_norm.default)
+    if training.backend == "cpu" or training.dtype == "fp32" or not has_statistics:
+        return out
+    normed, *statistics = out
+    return (normed, *(t.float() for t in statistics))
 
 
 @contextmanager

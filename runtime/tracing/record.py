@@ -6,6 +6,7 @@ are first seen; one is gone when PyTorch releases it, so peaks are those of the 
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,15 +14,17 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from tierplan.runtime.autograd.coded import decoded_weight
+from tierplan.runtime.autograd.nests import tensors_in
 from tierplan.runtime.autograd.replay import is_random
 from tierplan.runtime.execution.device import TORCH_DTYPES
+from tierplan.runtime.tracing.backend import result_on
 from tierplan.sim.workloads.adapters import is_thin
 from tierplan.sim.workloads.families.slices import Operation, Recording
 from tierplan.sim.workloads.formats import format_of
+from tierplan.sim.workloads.workload import Training
 
 aten = torch.ops.aten
 DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()} | {torch.float64: "fp64"}
@@ -31,10 +34,6 @@ DECODED = torch.ops.tierplan.decoded_weight.default if decoded_weight else None
 GROUPED_MM = aten._grouped_mm.default
 GATHERS = {aten.embedding.default}
 """Operations that read as many rows of their first argument as they write."""
-
-
-def tensors_in(tree: object) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -81,11 +80,8 @@ class UnitRecorder(Recording, TorchDispatchMode):
 
     parameters: Mapping[int, str]
     """Names of the model's parameters, by the address of their storage."""
-    change_result: Callable[[Any, Any], Any] | None = None
-    """Changes what an operation returns, to give what another backend would."""
+    training: Training
     scope: Callable[[], str] = str
-    lora: str = ""
-    """The model's adapters, as text."""
     parameters_used: dict[str, None] = field(default_factory=dict)
     outside: dict[int, int] = field(default_factory=dict)
     """Bytes of the storages from outside that forward reads."""
@@ -97,7 +93,7 @@ class UnitRecorder(Recording, TorchDispatchMode):
         self._numbers: dict[int, int] = {}
         self.own: set[int] = set()
         """Numbers of the storages that the unit has made."""
-        self._made = 0
+        self._new_numbers = itertools.count(1)
         self._pins: list[torch.UntypedStorage] = []
 
     # ---- storages ----
@@ -105,20 +101,17 @@ class UnitRecorder(Recording, TorchDispatchMode):
     def number(self, t: torch.Tensor) -> int:
         """The storage's number. Those from outside the unit are held until it is done, so that numbers stay true."""
         storage = t.untyped_storage()
-        storage_number = self._numbers.get(storage._cdata)
-        if storage_number is None:
-            self._made += 1
-            storage_number = self._numbers[storage._cdata] = self._made
+        if storage._cdata not in self._numbers:
+            self._numbers[storage._cdata] = next(self._new_numbers)
             self._pins.append(storage)
-        return storage_number
+        return self._numbers[storage._cdata]
 
     def adopt(self, t: torch.Tensor) -> None:
         """Counts a new storage of the unit's own, until it is released."""
         storage = t.untyped_storage()
         if storage._cdata in self._numbers:
             return
-        self._made += 1
-        number = self._numbers[storage._cdata] = self._made
+        self._numbers[storage._cdata] = number = next(self._new_numbers)
         self.own.add(number)
         size_bytes = storage.nbytes()
         self.memory.add(size_bytes)
@@ -158,8 +151,7 @@ class UnitRecorder(Recording, TorchDispatchMode):
         if func.namespace == "prim":  # questions about a tensor
             return func(*args, **kwargs)
         out = _grouped_mm(func, args, kwargs) if func is GROUPED_MM else func(*args, **kwargs)
-        if self.change_result is not None:
-            out = self.change_result(func, out)
+        out = result_on(self.training, func, out)
         ins, outs = tensors_in((args, kwargs)), tensors_in(out)
         known = {t.untyped_storage()._cdata for t in ins}
         is_view = bool(outs) and all(t.untyped_storage()._cdata in known for t in outs) and not func._schema.is_mutable
@@ -168,7 +160,7 @@ class UnitRecorder(Recording, TorchDispatchMode):
                 self.adopt(t)
         if is_view or not outs:
             return out
-        work = work_of(func, args, kwargs, out, self.lora)
+        work = work_of(func, args, kwargs, out, self.training.lora)
         if self.in_backward:
             self.backward_work.append(work)
             return out

@@ -22,15 +22,15 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tierplan.runtime.autograd.chunked_loss import loss_in_chunks
 from tierplan.runtime.autograd.coded import CodedLinear
-from tierplan.runtime.autograd.units import ModelError, fake_twin, find_blocks
+from tierplan.runtime.autograd.nests import flatten, form_of, tensors_in
+from tierplan.runtime.autograd.units import ModelError, fake_batch, fake_twin, find_blocks, placeholder
 from tierplan.runtime.checkpoint.weights import hollow_model
 from tierplan.runtime.execution.device import TORCH_DTYPES
 from tierplan.runtime.reference import loss_of, without_cache
-from tierplan.runtime.tracing.backend import backend_rules, result_on
+from tierplan.runtime.tracing.backend import backend_rules
 from tierplan.runtime.tracing.record import UnitRecorder
 from tierplan.sim.workloads.families.slices import with_sizes_of_one
 from tierplan.sim.workloads.models import check_length, read_config
@@ -56,22 +56,10 @@ def trace_config(
 ) -> Workload:
     """The same for a config that is at hand; `at` gives the workload in other settings, where some are kept."""
     check_length(name, raw, training)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    shape = (training.per_device_train_batch_size, training.sequence_length)
+    batch = {key: placeholder(shape, torch.int64) for key in ("input_ids", "labels")}
     # peft converts types in place, and some models draw until all values are in bounds: fake parameters stand neither
-    model = fake_twin(hollow_model(raw, training), mode)
-    with mode, backend_rules(training):
-        try:
-            blocks = [block for _, block in find_blocks(model)]
-            shape = (training.per_device_train_batch_size, training.sequence_length)
-            ids, labels = (torch.empty(shape, dtype=torch.int64) for _ in range(2))
-            tracer = _Tracer(model, training, blocks)
-            tracer.run(lambda: model(input_ids=ids, labels=labels).loss)
-        except ModelError as error:
-            raise WorkloadError(f"{name}: {error}") from error
-        except DataDependentOutputException as error:
-            raise WorkloadError(
-                f"{name}: {type(model).__name__} looks at values of its inputs ({error}); tracing has none to show"
-            ) from error
+    tracer = _traced(name, hollow_model(raw, training), training, batch)
     workload = tracer.workload(name, str(raw["model_type"]), config=dict(raw))
     return with_sizes_of_one(workload, at or (lambda training: trace_config(name, raw, training)))
 
@@ -99,18 +87,32 @@ def trace_module(
     """
     name = type(module).__name__
     training = _with_trained_dtype(name, module, training)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
     with without_cache(module):
-        twin = fake_twin(module, mode)
+        return _traced(name, module, training, batch, loss, refuses_glue=True).workload(name, "module")
+
+
+def _traced(
+    name: str,
+    model: nn.Module,
+    training: Training,
+    batch: Mapping[str, Any],
+    loss: Callable[[Any, Mapping[str, Any]], torch.Tensor] | None = None,
+    *,
+    refuses_glue: bool = False,
+) -> _Tracer:
+    """What a run of the model on fake tensors like these has shown."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    twin = fake_twin(model, mode)
     try:
         with mode, backend_rules(training), loss_in_chunks(twin, training.loss_chunks):
-            fakes = {k: torch.empty_like(v) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
-            tracer = _Tracer(twin, training, [block for _, block in find_blocks(twin)], refuses_glue=True)
+            fakes = fake_batch(batch)
+            tracer = _Tracer(twin, training, [block for _, block in find_blocks(twin)], refuses_glue)
             tracer.run(lambda: loss_of(twin, fakes, loss))
     except DataDependentOutputException as error:
+        often = "often it is an attention_mask: trace it with a batch without one; its plan trains padded batches, too"
         raise WorkloadError(
-            f"{name} looks at the values of its inputs ({error}), which a plan does not know; often it is an "
-            "attention_mask: trace it with a batch without one, whose plan trains padded batches, too"
+            f"{name} looks at the values of its inputs ({error}), which a plan does not know"
+            + (f"; {often}" if "attention_mask" in batch else "")
         ) from error
     except ModelError as error:
         raise WorkloadError(f"{name}: {error}") from error
@@ -121,7 +123,7 @@ def trace_module(
             f"{name} uses what it gave to a block again behind it, such as a residual that is added outside of the "
             "blocks; let blocks do that"
         ) from error
-    return tracer.workload(name, "module")
+    return tracer
 
 
 def _with_trained_dtype(name: str, module: nn.Module, training: Training) -> Training:
@@ -140,11 +142,11 @@ def _with_trained_dtype(name: str, module: nn.Module, training: Training) -> Tra
 
 @dataclass
 class _Part:
-    """What is known about a part once it has run: its unit, and how its outputs look."""
+    """What is known about a part once it has run: its unit, how its outputs look, and what nests them."""
 
     unit: Unit
     outputs: list[_Look]
-    structure: Any
+    nested: Callable[[Sequence[object]], Any]
 
 
 @dataclass
@@ -233,8 +235,8 @@ class _Tracer:
 
     def _block(self, i: int, block: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Ends what ran before, records the block if there is none like it, and hands leaves to what comes next."""
-        leaves, structure = tree_flatten((args, kwargs))
-        tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
+        leaves, nested = flatten((args, kwargs))
+        tensors = tensors_in(leaves)
         if not tensors:
             raise WorkloadError(f"block {self.names[id(block)]!r} gets no tensor; it cannot be described on its own")
         produced = [t for t in tensors if t.grad_fn is not None and id(t) not in self.cuts]
@@ -245,7 +247,7 @@ class _Tracer:
                     "such as a residual; let blocks do that"
                 )
             name, kind = ("embed", "embed") if i == 0 else (f"between{i}", "block")
-            handed = [] if produced else [t for t in tensors if _is_floating(t)][:1]  # by a frozen embedding
+            handed = [] if produced else [t for t in tensors if t.is_floating_point()][:1]  # by a frozen embedding
             self._finish(name, kind, produced, passed_on=tensors, handed=handed)
         else:
             self._stop()
@@ -253,23 +255,23 @@ class _Tracer:
             if id(t) not in self.cuts:
                 self.cuts[id(t)] = (t, t.detach().requires_grad_(t.requires_grad) if t.is_floating_point() else t)
         mine = [self.cuts[id(x)][1] if isinstance(x, torch.Tensor) else x for x in leaves]
-        key = (_block_likeness(block), structure_key(mine))
+        new_args, new_kwargs = nested(mine)
+        key = (_block_likeness(block), form_of(new_args, new_kwargs))
         part = self.known.get(key)
         if part is None:
-            new_args, new_kwargs = tree_unflatten(mine, structure)
             self.prefix = f"{self.names[id(block)]}."
-            first = next(x for x in mine if isinstance(x, torch.Tensor))
-            self._start(input_tensors=[first])
+            self._start(input_tensors=tensors_in(mine)[:1])
             out = forward(*new_args, **new_kwargs)
-            out_leaves, out_structure = tree_flatten(out)
+            out_leaves, out_nested = flatten(out)
             position = {id(x): j for j, x in enumerate(mine) if isinstance(x, torch.Tensor)}
             looks = [_look(x, position) for x in out_leaves]
-            results = [x for x in out_leaves if isinstance(x, torch.Tensor) and x.grad_fn is not None]
-            handed = [] if results else [x for x in out_leaves if _is_floating(x)][:1]
-            del out, out_leaves
+            out_tensors = tensors_in(out_leaves)
+            results = [t for t in out_tensors if t.grad_fn is not None]
+            handed = [] if results else [t for t in out_tensors if t.is_floating_point()][:1]
+            del out, out_leaves, out_tensors
             inside = [f"{self.prefix}{name}" for name, _ in block.named_parameters()]
             unit = self._finish(f"L{i}", "block", results, handed=handed, inside=inside)
-            part = self.known[key] = _Part(unit, looks, out_structure)
+            part = self.known[key] = _Part(unit, looks, out_nested)
         else:
             self.units.append(replace(part.unit, name=f"L{i}"))
         for name, _ in block.named_parameters():
@@ -279,14 +281,14 @@ class _Tracer:
         for extra in outputs[1:]:  # position biases and the like: what later blocks read of them is shared
             if isinstance(extra, torch.Tensor) and extra.untyped_storage()._cdata not in self.candidates:
                 self._offer(extra)
-        result = tree_unflatten(outputs, part.structure)
-        self._start(input_tensors=[t for t in outputs if isinstance(t, torch.Tensor)][:1])
+        result = part.nested(outputs)
+        self._start(input_tensors=tensors_in(outputs)[:1])
         return result
 
     # ---- one part ----
 
     def _start(self, *, input_tensors: list[torch.Tensor]) -> None:
-        self.recorder = UnitRecorder(self.parameters, result_on(self.training), self._scope, self.training.lora)
+        self.recorder = UnitRecorder(self.parameters, self.training, self._scope)
         self.given = input_tensors
         self.recorder.input_numbers.update(map(self.recorder.number, input_tensors))
         self.recording.enter_context(self.recorder)
@@ -397,10 +399,6 @@ class _Tracer:
         }
 
 
-def _is_floating(x: object) -> bool:
-    return isinstance(x, torch.Tensor) and x.is_floating_point()
-
-
 _Look = Callable[[list[object]], object]
 """Makes an output like the one that was looked at, from a block's inputs."""
 
@@ -411,11 +409,8 @@ def _look(x: object, position: Mapping[int, int]) -> _Look:
         return lambda inputs: x
     if id(x) in position:
         return itemgetter(position[id(x)])
-    return partial(_fresh, x.shape, x.dtype, x.requires_grad)  # holds no tensor, whose memory would count
-
-
-def _fresh(shape: torch.Size, dtype: torch.dtype, requires_grad: bool, inputs: list[object]) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, requires_grad=requires_grad)
+    shape, dtype, requires_grad = x.shape, x.dtype, x.requires_grad  # and not the tensor, whose memory would count
+    return lambda inputs: torch.empty(shape, dtype=dtype, requires_grad=requires_grad)
 
 
 def _block_likeness(block: nn.Module) -> object:
@@ -430,11 +425,3 @@ def _block_likeness(block: nn.Module) -> object:
         features.append((name, type(module), tuple(plain)))
     features.append(tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in block.named_parameters()))
     return tuple(features)
-
-
-def structure_key(leaves: list[object]) -> object:
-    """Shapes and types of a block's arguments."""
-    return tuple(
-        (tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, torch.Tensor) else (type(x).__name__, str(x)[:60])
-        for x in leaves
-    )
