@@ -61,7 +61,7 @@ def measure_description(
     device: str = "auto",
     dtypes: Sequence[str] = (),
     name: str = HERE,
-    progress: Progress | None = None,
+    progress: Progress = lambda what, part: None,
 ) -> Description:
     """This machine, measured in about `budget_s` seconds: every number with its spread.
 
@@ -87,8 +87,7 @@ def measure_description(
     chosen = open_device(device_named(device).replace("cuda", "cuda:0"))
     kinds = tuple(dtypes) or (("bf16", "fp32") if chosen.is_cuda or _has_bf16() else ("fp32",))
     num_rounds, sizes = _plan(budget_s, folders, chosen)
-    report = progress or (lambda what, part: None)
-    report("preparing memory and files", 0.0)
+    progress("preparing memory and files", 0.0)
     with loads(folders, sizes, device=chosen, dtypes=kinds) as (all_loads, notes):
         streams = tuple(dict.fromkeys(load.stream for load in all_loads))
         num_adam_threads = torch.get_num_threads() if chosen.is_asynchronous else 1
@@ -97,15 +96,15 @@ def measure_description(
             op_s = {load: load.amount / threads.rates([load], 0.0)[0] for load in all_loads}
             left_s = budget_s - (time.monotonic() - began) - FIT_S
             others = OtherPrograms()
-            alone, loaded, mixes = _rounds(threads, all_loads, op_s, num_rounds, left_s, report)
-    report("fitting shared limits", 0.97)
+            alone, loaded, mixes = _rounds(threads, all_loads, op_s, num_rounds, left_s, progress)
+    progress("fitting shared limits", 0.97)
     pairs = [mix for mix in mixes if len(mix.streams) == 2]
     fit = fit_limits(
         pairs, _priors(streams, alone, chosen), resamples=8 if budget_s < 40 else 20, until_s=began + budget_s
     )
     remarks = [*notes, others.text()]
     description = describe(name, alone, loaded, fit, mixes, folders, chosen, sizes, dtype=kinds[0], remarks=remarks)
-    report("done", 1.0)
+    progress("done", 1.0)
     return description
 
 
@@ -155,7 +154,7 @@ def _rounds(
     op_s: dict[Load, float],
     num_rounds: int,
     budget_s: float,
-    report: Progress,
+    progress: Progress,
 ) -> tuple[Alone, Alone, list[Mix]]:
     """Rates of each load alone, of the least load of each stream beside busy cores, and the speeds of each pair of
     streams (and of `CHECKS`), by round. Once all rates are known as well as is claimed, no more rounds are taken."""
@@ -176,14 +175,14 @@ def _rounds(
         if turn > LEAST_ROUNDS and all(summary(rates)[1] <= NARROW for rates in alone.values()):
             break
         for load in all_loads:
-            report(f"{load.stream} alone", 0.05 + 0.9 * done / total)
+            progress(f"{load.stream} alone", 0.05 + 0.9 * done / total)
             alone[load].append(threads.rates([load], window_s)[0])
             done += 1
         for load in loaded:
-            report(f"{load.stream} beside busy cores", 0.05 + 0.9 * done / total)
+            progress(f"{load.stream} beside busy cores", 0.05 + 0.9 * done / total)
             loaded[load].append(threads.rates([load, typical[COMPUTE]], window_s)[0])
         for pair in pairs:
-            report(" with ".join(pair), 0.05 + 0.9 * done / total)
+            progress(" with ".join(pair), 0.05 + 0.9 * done / total)
             both = [typical[stream] for stream in pair]
             single = [threads.rates([load], window_s)[0] for load in both]
             together = threads.rates(both, 2 * window_s)

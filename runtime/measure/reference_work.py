@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -49,13 +50,13 @@ class ReferenceWork:
 
     def __post_init__(self) -> None:
         times = GPU_TIMES if self.device.is_cuda else 1
-        where: dict[str, object] = {"device": self.device.torch_device, "dtype": self.dtype}
-        self._x_td = torch.full((TOKENS * times, WIDTH), 0.5, **where)  # type: ignore[call-overload]
-        self._weight_dd = torch.full((WIDTH, WIDTH), 1e-3, **where)  # type: ignore[call-overload]
-        self._long = torch.full((ELEMENTS * times,), 0.5, **where)  # type: ignore[call-overload]
-        self._small = torch.full((SMALL, SMALL), 0.5, **where)  # type: ignore[call-overload]
+        full = partial(torch.full, device=self.device.torch_device, dtype=self.dtype)
+        self._x_td = full((TOKENS * times, WIDTH), 0.5)
+        self._weight_dd = full((WIDTH, WIDTH), 1e-3)
+        self._long = full((ELEMENTS * times,), 0.5)
+        self._small = full((SMALL, SMALL), 0.5)
         self._spent_s, self._began_s = 0.0, 0.0
-        self._last_s = min(self._cost_s() for _ in range(3))
+        self._last_s = min(self._take() for _ in range(3))
 
     def on_op(self, step: int) -> None:
         """Called where ops begin in the thread of the compute stream. While other streams work there is no time to
@@ -70,10 +71,6 @@ class ReferenceWork:
     def _may_be(self) -> bool:
         return self._spent_s + self._last_s <= self.most_frac * (time.perf_counter() - self._began_s)
 
-    def _take(self, step: int) -> None:
-        self._last_s = self._cost_s(step)
-        self._spent_s += self._last_s
-
     def at_rest(self, step: int) -> None:
         """Called before a run's steps and after them, when no stream works."""
         is_first = not self._began_s
@@ -81,13 +78,15 @@ class ReferenceWork:
             if self.most_frac and (is_first or self._may_be):
                 self._take(step)
 
-    def _cost_s(self, step: int | None = None) -> float:
+    def _take(self, step: int | None = None) -> float:
         """Times it, for a step or to be ready; what that takes in all."""
         began_s = time.perf_counter()
         seconds = self._time_s()
         if step is not None and self.is_alone():
             self.seconds.setdefault(step, []).append(seconds)
-        return time.perf_counter() - began_s
+        self._last_s = time.perf_counter() - began_s
+        self._spent_s += 0.0 if step is None else self._last_s
+        return self._last_s
 
     def _time_s(self) -> float:
         """Products of matrices, as a block has them, a function of many elements, which memory limits, and small ops,
