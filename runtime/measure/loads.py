@@ -25,7 +25,7 @@ from tierplan.runtime.memory.store import Extent, Store, measure_weights
 from tierplan.runtime.optim.adam import OptimizerSettings, update_states
 from tierplan.runtime.optim.states import View, layout_of
 from tierplan.sim.workloads.models import workload_of
-from tierplan.sim.workloads.workload import Training
+from tierplan.sim.workloads.workload import Training, total_work
 
 BLOCK = "blocks"
 """Work kind of the load that runs a whole block."""
@@ -202,9 +202,7 @@ def block_work(sizes: Sizes, dtype: str, device: Device) -> dict[str, float]:
         backend="cuda" if device.is_cuda else "cpu",
     )
     unit = workload_of("block", config, training).blocks[0]
-    return {
-        kind: unit.forward.get(kind, 0.0) + unit.backward.get(kind, 0.0) for kind in {**unit.forward, **unit.backward}
-    }
+    return total_work((unit.forward, unit.backward))
 
 
 # ---- optimizer ----
