@@ -194,7 +194,7 @@ def block_work(sizes: Sizes, dtype: str, device: Device) -> dict[str, float]:
     config = {
         "model_type": "gpt2", "n_layer": 2, "n_embd": sizes.block_hidden, "vocab_size": 256,
         "n_head": max(1, sizes.block_hidden // sizes.head_dim), "n_positions": sizes.tokens,
-        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+        "activation_function": "gelu_pytorch_tanh", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
     }  # fmt: skip
     training = Training(
         sequence_length=sizes.tokens,

@@ -17,10 +17,12 @@ from tierplan.hwmodels.description import write_description
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.measure import machine as module
 from tierplan.runtime.measure import report
-from tierplan.runtime.measure.loads import Load, Sizes, block_work, loads
+from tierplan.runtime.measure.loads import Load, Sizes, TransformerBlock, block_work, loads
 from tierplan.runtime.measure.machine import MeasurementError, measure_description
 from tierplan.runtime.measure.timing import LEAST_SPREAD, OtherPrograms, StreamThreads, summary
+from tierplan.runtime.tracing.trace import trace_module
 from tierplan.sim.trace import write_atomically
+from tierplan.sim.workloads.workload import Training, total_work
 
 TINY = Sizes(
     copy_bytes=(4096, 1 << 16, 1 << 18),
@@ -154,6 +156,32 @@ def test_loads_do_the_work_that_they_claim(tmp_path: Path) -> None:
             blocks.run()
         work = block_work(TINY, "fp32", Device())
         assert counter.get_total_flops() == work["matmul_fp32_flops"]  # it does not count the CPU's attention
+
+
+class Blocks(torch.nn.Module):
+    """The blocks that are timed, between an embedding and a head."""
+
+    def __init__(self, hidden: int, num_heads: int) -> None:
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(16, hidden), torch.nn.Linear(hidden, 16)
+        self.blocks = torch.nn.ModuleList(TransformerBlock(hidden, num_heads) for _ in range(3))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x_btd = self.embed(input_ids)
+        for block in self.blocks:
+            x_btd = block(x_btd)
+        return self.head(x_btd)  # type: ignore[no-any-return]
+
+
+def test_a_block_does_the_work_that_is_said_of_it() -> None:
+    """What is left of its time beside products and attention is divided by its elementwise bytes, as traced."""
+    hidden, tokens = TINY.block_hidden, TINY.tokens
+    ids = torch.zeros(1, tokens, dtype=torch.int64)
+    training = Training(sequence_length=tokens, dtype="fp32", backend="cpu")
+    model = Blocks(hidden, hidden // TINY.head_dim)
+    traced = trace_module(model, {"input_ids": ids}, training, loss=lambda logits, _: logits.sum())
+    block = traced.blocks[1]
+    assert block_work(TINY, "fp32", Device()) == total_work([block.forward, block.backward])
 
 
 def test_rates_count_work_per_second_of_all_loads_together() -> None:
