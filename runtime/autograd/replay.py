@@ -38,15 +38,20 @@ class _View:
     offset_bytes: int
 
 
+class _Several(tuple[object, ...]):
+    """An argument that is a list, with `_View`s."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class _Operation:
     """One operation that makes storages or writes into some."""
 
     func: Any
-    flat: Sequence[object]
-    """Its arguments; tensors are `_View`s."""
-    nested: Callable[[Sequence[object]], Any]
-    """Makes `args, kwargs` of them."""
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
+    """Tensors are `_View`s."""
     read: tuple[int, ...]
     """Numbers of their storages."""
     results: tuple[int | None, ...]
@@ -82,6 +87,12 @@ class OperationLog(TorchDispatchMode):
         """The tensor's storage is that of saved tensor `index`."""
         self.saved_number[index] = self.number(t)[0]
 
+    def _noted(self, value: object, read: list[int]) -> object:
+        """An argument as it is kept."""
+        if isinstance(value, list | tuple) and any(isinstance(x, torch.Tensor) for x in value):
+            return _Several(self._noted(x, read) for x in value)
+        return self._input(value, read) if isinstance(value, torch.Tensor) else value
+
     def _input(self, t: torch.Tensor, read: list[int]) -> _View:
         number, is_new = self.number(t)
         read.append(number)
@@ -92,17 +103,14 @@ class OperationLog(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         read: list[int] = []
-        flat, nested = flatten((args, kwargs))
-        flat = [self._input(x, read) if isinstance(x, torch.Tensor) else x for x in flat]
+        noted = tuple(self._noted(x, read) for x in args), {name: self._noted(x, read) for name, x in kwargs.items()}
         out = func(*args, **kwargs)
         numbers = [self.number(t) if isinstance(t, torch.Tensor) else (None, False) for t in flatten(out)[0]]
         fresh = tuple(number if is_new else None for number, is_new in numbers)
         changed = [value for a, value in arguments(func, args, kwargs) if a.alias_info and a.alias_info.is_write]
         written = tuple(self.number(t)[0] for t in tensors_in(changed))
         if written or any(n is not None for n in fresh):
-            self.calls.append(
-                _Operation(func, flat, nested, tuple(read), fresh, written, is_random(func, args, kwargs))
-            )
+            self.calls.append(_Operation(func, *noted, tuple(read), fresh, written, is_random(func, args, kwargs)))
         return out
 
     def recipe(self, wanted: Iterable[int], available: Iterable[int]) -> Recipe | None:
@@ -183,10 +191,13 @@ class Recipe:
                 storages[value.number] = storage
             return look(storage, value.dtype, value.offset_bytes, value.size, value.stride)
 
+        def given(value: object) -> object:
+            return [looked_at(x) for x in value] if isinstance(value, _Several) else looked_at(value)
+
         with torch.no_grad():
             for i, call in enumerate(self.calls):
                 began = time.perf_counter() if is_timed else 0.0
-                args, kwargs = call.nested([looked_at(x) for x in call.flat])
+                args, kwargs = [given(x) for x in call.args], {name: given(x) for name, x in call.kwargs.items()}
                 out = flatten(call.func(*args, **kwargs))[0]
                 del args, kwargs
                 if is_timed:
