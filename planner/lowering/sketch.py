@@ -9,7 +9,7 @@ cells from -1 downwards. Who wants names draws the turn again, for the unit and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import SimpleNamespace
@@ -21,10 +21,9 @@ from tierplan.hwmodels.names import D2H, DEVICE, H2D, HOST, NVME, NVME_READ, NVM
 from tierplan.planner.lowering.placing import NO_REF
 from tierplan.planner.plan import UnitwisePlan
 from tierplan.planner.several_devices.kinds import BUFFER_KINDS, OP_KINDS, OTHER, number_of
-from tierplan.sim.builder import Builder
-from tierplan.sim.columns import BufferLabel, Float64, OpLabel, Works
-from tierplan.sim.contents import Content, copy_key, parse_content
-from tierplan.sim.schedule import Buffer
+from tierplan.sim.builder import Builder, Said, said
+from tierplan.sim.columns import Float64, Works
+from tierplan.sim.contents import Content, copy_key
 from tierplan.sim.step import Action, UnitSpec
 from tierplan.sim.workloads.workload import Training, Unit, Workload
 
@@ -41,8 +40,6 @@ EMPTY = -1
 MOST_TOGETHER_BYTES = 1 << 20
 """Saved tensors that are moved in one copy have at most so many bytes together: an op of its own costs more than the
 bytes of a small one."""
-AS_IN = "as in "
-"""Before the name of a cell: kind or content of what it holds, where nobody wants names."""
 OWN, NEXT, OWNER = range(3)
 """Whose something is: the unit's own, the next one's, or that of the unit whose parameters it shares."""
 NOW, PARAMS, PARAMS_EARLY, ACTS, ACTS_EARLY, STATES = range(6)
@@ -128,7 +125,11 @@ def moved_together(unit: Unit, spec: UnitSpec, training: Training) -> tuple[tupl
 
 
 class Sketch(Builder):
-    """A template in the making: what the turn is of, the cells that it finds, and what it adds."""
+    """A template in the making: what the turn is of, the cells that it finds, and what it adds.
+
+    What cells hold are its first buffers. Where nobody wants names, their kinds and contents are numbers: of the cells,
+    as in templates.
+    """
 
     def __init__(
         self,
@@ -140,9 +141,10 @@ class Sketch(Builder):
         flag: int,
         cells: Mapping[str, int],
         forms: Sequence[int],
-        held: Sequence[BufferLabel],
+        held: Sequence[tuple[str, str, str]],
+        works: Works,
     ) -> None:
-        super().__init__()
+        super().__init__(works)
         self.plan, self.workload, self.u = terms, workload, u
         self.m = m
         """Which micro-batch: for names alone."""
@@ -152,123 +154,122 @@ class Sketch(Builder):
         self.num_parts, self.moved = facts.num_parts, facts.moved
         self.cells = cells
         """The number of each cell within the template."""
+        self._held: dict[str, int] = {}
         for cell, i in cells.items():
             if forms[i] != EMPTY:
-                _, content, kind = held[i] if i < len(held) else ("", AS_IN + cell, AS_IN + cell)
+                content, _, kind = held[i] if i < len(held) else (-1 - i, "", -1 - i)
                 size_bytes, tier = divmod(forms[i], len(TIERS))
-                self.buffers[cell] = Buffer(
-                    name=cell, tier=TIERS[tier], size_bytes=size_bytes, content=content, kind=kind
-                )
-        self._num_held = len(self.buffers)
+                self._held[cell] = self.buffer(content, TIERS[tier], size_bytes, kind)  # type: ignore[arg-type]
         self._positions: list[tuple[int, int]] = []
-        self._puts: dict[str, str] = {}
+        self._puts: dict[str, int] = {}
         self._marks: dict[str, int] = {}
 
     @property
     def unit(self) -> Unit:
         return self.workload.units[self.u]
 
-    def get(self, cell: str) -> str | None:
+    def get(self, cell: str) -> int | None:
         """What a cell holds; None if nothing."""
         assert cell in self.cells, f"the turn of {self.unit.name} may not reach for {cell}"
-        return self._puts.get(cell) or (cell if cell in self.buffers else None)
+        return self._puts.get(cell, self._held.get(cell))
 
-    def made(self, cell: str) -> str:
+    def made(self, cell: str) -> int:
         """What a cell holds, which is something."""
         held = self.get(cell)
         assert held is not None, f"{cell} of {self.unit.name} is empty"
         return held
 
-    def put(self, cell: str, buffer: str) -> str:
+    def put(self, cell: str, buffer: int) -> int:
         """Has the cell hold the buffer, for the turns to come."""
         self._puts[cell] = buffer
         return buffer
 
-    def tier(self, buffer: str) -> str:
-        return self.buffers[buffer].tier
-
     def op(
         self,
-        key: str,
+        key: Said,
         stream: str,
         kind: str,
         *,
-        reads: Iterable[str | None] = (),
-        after: Iterable[str] = (),
+        after: Sequence[int | None] = (),
         rank: int = COMPUTES,
         lead: int = NOW,
         mark: str = "",
         **more: Any,
-    ) -> str:
-        """Adds an op; `after` names cells of ops, and empty ones are left out. Others find it by its mark."""
+    ) -> int:
+        """Adds an op; what it comes `after` is in cells, if they hold anything. Others find it by its mark."""
+        self._place(rank, lead, mark)
+        unit = "" if kind == "clip" else self.unit.name
+        return super().op(key, stream, kind, after=[op for op in after if op is not None], unit=unit, **more)
+
+    def move(
+        self,
+        what: Content | str,
+        source: int,
+        tier: str,
+        *,
+        rank: int,
+        after: Sequence[int | None] = (),
+        lead: int = NOW,
+        mark: str = "",
+        **more: Any,
+    ) -> int:
+        """Copies a buffer into another tier, over one that is there if one is given; the new buffer."""
+        self._place(rank, lead, mark)
+        stream, verb = COPIES[self.tiers[source], tier]
+        ended, unit = [op for op in after if op is not None], self.unit.name
+        return self.copy(copy_key(verb, what), stream, source, tier, after=ended, unit=unit, **more)
+
+    def _place(self, rank: int, lead: int, mark: str) -> None:
         if mark:
             self._marks[mark] = len(self._positions)
         self._positions.append((lead, rank))
-        read = [buffer for buffer in reads if buffer is not None]
-        ended = [self.get(cell) or "" for cell in after]
-        unit = "" if kind == "clip" else self.unit.name
-        return super().op(key, stream, kind, reads=read, after=ended, unit=unit, **more)
-
-    def move(self, what: Content | str, source: str, tier: str, *, over: str | None = None, **more: Any) -> str:
-        """Copies a buffer into another tier, over one that is there if one is given; the new buffer. `more` is as for
-        `op`."""
-        stream, verb = COPIES[self.tier(source), tier]
-        return self.copy(copy_key(verb, what), stream, source, tier, over=over, **more)
 
     # ---- what becomes of it ----
 
-    def template(self, works: Works) -> Template:
-        made = self.made_buffers()
-        number = {cell: -1 - i for cell, i in self.cells.items()} | {b.name: i for i, b in enumerate(made)}
-
-        def numbers(refs: Iterable[Sequence[str]]) -> list[int]:
-            return [number[ref] for some in refs for ref in some]
-
+    def template(self) -> Template:
+        made = range(len(self._held), len(self.tiers))
+        number = [-1 - self.cells[cell] for cell in self._held] + [*range(len(made))]
         ops = [
-            (works.number(op.stream, op.work), *position, len(op.reads), len(op.writes), len(op.after))
-            for op, position in zip(self._ops, self._positions, strict=True)
+            (work, *position, len(reads), len(writes), len(after))
+            for (work, reads, writes, after, *_), position in zip(self._ops, self._positions, strict=True)
         ]
         buffers = [
-            (TIERS.index(b.tier), b.size_bytes, int(b.initial), number[b.reuses] if b.reuses else NO_REF) for b in made
+            (
+                TIERS.index(self.tiers[b]),
+                self.sizes_bytes[b],
+                int(b in self._initial),
+                number[self._reuses[b]] if b in self._reuses else NO_REF,
+            )
+            for b in made
         ]
         return Template(
             ops=list(chain.from_iterable(ops)),
-            reads=numbers(op.reads for op in self._ops),
-            writes=numbers(op.writes for op in self._ops),
-            after=numbers(op.after for op in self._ops),
+            reads=[number[b] for _, reads, *_ in self._ops for b in reads],
+            writes=[number[b] for _, _, writes, *_ in self._ops for b in writes],
+            after=[number[b] for _, _, _, after, *_ in self._ops for b in after],
             buffers=list(chain.from_iterable(buffers)),
-            puts=[n for cell, b in self._puts.items() for n in (self.cells[cell], number[b], _form(self.buffers[b]))],
+            puts=[n for cell, b in self._puts.items() for n in (self.cells[cell], number[b], self._form(b))],
             marks=self._marks,
-            op_kinds=[OP_KINDS.get(op.kind, OTHER) for op in self._ops],
+            op_kinds=[OP_KINDS.get(kind, OTHER) for *_, kind, _, _ in self._ops],
             buffer_kinds=[n for b in made for n in self._kinds_of(b)],
         )
 
-    def _kinds_of(self, buffer: Buffer) -> tuple[int, int, int]:
+    def _form(self, buffer: int) -> int:
+        """Tier and bytes in one number."""
+        return len(TIERS) * self.sizes_bytes[buffer] + TIERS.index(self.tiers[buffer])
+
+    def _kinds_of(self, buffer: int) -> tuple[int, int, int]:
         """As in `Template.buffer_kinds`."""
-        kind = self._cell_of(buffer.kind)
-        kind = BUFFER_KINDS.get(buffer.kind, OTHER) if kind is None else kind
-        if (of_cell := self._cell_of(buffer.content)) is not None:
-            return kind, of_cell, OWN
-        content = parse_content(buffer.content)
+        kind, content = self.kinds[buffer], self.contents[buffer]
+        kind = kind if isinstance(kind, int) else BUFFER_KINDS.get(kind, OTHER)
+        if isinstance(content, int):
+            return kind, content, OWN
         own, unit = self.unit.name, getattr(content, "unit", self.unit.name)
-        return (
-            kind,
-            number_of(content),
-            OWN if unit == own else OWNER if unit == self.unit.shares else NEXT,
-        )
+        return kind, number_of(content), OWN if unit == own else OWNER if unit == self.unit.shares else NEXT
 
-    def _cell_of(self, text: str) -> int | None:
-        """The number of the cell that holds something of this kind or content; None where that is known."""
-        return -1 - self.cells[text.removeprefix(AS_IN)] if text.startswith(AS_IN) else None
+    # ---- its names ----
 
-    def op_labels(self) -> list[OpLabel]:
-        return [OpLabel(op.key, op.kind, op.unit, op.micro_batch) for op in self._ops]
-
-    def made_buffers(self) -> list[Buffer]:
-        """Those of its own; their versions are counted from 0 in each sketch."""
-        return list(self.buffers.values())[self._num_held :]
-
-
-def _form(buffer: Buffer) -> int:
-    """Tier and bytes in one number."""
-    return len(TIERS) * buffer.size_bytes + TIERS.index(buffer.tier)
+    def made_buffers(self) -> list[tuple[str, str, str]]:
+        """Content, tier and kind of those of its own."""
+        every = zip(self.contents, self.tiers, self.kinds, strict=True)
+        return [(str(said(content)), tier, kind) for content, tier, kind in every][len(self._held) :]

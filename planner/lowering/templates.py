@@ -85,8 +85,8 @@ MARKS = ("compute", "read", "home")
 ROW_FIELDS = listing.NUM_KINDS + 3
 
 
-Labelled = tuple[list[OpLabel], list[tuple[str, str, str]]]
-"""A turn's ops; content, tier and kind of the buffers that it makes."""
+Made = tuple[str, str, str]
+"""Content, tier and kind of a buffer that a turn makes."""
 
 
 class Chain:
@@ -113,7 +113,7 @@ class Chain:
         self.names: list[Mapping[str, int]] = []
         """By pattern: the numbers of its cells, and behind them of ops that come before, in its templates."""
         self.templates: list[Template] = []
-        self.labels: dict[tuple[object, ...], Labelled] = {}
+        self.labels: dict[tuple[object, ...], tuple[list[OpLabel], list[Made]]] = {}
         """Of turns that were drawn for their names, by template, unit, micro-batch and what their cells hold."""
         self._patterns, self._keys, self._puts, self._totals = Growing(), Growing(), Growing(), Growing()
         self._parts = {name: Growing() for name in ("ops", "reads", "writes", "after", "buffers")}

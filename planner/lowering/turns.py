@@ -67,31 +67,31 @@ def declare(s: Sketch) -> None:
     """Buffers that exist before the step: parameters, states, and the old gradients of delayed or late updates."""
     name, n, t = s.unit.name, s.unit.num_trained, s.workload.training
     if n:
-        s.put("params", s.buffer(Params(name), TIER_OF[s.choice.params], n * t.param_bytes, "params", initial=True))
+        s.put("params", s.home(Params(name), TIER_OF[s.choice.params], n * t.param_bytes, "params"))
     if size_bytes := s.unit.frozen_bytes:
         place = s.choice.frozen or s.choice.params
-        s.put("frozen", s.buffer(Frozen(name), TIER_OF[place], size_bytes, "params", initial=True))
+        s.put("frozen", s.home(Frozen(name), TIER_OF[place], size_bytes, "params"))
     if n and t.states_bytes(s.unit):
         for k, part in enumerate(t.state_parts(s.unit, s.choice.state_shards)):
             content, size_bytes = States(name, k, s.num_parts), t.states_bytes(s.unit, part)
             tier = HOST if k < s.choice.host_shards else TIER_OF[s.choice.states]
-            s.put(f"states{k}", s.buffer(content, tier, size_bytes, "states", initial=True))
+            s.put(f"states{k}", s.home(content, tier, size_bytes, "states"))
     if n and (s.plan.semantics == "delayed-1" or s.choice.late_update):
         tier = TIER_OF[s.choice.late_grads]
-        s.put("old grads", s.buffer(Gradients(name, 0), tier, n * t.grad_bytes, "grads", initial=True))
+        s.put("old grads", s.home(Gradients(name, 0), tier, n * t.grad_bytes, "grads"))
 
 
 # ---- copies ----
 
 
-def _to_device(s: Sketch, what: Content | str, source: str, kind: str, lead: int, early: int) -> str:
+def _to_device(s: Sketch, what: Content | str, source: int, kind: str, lead: int, early: int) -> int:
     """Brings a buffer to the device ahead of its turn, and from NVMe into host memory as much earlier."""
-    if s.tier(source) == NVME:
-        source = s.move(what, source, HOST, rank=FETCHES, lead=early, m=s.m, after=[f"before early {kind}"])
-    return s.move(what, source, DEVICE, rank=FETCHES, lead=lead, m=s.m, after=[f"before {kind}"])
+    if s.tiers[source] == NVME:
+        source = s.move(what, source, HOST, rank=FETCHES, lead=early, m=s.m, after=[s.get(f"before early {kind}")])
+    return s.move(what, source, DEVICE, rank=FETCHES, lead=lead, m=s.m, after=[s.get(f"before {kind}")])
 
 
-def _off_device(s: Sketch, what: SavedActs | Input, source: str, place: str) -> str:
+def _off_device(s: Sketch, what: SavedActs | Input, source: int, place: str) -> int:
     """Takes activations from the device to host memory, in codes if they leave so, and on to NVMe if that is their
     place."""
     if (coded := _coded(s, what))[0]:
@@ -101,7 +101,7 @@ def _off_device(s: Sketch, what: SavedActs | Input, source: str, place: str) -> 
     return s.move(what, source, NVME, rank=OFFLOADS, m=s.m) if place == "nvme" else source
 
 
-def _acts_to_device(s: Sketch, what: SavedActs | Input, source: str) -> str:
+def _acts_to_device(s: Sketch, what: SavedActs | Input, source: int) -> int:
     """Brings activations back, and decodes them if they left in codes."""
     source = _to_device(s, what, source, "acts", ACTS, ACTS_EARLY)
     if not _coded(s, what)[0]:
@@ -116,23 +116,23 @@ def _coded(s: Sketch, what: SavedActs | Input) -> tuple[int, int]:
     return s.workload.training.coded(s.unit, None if isinstance(what, Input) else s.unit.saved[what.indices[0]])
 
 
-def _code(s: Sketch, verb: str, what: SavedActs | Input, source: str, target: str, rank: int) -> str:
+def _code(s: Sketch, verb: str, what: SavedActs | Input, source: int, target: int, rank: int) -> int:
     """An op that codes or decodes activations; its transient is that of a part of them."""
     key, work = copy_key(verb, what), {"elementwise_bytes": _coded(s, what)[1]}
-    num = min(CODED_AT_ONCE, s.buffers[source].size_bytes, s.buffers[target].size_bytes)
+    num = min(CODED_AT_ONCE, s.sizes_bytes[source], s.sizes_bytes[target])
     writes = [target, *s.work(key, num * CODING_WORK_BYTES)]
     s.op(key, COMPUTE, verb, work=work, reads=[source], writes=writes, m=s.m, rank=rank)
     return target
 
 
-def _params(s: Sketch, phase: str) -> list[str | None]:
+def _params(s: Sketch, phase: str) -> list[int | None]:
     """Device buffers with the parameters that a turn computes with, fetched once per pass over the unit."""
     turn = "turn" if s.unit.kind == "head" else phase
     batch = "" if s.plan.order == "vertical" else micro_batch_name(s.m)
     found = []
     for cell, kind, is_shared in USES:
         owner, home = s.unit.shares if is_shared else s.unit.name, s.get(cell)
-        if home is not None and s.tier(home) != DEVICE:
+        if home is not None and s.tiers[home] != DEVICE:
             fetched = f"{cell} in {turn}"
             home = s.get(fetched)
             if home is None:
@@ -144,10 +144,10 @@ def _params(s: Sketch, phase: str) -> list[str | None]:
     return found
 
 
-def _input(s: Sketch) -> str | None:
+def _input(s: Sketch) -> int | None:
     """The unit's input, on the device."""
     x = s.get("x")
-    if x is not None and s.tier(x) != DEVICE:
+    if x is not None and s.tiers[x] != DEVICE:
         return s.put("x", _acts_to_device(s, Input(s.unit.name, s.m), x))
     return x
 
@@ -156,7 +156,7 @@ def _input(s: Sketch) -> str | None:
 
 
 def _compute(
-    s: Sketch, key: str, kind: str, work: Amounts, reads: Iterable[str | None], writes: list[str], size_bytes: int
+    s: Sketch, key: str, kind: str, work: Amounts, reads: Iterable[int | None], writes: list[int], size_bytes: int
 ) -> None:
     """An op on the compute stream with its transient: written by it and read by nobody, so it is freed at its end."""
     writes = [*writes, *s.work(key, size_bytes)]
@@ -169,7 +169,7 @@ def _needs_input(s: Sketch) -> bool:
     return s.unit.saves_input or bool(s.spec.recomputed)
 
 
-def _next_input(s: Sketch) -> list[str]:
+def _next_input(s: Sketch) -> list[int]:
     return [
         s.put("next x", s.buffer(Input(following.name, s.m), DEVICE, s.unit.output_bytes, "acts"))
         for following in s.workload.units[s.u + 1 : s.u + 2]
@@ -213,7 +213,7 @@ def remake(s: Sketch) -> None:
     _recompute(s, reads, [], _next_input(s) if s.flag else [])
 
 
-def _recompute(s: Sketch, inputs: list[str | None], acts: list[str | None], outputs: list[str]) -> None:
+def _recompute(s: Sketch, inputs: list[int | None], acts: list[int | None], outputs: list[int]) -> None:
     unit = s.unit
     dropped = [unit.saved[k] for k in s.spec.recomputed]
     # What needs random numbers drawn again is made by running the whole unit again.
@@ -250,7 +250,7 @@ def backward(s: Sketch) -> None:
 # ---- gradients ----
 
 
-def _gradients(s: Sketch, reads: list[str | None], writes: list[str]) -> tuple[str | None, int]:
+def _gradients(s: Sketch, reads: list[int | None], writes: list[int]) -> tuple[int | None, int]:
     """Adds to a backward what it does to gradients; the buffer of the unit's own, and the bytes of its transient.
 
     Where gradients are added to earlier ones, these are there throughout, and each new one is made beside them.
@@ -272,7 +272,7 @@ def _gradients(s: Sketch, reads: list[str | None], writes: list[str]) -> tuple[s
         else:
             reads.append(earlier)
             total = s.over(earlier)
-            work_bytes += s.buffers[earlier].size_bytes
+            work_bytes += s.sizes_bytes[earlier]
         writes.append(s.put(f"owner's {shared}", total))
     if unit.num_trained:
         reads += [tied, accumulated]
@@ -292,7 +292,7 @@ def _adds_up_here(s: Sketch) -> bool:
     return s.choice.grads == "device" or (s.choice.update == "device" and is_one_turn)
 
 
-def _leave(s: Sketch, made: str) -> None:
+def _leave(s: Sketch, made: int) -> None:
     """After one micro-batch: gradients stay on the device, or join those that wait in host memory."""
     if not _adds_up_here(s):
         made = s.move(Gradients(s.unit.name, s.m), made, HOST, m=s.m, rank=OFFLOADS)
@@ -314,9 +314,9 @@ def _complete(s: Sketch) -> None:
         grads = s.move(Gradients(name), grads, HOST, rank=OFFLOADS)
     if t.max_grad_norm is not None:
         norm = s.put("norm", s.buffer(Norm(name), HOST, NORM_BYTES, "work"))
-        stream, work = COMPUTE if s.tier(grads) == DEVICE else HOST_ADAM, {"elementwise_bytes": n * t.grad_bytes}
+        stream, work = COMPUTE if s.tiers[grads] == DEVICE else HOST_ADAM, {"elementwise_bytes": n * t.grad_bytes}
         s.op(op_key("norm", name), stream, "norm", work=work, reads=[grads], writes=[norm], rank=UPDATES)
-    if choice.grads != "device" and s.tier(grads) == DEVICE:
+    if choice.grads != "device" and s.tiers[grads] == DEVICE:
         grads = s.move(Gradients(name), grads, HOST, rank=OFFLOADS)
     if choice.grads == "nvme":
         if s.plan.cast_grads and t.grad_bytes < FP32_BYTES:
@@ -338,7 +338,7 @@ def clip(s: Sketch) -> None:
     s.op(op_key("clip"), HOST_ADAM, "clip", work={}, reads=norms, writes=[coefficient], rank=FETCHES)
 
 
-def _coefficient(s: Sketch) -> str | None:
+def _coefficient(s: Sketch) -> int | None:
     """What clipping multiplies gradients with; nothing where it does not clip."""
     return s.get("clip") if s.plan.semantics == "exact-clip" else None
 
@@ -357,7 +357,7 @@ def update_here(s: Sketch) -> None:
         reads.append(brought := _brought(s, _part(s), states))
         writes.append(s.put(cell, s.over(brought)))
     params = s.made("params")
-    if s.flag == 0 and t.has_master and s.tier(params) != DEVICE:  # made from the master copy
+    if s.flag == 0 and t.has_master and s.tiers[params] != DEVICE:  # made from the master copy
         new = s.buffer(Params(s.unit.name), DEVICE, s.unit.num_trained * t.param_bytes, "params")
     else:
         reads.append(before := s.made("new params") if s.flag else _brought(s, of_params, params))
@@ -371,16 +371,16 @@ def update_here(s: Sketch) -> None:
         _back_home(s, "params", of_params, new, params)
 
 
-def _brought(s: Sketch, what: Content | str, home: str) -> str:
+def _brought(s: Sketch, what: Content | str, home: int) -> int:
     """A buffer on the device, ahead of an update there."""
-    if s.tier(home) == NVME:
+    if s.tiers[home] == NVME:
         home = s.move(what, home, HOST, rank=FETCHES, lead=STATES)
-    return home if s.tier(home) == DEVICE else s.move(what, home, DEVICE, rank=FETCHES, lead=STATES)
+    return home if s.tiers[home] == DEVICE else s.move(what, home, DEVICE, rank=FETCHES, lead=STATES)
 
 
-def _back_home(s: Sketch, cell: str, what: Content | str, made: str, home: str) -> None:
+def _back_home(s: Sketch, cell: str, what: Content | str, made: int, home: int) -> None:
     """What an update on the device has written is where it lives, or goes there."""
-    if (tier := s.tier(home)) != DEVICE:
+    if (tier := s.tiers[home]) != DEVICE:
         made = s.move(what, made, HOST, over=home if tier == HOST else None, rank=GOES_HOME)
         made = made if tier == HOST else s.move(what, made, NVME, over=home, rank=GOES_HOME)
     s.put(cell, made)
@@ -393,11 +393,11 @@ def _part(s: Sketch) -> States:
 
 def arrive(s: Sketch) -> None:
     """What an update reads comes to host memory: gradients, and states."""
-    after, lead = ["read after 0", "read after 1", "read after 2"], STATES + s.num_parts - 1
+    after, lead = [s.get(f"read after {k}") for k in range(3)], STATES + s.num_parts - 1
     grads, states = s.made("due"), s.get(f"states{s.flag}")
-    if s.tier(grads) == NVME:
+    if s.tiers[grads] == NVME:
         s.put("due", s.move(Gradients(s.unit.name), grads, HOST, rank=FETCHES, lead=lead, after=after))
-    if states is not None and s.tier(states) == NVME:
+    if states is not None and s.tiers[states] == NVME:
         states = s.move(_part(s), states, HOST, rank=FETCHES, lead=lead, after=after, mark="read")
     if states is not None:
         s.put("old states", states)
@@ -425,13 +425,13 @@ def update(s: Sketch) -> None:
         new = s.over(params)
     writes.append(s.put("new params", new))
     part = t.state_parts(s.unit, s.choice.state_shards)[s.flag]
-    key, work, after = _part(s).update_key, t.host_work(s.unit, part), ["update after 0", "update after 1"]
+    key, work, after = _part(s).update_key, t.host_work(s.unit, part), [s.get(f"update after {k}") for k in range(2)]
     s.op(key, HOST_ADAM, "update", work=work, reads=reads, writes=writes, after=after, rank=UPDATES, mark="compute")
 
 
 def go_home(s: Sketch) -> None:
     """Sends what an update has written to where it lives between steps."""
-    choice, cell, after = s.choice, f"states{s.flag}", ["home after"]
+    choice, cell, after = s.choice, f"states{s.flag}", [s.get("home after")]
     if (states := s.get("new states")) is not None:
         if choice.states == "nvme" and s.flag >= choice.host_shards:
             states = s.move(_part(s), states, NVME, over=s.made(cell), rank=GOES_HOME, after=after, mark="home")

@@ -14,16 +14,15 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering.listing import ALIAS, NUM_KINDS, Asked, listed
 from tierplan.planner.lowering.placing import Step, told, walk, written
 from tierplan.planner.lowering.sketch import EMPTY, TIERS, Sketch, Template, Terms, leads
-from tierplan.planner.lowering.templates import TURNS, Chain
+from tierplan.planner.lowering.templates import TURNS, Chain, Made
 from tierplan.planner.lowering.tiling import cut_batches, cut_operators
 from tierplan.planner.plan import UnitwisePlan, facts_of
 from tierplan.planner.plan_rules import WriteBack
 from tierplan.planner.several_devices.kinds import ENDS, OTHER, Kinds
-from tierplan.sim.builder import tiers_of
-from tierplan.sim.columns import BufferLabel, Int32, Int64, Labels, OpLabel, ScheduleColumns
+from tierplan.sim.builder import buffer_labels, tiers_of
+from tierplan.sim.columns import Int32, Int64, Labels, OpLabel, ScheduleColumns
 from tierplan.sim.compiled.graph_columns import graph_columns
 from tierplan.sim.compiled.readiness import consistent_order
-from tierplan.sim.contents import buffer_name
 from tierplan.sim.schedule import ScheduleError
 from tierplan.sim.step import Semantics, StepSpec, unit_spec
 from tierplan.sim.workloads.workload import Workload
@@ -127,23 +126,23 @@ class UnitwiseStep:
         for end in (int(chain.has_any.sum()), num):  # what exists before the step comes first
             while (start := walk(start, end, step, chain.table, key)) < end:
                 found = key[: key[-1]].copy()
-                chain.add_template(found, self._sketch(start, pattern[start], found.tolist()).template(chain.works))
+                chain.add_template(found, self._sketch(start, pattern[start], found.tolist()).template())
             if start < num:
                 self.initial = np.flatnonzero(ids != EMPTY)
                 self.initial_ids = ids[self.initial]
         return step
 
-    def _sketch(self, number: int, pattern: int, key: Sequence[int], held: Sequence[BufferLabel] = ()) -> Sketch:
+    def _sketch(self, number: int, pattern: int, key: Sequence[int], held: Sequence[Made] = ()) -> Sketch:
         """A turn drawn for its unit and micro-batch; `held` says what is in its cells, for those who want names."""
         chain, (facts, flag, *forms) = self.chain, key
         u, m = int(self.turns.unit[number]), int(self.turns.batch[number])
         names = chain.names[pattern]
-        sketch = Sketch(chain.terms, self.workload, chain.facts[facts], u, m, flag, names, forms, held)
+        sketch = Sketch(chain.terms, self.workload, chain.facts[facts], u, m, flag, names, forms, held, chain.works)
         for draw in TURNS[chain.facts[facts].kind].draws:
             draw(sketch)
         return sketch
 
-    def sketches(self) -> Iterator[tuple[Template, Callable[[Sequence[BufferLabel]], Sketch], list[int]]]:
+    def sketches(self) -> Iterator[tuple[Template, Callable[[Sequence[Made]], Sketch], list[int]]]:
         """In order: each template, the turn drawn once more with what its cells hold, and the numbers of that."""
         step = self.step
         for number in np.flatnonzero(step.turn >= 0).tolist():
@@ -212,21 +211,18 @@ class UnitwiseStep:
         """The names of everything: each turn is drawn once more, for its unit and micro-batch."""
         plan, workload = self.plan, self.workload
         ops: list[OpLabel] = []
-        buffers: list[BufferLabel] = []
-        versions: dict[tuple[str, str], int] = {}
-        nothing, known = BufferLabel("", "", ""), self.chain.labels
+        buffers: list[Made] = []
+        nothing, known = ("", "", ""), self.chain.labels
         turns = np.stack([self.step.template, self.turns.unit, self.turns.batch], axis=1)[self.step.turn >= 0]
         for turn, (_, draw, numbers) in zip(turns.tolist(), self.sketches(), strict=True):
             held = [nothing if b == EMPTY else buffers[b] for b in numbers]
-            key = (*turn, *(b.content for b in held))
+            key = (*turn, *(content for content, *_ in held))
             if key not in known:
                 sketch = draw(held)
-                known[key] = sketch.op_labels(), [(b.content, b.tier, b.kind) for b in sketch.made_buffers()]
+                known[key] = sketch.op_labels(), sketch.made_buffers()
             of_ops, made = known[key]
             ops += of_ops
-            for content, tier, kind in made:
-                version = versions[content, tier] = versions.get((content, tier), -1) + 1
-                buffers.append(BufferLabel(buffer_name(content, tier, version), content, kind))
+            buffers += made
         while len(known) > MOST_LABELS:
             known.pop(next(iter(known)))
         meta = facts_of(plan, workload, machine, order=plan.order, config=dict(workload.config))
@@ -235,4 +231,6 @@ class UnitwiseStep:
             for unit, choice in zip(workload.units, plan.units, strict=True)
         ]
         step = StepSpec(training=workload.training, semantics=plan.semantics, units=tuple(specs))
-        return Labels(name=f"{plan.policy} {workload.name}", ops=ops, buffers=buffers, step=step, meta=meta)
+        return Labels(
+            name=f"{plan.policy} {workload.name}", ops=ops, buffers=buffer_labels(buffers), step=step, meta=meta
+        )

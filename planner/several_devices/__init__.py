@@ -1,6 +1,5 @@
 """Plans for several devices:
 
-builder      a schedule in the making, as columns: names are made when somebody asks for them
 collectives  what devices do together, as work of a ring
 sharded      the planning problem of one of several that divide all but their micro-batches
 partition    one device's schedule on each of several, with states cut into shards (ZeRO-3)

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from tierplan.hwmodels.names import HOPS, collective, device, ring
-from tierplan.planner.several_devices.builder import ColumnBuilder, Said
+from tierplan.sim.builder import Builder, Said
 from tierplan.sim.workloads.workload import Amounts
 
 PASSES = {"gather": 1, "reduce": 1, "all_reduce": 2}
 
 
-def add_all_reduce(builder: ColumnBuilder, key: Said, own: int, every: Collection[int], *, unit: str = "") -> int:
+def add_all_reduce(builder: Builder, key: Said, own: int, every: Collection[int], *, unit: str = "") -> int:
     """Adds a device's part in summing what every device has, of which this is its own; its buffer with the sum."""
     target, size_bytes = builder.owner(own), builder.sizes_bytes[own]
     assert target is not None

@@ -13,8 +13,8 @@ from operator import attrgetter
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import HOST, compute, d2h, device, h2d
 from tierplan.planner.plan import PagedPlan, facts_of, shared_micro_batches
-from tierplan.planner.several_devices.builder import NONE, ColumnBuilder, Said
 from tierplan.planner.several_devices.collectives import add_all_reduce
+from tierplan.sim.builder import About, Builder, Said, tiers_of
 from tierplan.sim.columns import ScheduleColumns, collector_paused
 from tierplan.sim.contents import (
     Gradients,
@@ -41,17 +41,19 @@ def paged_columns(plan: PagedPlan, workload: Workload, machine: Machine) -> Sche
         return _Paged(plan, workload, machine).lowered()
 
 
-class _Paged(ColumnBuilder):
+class _Paged(Builder):
     """Builds the schedule in list order, device by device."""
 
     def __init__(self, plan: PagedPlan, workload: Workload, machine: Machine) -> None:
-        super().__init__(plan, workload, machine)
+        super().__init__()
+        self.plan, self.workload, self.machine = plan, workload, machine
         self.n = plan.devices
         self.homes: dict[tuple[str, str, int], int] = {}  # (kind, unit, device) -> buffer in host memory
         self.last: list[list[int]] = [[]] * self.n  # by device: the last op that computed, if there was one
 
-    def meta(self) -> dict[str, object]:
-        return facts_of(self.plan, self.workload, self.machine, devices=self.n)
+    def about(self) -> About:
+        facts = facts_of(self.plan, self.workload, self.machine, devices=self.n)
+        return f"{self.plan.policy} {self.workload.name}", None, facts
 
     def lowered(self) -> ScheduleColumns:
         t = self.workload.training
@@ -66,7 +68,7 @@ class _Paged(ColumnBuilder):
                 self._micro_batch(r, m)
         for unit in self.workload.units:
             self._update(unit)
-        return self.columns()
+        return self.columns(tiers_of(self.machine), self.about)
 
     def _page_in(self, kind: str, unit: Unit, r: int, *use: str) -> list[int]:
         """The unit's bytes of this kind on the device; none where it has none."""
@@ -117,7 +119,7 @@ class _Paged(ColumnBuilder):
         grads = []
         if size:
             content = (Gradients, unit.name, None, r)
-            grads = [self.buffer(content, gpu, size, "grads", reuses=old[0] if old else NONE)]
+            grads = [self.buffer(content, gpu, size, "grads", reuses=old[0] if old else None)]
         work = self.buffer((Transient, key), gpu, unit.saved_bytes + unit.backward_work_bytes, "work")
         both = total_work((unit.forward, unit.backward))
         self._compute(key, r, "backward", both, (*pages, *x, *dy, *old), (*dx, *grads, work), unit, m)

@@ -123,22 +123,22 @@ def profiling_schedule(workload: Workload, *, drops: Drops = "nothing") -> Sched
     builder = Builder()
     units = workload.units
     specs = [unit_spec(u, ["recompute" if is_dropped(u, t) else "keep" for t in u.saved]) for u in units]
-    params: dict[str, list[str]] = {u.name: [] for u in units}
+    params: dict[str, list[int]] = {u.name: [] for u in units}
     for u in units:
         for content, size_bytes in ((Params, u.num_trained * training.param_bytes), (Frozen, u.frozen_bytes)):
             if size_bytes:
                 params[u.name].append(builder.home(content(u.name), DEVICE, size_bytes, "params"))
 
-    def acts_of(content: Content, size_bytes: int) -> list[str]:
+    def acts_of(content: Content, size_bytes: int) -> list[int]:
         return [builder.buffer(content, DEVICE, size_bytes, "acts")] if size_bytes else []
 
-    def compute(key: str, kind: str, unit: Unit, reads: list[str], writes: list[str]) -> None:
+    def compute(key: str, kind: str, unit: Unit, reads: list[int], writes: list[int]) -> None:
         builder.op(key, COMPUTE, kind, work={}, reads=reads, writes=writes, unit=unit.name)
 
     shared = acts_of(Shared(0), workload.shared_bytes)
     used = [[*params[unit.name], *params.get(unit.shares or "", ())] for unit in units]
-    inputs: list[list[str]] = [[]]
-    acts: list[list[str]] = []
+    inputs: list[list[int]] = [[]]
+    acts: list[list[int]] = []
     for i, unit in enumerate(units):
         is_last = i + 1 == len(units)
         following = [] if is_last else [builder.buffer(Input(units[i + 1].name, 0), DEVICE, unit.output_bytes, "acts")]
@@ -146,8 +146,8 @@ def profiling_schedule(workload: Workload, *, drops: Drops = "nothing") -> Sched
         reads = [*used[i], *inputs[i], *(shared if i else [])]
         compute(forward_key(unit.name, 0), "forward", unit, reads, [*([] if i else shared), *following, *acts[i]])
         inputs.append(following)
-    dx: list[str] = []
-    tied: dict[str, str] = {}
+    dx: list[int] = []
+    tied: dict[str, int] = {}
     below = workload.first_trained
     for i, unit in reversed(list(enumerate(units))[below:]):
         reads = [*(used[i] if i else []), *inputs[i]]
@@ -162,7 +162,7 @@ def profiling_schedule(workload: Workload, *, drops: Drops = "nothing") -> Sched
             owner = next(u for u in units if u.name == unit.shares)
             size_bytes = owner.num_trained * training.grad_bytes
             earlier = tied.get(owner.name)  # of another unit that shares them: added to
-            reads += [earlier] if earlier else []
+            reads += [] if earlier is None else [earlier]
             tied[owner.name] = builder.buffer(TiedGradients(owner.name, 0), DEVICE, size_bytes, "grads", reuses=earlier)
             writes.append(tied[owner.name])
         if unit.num_trained:

@@ -22,9 +22,9 @@ from typing import Any
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import HOST, HOST_ADAM, compute, d2h, device, h2d, p2p, parse_stream
 from tierplan.planner.plan import PackPlan, facts_of, shared_micro_batches
-from tierplan.planner.several_devices.builder import ColumnBuilder, Said
 from tierplan.planner.several_devices.collectives import add_all_reduce
 from tierplan.planner.several_devices.packs.estimate import PackSizes
+from tierplan.sim.builder import About, Builder, Said, tiers_of
 from tierplan.sim.columns import ScheduleColumns, collector_paused
 from tierplan.sim.contents import (
     NORM_BYTES,
@@ -47,6 +47,7 @@ from tierplan.sim.contents import (
     pack_name,
     recompute_key,
 )
+from tierplan.sim.step import StepSpec
 from tierplan.sim.workloads.workload import Amounts, Unit, Workload
 
 
@@ -93,12 +94,12 @@ class Task:
         return pack_name, self.units[0].name, self.units[-1].name
 
 
-class PackLowering(ColumnBuilder):
+class PackLowering(Builder):
     """Builds the schedule turn by turn, with one op per pack; `unitwise` overrides what differs unit by unit."""
 
     def __init__(self, plan: PackPlan, workload: Workload, machine: Machine) -> None:
-        super().__init__(plan, workload, machine)
-        self.plan: PackPlan = plan
+        super().__init__()
+        self.plan, self.workload, self.machine = plan, workload, machine
         self.packs = plan.packs
         self.units, self.training = workload.units, workload.training
         self.params_home: dict[str, int] = {}
@@ -149,7 +150,7 @@ class PackLowering(ColumnBuilder):
         with collector_paused():
             self._declare_homes()
             self._take_turns()
-            return self.columns(next_devices=self._next_devices())
+            return self.columns(tiers_of(self.machine), self.about, next_devices=self._next_devices())
 
     def _next_devices(self) -> tuple[int, ...]:
         """Turned by the turns of one step, where the next one goes on behind its last."""
@@ -179,6 +180,13 @@ class PackLowering(ColumnBuilder):
             self._coefficients()
             for task in reversed(updated):
                 self._update(task)  # the next step needs the first pack first
+
+    def about(self) -> About:
+        return f"{self.plan.policy} {self.workload.name}", self.step(), self.meta()
+
+    def step(self) -> StepSpec | None:
+        """What the runtime has to know; nothing where it executes no such schedule."""
+        return None
 
     def meta(self) -> dict[str, object]:
         return facts_of(self.plan, self.workload, self.machine, devices=self.packs.devices, form=self.packs.form)

@@ -21,9 +21,9 @@ from itertools import product, zip_longest
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import compute, device
 from tierplan.planner.plan import PackPlan, facts_of
-from tierplan.planner.several_devices.builder import Said
 from tierplan.planner.several_devices.packs.by_turns import Task
 from tierplan.planner.several_devices.packs.unitwise import Pipeline
+from tierplan.sim.builder import Said
 from tierplan.sim.columns import ScheduleColumns
 from tierplan.sim.contents import Clip, KeptActs, Params, RecomputedActs, Shared, States, copy_key, device_name, op_key
 from tierplan.sim.step import StepSpec, unit_spec

@@ -20,9 +20,9 @@ from typing import Any
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import HOPS, HOST, collective, d2h, device, p2p, ring
 from tierplan.planner.plan import PackPlan, Sharing
-from tierplan.planner.several_devices.builder import Said
 from tierplan.planner.several_devices.packs.by_turns import PackLowering, Task
 from tierplan.planner.several_devices.partition import partition
+from tierplan.sim.builder import Said
 from tierplan.sim.columns import ScheduleColumns
 from tierplan.sim.contents import (
     Gradients,
@@ -33,7 +33,6 @@ from tierplan.sim.contents import (
     RecomputedActs,
     States,
     TiedGradients,
-    Transient,
     backward_key,
     copy_key,
     forward_key,
@@ -114,12 +113,8 @@ class _UnitwiseLowering(PackLowering):
         if saved and unit.saved_bytes:
             acts = self.buffer((saved, unit.name, m), gpu, unit.saved_bytes, "acts")
         work_bytes = max(unit.forward_work_bytes + (0 if saved else unit.saved_bytes), self._beside(u, kind))
-        writes = [*writes, *(b for b in (y, acts) if b is not None), *self._work(key, work_bytes)]
+        writes = [*writes, *(b for b in (y, acts) if b is not None), *self.work(key, work_bytes, gpu)]
         return self._compute(key, kind, work or unit.forward, reads, writes, unit, m), y, acts
-
-    def _work(self, key: Said, size_bytes: int) -> list[int]:
-        """The transient of an op: the op writes it and nobody reads it, so it is freed when the op ends."""
-        return [self.buffer((Transient, key), device(self.at), size_bytes, "work")] if size_bytes else []
 
     def _run_forward(self, task: Task, start: int, end: int, m: int, x: int | None) -> tuple[int, int | None]:
         for u in range(start, end):
@@ -172,7 +167,7 @@ class _UnitwiseLowering(PackLowering):
                 grads = self.buffer(content, gpu, unit.num_trained * grad_bytes, "grads")
             self.grads[unit.name] = grads
             writes.append(grads)
-        writes += self._work(key, work_bytes)
+        writes += self.work(key, work_bytes, gpu)
         return self._compute(key, "backward", unit.backward, reads, writes, unit, m), dx
 
     # ---- the end of a turn ----

@@ -136,7 +136,7 @@ def test_a_template_is_what_its_turn_draws_wherever_it_is_placed(number: int) ->
     placed = list(step.sketches())
     assert len({id(template) for template, _, _ in placed}) < len(placed)
     for template, draw, _ in placed:
-        assert draw(()).template(step.chain.works) == template
+        assert draw(()).template() == template
 
 
 def test_columns_have_each_work_once_and_arrays_of_the_types_that_columns_of_a_schedule_have() -> None:

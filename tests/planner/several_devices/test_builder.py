@@ -11,7 +11,7 @@ import pytest
 from tests.planner.several_devices.test_lowering_packs import WORKLOAD, two_gpus
 from tierplan.planner.lowering import Lowering
 from tierplan.planner.plan import PackPlan, Packs, PagedPlan, Plan
-from tierplan.planner.several_devices import builder
+from tierplan.sim import builder
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.columns import collector_paused, columns_of
 from tierplan.sim.schedule import validate
@@ -51,7 +51,7 @@ def test_what_made_a_schedule_goes_with_it() -> None:
     packs = Packs(form="data", devices=2, forward=RUNS[:2], backward=RUNS, rounds=1, cleanup_s=0.125)
     with collector_paused():
         columns = Lowering(WORKLOAD, two_gpus()).columns(PackPlan(policy="p", packs=packs), refine=False)
-        maker = weakref.ref(columns.labels.__self__)  # type: ignore[attr-defined]
+        maker = weakref.ref(columns.labels.func.__self__)  # type: ignore[attr-defined]
         assert maker() is not None
         del columns
         assert maker() is None
