@@ -5,6 +5,7 @@ turns      what each kind of turn adds: a forward, a backward, an update, with a
 sketch     how a turn is drawn, and the template that remains of it
 templates  what a turn may reach for, and what has been drawn so far
 placing    turns put one after the other: which template each is, compiled
+known      what was made for one plan and one machine, for the next ones
 unitwise   a plan's turns, their templates, and its schedule as columns
 tiling     the same step in smaller pieces
 launches   the kernels that its units launch, where a machine says what that costs
@@ -13,15 +14,16 @@ launches   the kernels that its units launch, where a machine says what that cos
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache, partial
 
 from tierplan.hwmodels.machine import SECONDS, Machine
 from tierplan.hwmodels.scaling import rates_of, with_parts
+from tierplan.planner.lowering.known import known_columns
 from tierplan.planner.lowering.launches import with_launches
-from tierplan.planner.lowering.unitwise import Chains, chains_of, unitwise_columns, unitwise_step
-from tierplan.planner.plan import PackPlan, PagedPlan, Plan, Sharing, UnitwisePlan
+from tierplan.planner.lowering.unitwise import unitwise_step
+from tierplan.planner.plan import PackPlan, PagedPlan, Plan, UnitwisePlan
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.several_devices.alike import do_the_same, first_for_all
-from tierplan.planner.several_devices.known import known_columns
 from tierplan.planner.several_devices.packs.by_turns import pack_columns
 from tierplan.planner.several_devices.packs.resident import resident_columns
 from tierplan.planner.several_devices.packs.unitwise import unitwise_pack_columns
@@ -41,20 +43,18 @@ class Lowering:
 
     def __init__(self, workload: Workload, machine: Machine) -> None:
         self.workload, self.machine = workload, machine
-        self._launching: dict[Sharing | None, tuple[Workload, Chains]] = {}
-        self._first_for_all: dict[int, Machine | None] = {}
+        self._with_launches = cache(partial(with_launches, workload, machine))
+        self._first_for_all = cache(partial(first_for_all, machine))
 
     def simulated(self, plan: Plan) -> tuple[ScheduleColumns, Machine]:
         """Columns, not refined yet, whose steps take as long as those of the plan, and the machine for them: of one
         device where all do the same at once."""
-        if do_the_same(plan) and plan.devices <= self.machine.num_devices:
-            if plan.devices not in self._first_for_all:
-                self._first_for_all[plan.devices] = first_for_all(self.machine, plan.devices)
-            if (machine := self._first_for_all[plan.devices]) is not None:
-                plan.check(self.workload)
-                workload, _ = self._with_launches(plan.sharing)
-                return known_columns(_of_the_first, plan, workload, machine), machine
-        return self.columns(plan, refine=False), self.machine
+        if not do_the_same(plan) or plan.devices > self.machine.num_devices:
+            return self.columns(plan, refine=False), self.machine
+        if (machine := self._first_for_all(plan.devices)) is None:
+            return self.columns(plan, refine=False), self.machine
+        plan.check(self.workload)
+        return known_columns(_of_the_first, plan, self._with_launches(plan.sharing), machine), machine
 
     def columns(self, plan: Plan, *, refine: bool = True) -> ScheduleColumns:
         """As `lower`, without a name being made where one device runs a unit-wise plan."""
@@ -64,13 +64,13 @@ class Lowering:
                 f"plan {plan.policy!r} wants {plan.devices} devices, but machine {self.machine.name!r} has "
                 f"{self.machine.num_devices}"
             )
-        workload, chains = self._with_launches(plan.sharing if isinstance(plan, UnitwisePlan) else None)
+        workload = self._with_launches(plan.sharing if isinstance(plan, UnitwisePlan) else None)
         match plan:
             case UnitwisePlan():
                 if plan.devices > 1:
                     columns = known_columns(_partitioned, plan, workload, self.machine)
                 else:
-                    columns = unitwise_columns(plan, workload, self.machine, chains)
+                    columns = unitwise_step(plan, workload).columns(self.machine)
                 if plan.parts:
                     columns = _held_back(columns, self.machine, with_parts(self.machine, plan.parts))
             case PackPlan():
@@ -83,21 +83,14 @@ class Lowering:
             return columns
         return refine_columns(columns, self.machine, overtakes=plan.overtaking)
 
-    def _with_launches(self, sharing: Sharing | None) -> tuple[Workload, Chains]:
-        if sharing not in self._launching:
-            workload = with_launches(self.workload, self.machine, sharing)
-            self._launching[sharing] = workload, chains_of(workload)
-        return self._launching[sharing]
-
 
 def _partitioned(plan: UnitwisePlan, workload: Workload, machine: Machine, drawn: int | None = None) -> ScheduleColumns:
-    step = unitwise_step(plan, workload, chains_of(workload))
+    step = unitwise_step(plan, workload)
     one, is_vertical = step.columns(machine), plan.order == "vertical"
     return partition(one, plan.devices, plan.sharing, is_vertical=is_vertical, kinds=step.kinds(), drawn=drawn)
 
 
-def _of_the_first(plan: UnitwisePlan, workload: Workload, machine: Machine) -> ScheduleColumns:
-    return _partitioned(plan, workload, machine, drawn=1)
+_of_the_first = partial(_partitioned, drawn=1)
 
 
 def _held_back(columns: ScheduleColumns, machine: Machine, less: Machine) -> ScheduleColumns:

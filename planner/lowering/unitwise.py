@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -11,6 +10,7 @@ from typing import get_args
 import numpy as np
 
 from tierplan.hwmodels.machine import Machine
+from tierplan.planner.lowering.known import chains_of
 from tierplan.planner.lowering.listing import ALIAS, NUM_KINDS, Asked, listed
 from tierplan.planner.lowering.placing import Step, told, walk, written
 from tierplan.planner.lowering.sketch import EMPTY, TIERS, Sketch, Template, Terms, leads
@@ -27,44 +27,15 @@ from tierplan.sim.schedule import ScheduleError
 from tierplan.sim.step import Semantics, StepSpec, unit_spec
 from tierplan.sim.workloads.workload import Workload
 
-Chains = dict[tuple[int, int, Terms], Chain]
-"""By sub-batches, tiles of operators and terms."""
 OF_PLAN = Asked._fields[Asked._fields.index("strict_windows") :]
 """What a plan says by the same names."""
 MOST_LABELS = 10_000
 """Turns of a chain whose names are at hand."""
-NUM_WORKLOADS = 16
-"""Of which a thread has the templates at hand: those of one question that asks for several machines."""
 
 
-class _Drawn(threading.local):
-    """What a thread has drawn, for no template depends on the machine."""
-
-    def __init__(self) -> None:
-        self.chains: list[tuple[Workload, Chains]] = []
-        """The last one that was asked for comes last."""
-
-
-_DRAWN = _Drawn()
-
-
-def chains_of(workload: Workload) -> Chains:
-    """The chains of a workload with what they have drawn so far, in this thread."""
-    known = _DRAWN.chains
-    at = next((k for k, (other, _) in enumerate(known) if other is workload or other == workload), None)
-    known.append((workload, {}) if at is None else known.pop(at))
-    del known[:-NUM_WORKLOADS]
-    return known[-1][1]
-
-
-def unitwise_columns(plan: UnitwisePlan, whole: Workload, machine: Machine, chains: Chains) -> ScheduleColumns:
-    """One step of a plan that has been checked, on one device, in the list order of positions; `chains_of(whole)` have
-    the templates of plans before."""
-    return unitwise_step(plan, whole, chains).columns(machine)
-
-
-def unitwise_step(plan: UnitwisePlan, whole: Workload, chains: Chains) -> UnitwiseStep:
-    """As `unitwise_columns`, with all turns in their place."""
+def unitwise_step(plan: UnitwisePlan, whole: Workload) -> UnitwiseStep:
+    """The turns of one step, on one device, of a plan that has been checked."""
+    chains = chains_of(whole)
     key = (plan.sub_batches, plan.operator_tiles, Terms(plan.semantics, plan.order, plan.cast_grads, plan.sums_tied))
     if key not in chains:
         workload = cut_batches(whole, plan.sub_batches) if plan.sub_batches > 1 else whole
@@ -155,7 +126,7 @@ class UnitwiseStep:
     # ---- the schedule ----
 
     def columns(self, machine: Machine) -> ScheduleColumns:
-        """All turns in list order."""
+        """All turns, in the list order of positions."""
         turns = self.num_batches if self.plan.order == "vertical" else 1  # of compute, of one unit
         leads_of = leads(self.plan, turns, int(self.num_parts.max()))
         made = written(self.step, self.turns.at, leads_of, *self.chain.parts)

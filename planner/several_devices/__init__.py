@@ -8,5 +8,4 @@ kinds        what decides how a schedule is divided, as numbers in place of name
 alike        one device for several that all do the same at once
 packs        runs of units that visit devices in turn (Harmony), or stay on them as stages (Megatron)
 paged        weights paged in and out for every use: the baseline that Harmony beats
-known        what was made for one machine, for the next one
 """

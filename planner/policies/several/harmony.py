@@ -22,10 +22,10 @@ from itertools import islice, pairwise
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import DEVICE, HOST
+from tierplan.planner.lowering.known import known_columns
 from tierplan.planner.plan import PackPlan, Packs
 from tierplan.planner.plan_rules import PackForm, PlanError, Runs
 from tierplan.planner.policies.options import OptionError, Options, Policy
-from tierplan.planner.several_devices.known import known_columns
 from tierplan.planner.several_devices.packs.by_turns import pack_columns
 from tierplan.planner.several_devices.packs.estimate import PackEstimate, PackSizes
 from tierplan.sim.analysis.completion import OutOfMemory

@@ -14,7 +14,7 @@ from tests.planner.test_plan import devices
 from tests.random_plans import random_plan, with_some_in_host, with_updates_here
 from tests.toys import toy_workload, uniform_plan
 from tierplan.planner.lowering import Lowering, lower
-from tierplan.planner.lowering.unitwise import chains_of, unitwise_step
+from tierplan.planner.lowering.unitwise import unitwise_step
 from tierplan.planner.plan import Sharing, UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import Divided, PlanError
 from tierplan.planner.several_devices.dividing import FORWARD, OF_SHARED, OTHER
@@ -109,7 +109,7 @@ def test_templates_say_of_ops_and_buffers_what_their_names_say(divided: str) -> 
     rng = random.Random(1)
     for _ in range(25):
         plan, workload = drawn(rng, divided, 2)
-        step = unitwise_step(plan, workload, chains_of(workload))
+        step = unitwise_step(plan, workload)
         columns = step.columns(devices(2))
         told, named = step.kinds(), kinds_of(columns.labels())
         assert told.op_kind.tolist() == named.op_kind.tolist()

@@ -9,9 +9,8 @@ import pytest
 from tests.planner.test_plan import devices
 from tests.toys import toy_workload
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.lowering import Lowering
+from tierplan.planner.lowering import Lowering, known
 from tierplan.planner.policies import decide
-from tierplan.planner.several_devices import known
 from tierplan.sim.schedule import Schedule
 
 NUM = 4
@@ -20,9 +19,9 @@ POLICIES = ("zero-3", "fsdp-offload", "vertical", "megatron-tp", "harmony-dp", "
 
 
 @pytest.fixture(autouse=True)
-def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> known._Kept:
-    kept = known._Kept()
-    monkeypatch.setattr(known, "_KEPT", kept)
+def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> known._Known:
+    kept = known._Known()
+    monkeypatch.setattr(known, "_KNOWN", kept)
     return kept
 
 
@@ -39,7 +38,7 @@ def lowered(policy: str, machine: Machine) -> Schedule:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_schedule_is_the_same_whether_it_is_known(policy: str, nothing_kept: known._Kept) -> None:
+def test_a_schedule_is_the_same_whether_it_is_known(policy: str, nothing_kept: known._Known) -> None:
     lowered(policy, devices(NUM))
     num = len(nothing_kept.schedules)
     second = lowered(policy, better(devices(NUM)))
@@ -57,7 +56,7 @@ def test_other_links_are_another_schedule() -> None:
     assert not any("p2p" in op.stream for op in lowered("harmony-pp", machine).ops)
 
 
-def test_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch, nothing_kept: known._Kept) -> None:
+def test_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch, nothing_kept: known._Known) -> None:
     num_ops = len(lowered("zero-3", devices(NUM)).ops)
     monkeypatch.setattr(known, "MOST_OPS", 2 * num_ops - 1)
     lowered("fsdp-offload", devices(NUM))
