@@ -18,9 +18,9 @@ from tierplan.sim.compiled.compiler import compiled
 COMPUTE, READ, HOME = range(3)
 """As in `listing`: marked ops of a turn, which others come after."""
 NUM_MARKS = 3
-OP_FIELDS, BUFFER_FIELDS, PUT_FIELDS, CELL_FIELDS, KIND_FIELDS = 6, 4, 3, 4, 3
+OP_FIELDS, BUFFER_FIELDS, PUT_FIELDS, CELL_FIELDS = 7, 7, 3, 4
 NO_REF = 2**40
-"""As `sketch.NO_REF`: no buffer at all, where a buffer is expected."""
+"""No buffer at all, where a buffer is expected."""
 
 
 class Rows(NamedTuple):
@@ -51,6 +51,9 @@ class Growing:
         self.begins[self.num] = end
         return self.num - 1
 
+    def row(self, number: int) -> list[int]:
+        return self.items[self.begins[number] : self.begins[number + 1]].tolist()  # type: ignore[no-any-return]
+
     @property
     def rows(self) -> Rows:
         """Those so far, and room for more."""
@@ -58,19 +61,29 @@ class Growing:
 
 
 class Table(NamedTuple):
-    """All patterns of cells and all templates so far."""
+    """All patterns of cells, and all templates so far. In templates, buffers that are made are numbered from 0, and
+    what is in cells from -1 downwards."""
 
     patterns: Rows
     """The cells that a kind of turn may reach for, each in `CELL_FIELDS` numbers: the first cell of its name, by how
     much units and micro-batches count, and whose it is: the unit's own, the next one's, or the owner's."""
-    keys: Rows
-    """By template: the facts of its turn, its flag, and the forms of its cells and of ops that it comes after."""
-    puts: Rows
-    """By template: cell, buffer and form, in threes."""
-    totals: Rows
-    """By template: ops, buffers, and its marked ops or -1."""
     slots: Int64
     """Templates by the hash of their keys; -1 where none is."""
+    keys: Rows
+    """By template: the facts of its turn, its flag, and the forms of its cells and of ops that it comes after."""
+    totals: Rows
+    """By template: ops, buffers, and its marked ops or -1."""
+    puts: Rows
+    """By template: cell, buffer and form, in threes."""
+    ops: Rows
+    """By template, of each op: work, lead, rank, how many buffers it reads and writes and how many ops it comes after,
+    and its kind, as in `Kinds`."""
+    reads: Rows
+    writes: Rows
+    after: Rows
+    buffers: Rows
+    """By template, of each buffer: tier, bytes, whether initial, the buffer that it reuses, kind and content, as in
+    `Kinds`, or the cell that holds the like, and whose it is."""
 
 
 class Step(NamedTuple):
@@ -176,8 +189,14 @@ def walk(start: int, end: int, step: Step, table: Table, key: Int64) -> int:
 
 
 class Written(NamedTuple):
-    """The ops and buffers of a step, in the order of their turns."""
+    """The ops and buffers of a step, in the order of their turns; what they are is as in `Kinds`."""
 
+    op_kind: Int32
+    op_unit: Int32
+    op_batch: Int32
+    kind: Int32
+    content: Int32
+    unit: Int32
     work: Int32
     works: Int64
     """What those numbers mean to templates, in order of first use: what other plans have drawn before changes nothing,
@@ -225,12 +244,13 @@ def _refs_of(step: Step, rows: Rows, ops: Rows, field: int) -> Lists:
 
 
 @compiled
-def written(
-    step: Step, at: Float64, leads: Float64, ops: Rows, reads: Rows, writes: Rows, after: Rows, buffers: Rows
-) -> Written:
-    """`at`: when each turn is wanted; `leads`: how much before that an op is, by its lead. The others are
-    rows by template."""
+def written(step: Step, at: Float64, leads: Float64, table: Table) -> Written:
+    """`at`: when each turn is wanted; `leads`: how much before that an op is, by its lead."""
     num_ops, num_buffers = step.first_op[-1], step.first_buffer[-1]
+    ops, buffers = table.ops, table.buffers
+    op_kind, op_unit, op_batch = np.empty(num_ops, np.int32), np.empty(num_ops, np.int32), np.empty(num_ops, np.int32)
+    kind, content = np.empty(num_buffers, np.int32), np.empty(num_buffers, np.int32)
+    unit = np.empty(num_buffers, np.int32)
     work, works, num_works = np.empty(num_ops, np.int32), np.empty(num_ops, np.int64), 0
     number = np.full(len(ops.items) // OP_FIELDS, -1, np.int32)  # of works, of which there are no more than such ops
     wanted_at, rank = np.empty(num_ops, np.float64), np.empty(num_ops, np.int64)
@@ -238,10 +258,11 @@ def written(
     initial, reuses = np.empty(num_buffers, np.bool_), np.empty(num_buffers, np.int32)
     i = b = 0
     for p in range(len(step.template)):
-        t = step.template[p]
+        t, u = step.template[p], step.turns.unit[p]
         if t < 0:
             continue
         for k in range(ops.begins[t], ops.begins[t + 1], OP_FIELDS):
+            op_kind[i], op_unit[i], op_batch[i] = ops.items[k + 6], u, step.turns.batch[p]
             if number[ops.items[k]] < 0:
                 number[ops.items[k]], works[num_works] = num_works, ops.items[k]
                 num_works += 1
@@ -257,39 +278,7 @@ def written(
                 reuses[b] = step.first_buffer[p] + ref
             else:
                 reuses[b] = step.held[step.first_held[p] - 1 - ref]
-            b += 1
-    return Written(
-        work,
-        works[:num_works],
-        wanted_at,
-        rank,
-        _refs_of(step, reads, ops, 3),
-        _refs_of(step, writes, ops, 4),
-        _refs_of(step, after, ops, 5),
-        tier,
-        size_bytes,
-        initial,
-        reuses,
-    )
-
-
-@compiled
-def told(step: Step, op_kinds: Rows, buffer_kinds: Rows) -> tuple[Int32, Int32, Int32, Int32, Int32, Int32]:
-    """What the ops and buffers of a step are, in the order of its turns: `Kinds` from `op_kind` to `unit`."""
-    num_ops, num_buffers = step.first_op[-1], step.first_buffer[-1]
-    op_kind, op_unit, op_batch = np.empty(num_ops, np.int32), np.empty(num_ops, np.int32), np.empty(num_ops, np.int32)
-    kind, content = np.empty(num_buffers, np.int32), np.empty(num_buffers, np.int32)
-    unit = np.empty(num_buffers, np.int32)
-    i = b = 0
-    for p in range(len(step.template)):
-        t, u = step.template[p], step.turns.unit[p]
-        if t < 0:
-            continue
-        for k in range(op_kinds.begins[t], op_kinds.begins[t + 1]):
-            op_kind[i], op_unit[i], op_batch[i] = op_kinds.items[k], u, step.turns.batch[p]
-            i += 1
-        for k in range(buffer_kinds.begins[t], buffer_kinds.begins[t + 1], KIND_FIELDS):
-            own_kind, own_content, whose = buffer_kinds.items[k], buffer_kinds.items[k + 1], buffer_kinds.items[k + 2]
+            own_kind, own_content, whose = buffers.items[k + 4], buffers.items[k + 5], buffers.items[k + 6]
             unit[b] = u + whose if whose < 2 else step.owner_of[u]
             if own_content < 0:
                 held = step.held[step.first_held[p] - 1 - own_content]
@@ -298,4 +287,22 @@ def told(step: Step, op_kinds: Rows, buffer_kinds: Rows) -> tuple[Int32, Int32, 
                 own_kind = kind[step.held[step.first_held[p] - 1 - own_kind]]
             kind[b], content[b] = own_kind, own_content
             b += 1
-    return op_kind, op_unit, op_batch, kind, content, unit
+    return Written(
+        op_kind,
+        op_unit,
+        op_batch,
+        kind,
+        content,
+        unit,
+        work,
+        works[:num_works],
+        wanted_at,
+        rank,
+        _refs_of(step, table.reads, ops, 3),
+        _refs_of(step, table.writes, ops, 4),
+        _refs_of(step, table.after, ops, 5),
+        tier,
+        size_bytes,
+        initial,
+        reuses,
+    )

@@ -3,14 +3,13 @@
 A *turn* is a forward, a recomputation, a backward or an update of one unit, with the copies that hang on it. What it
 adds depends on little: the unit's amounts, its choice, and in which tier it finds what it uses. It reaches for that by
 the name of a *cell*: `x` is the unit's input for this micro-batch, `params` where its parameters live. A sketch knows
-what a cell holds by the cell's name, and has names for what it makes; its `Template` numbers the latter from 0 and the
-cells from -1 downwards. Who wants names draws the turn again, for the unit and micro-batch in question.
+what a cell holds by the cell's name; its template is rows of numbers. Who wants names draws the turn again, for the
+unit and micro-batch in question.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -44,6 +43,8 @@ OWN, NEXT, OWNER = range(3)
 """Whose something is: the unit's own, the next one's, or that of the unit whose parameters it shares."""
 NOW, PARAMS, PARAMS_EARLY, ACTS, ACTS_EARLY, STATES = range(6)
 """How much before its turn an op is wanted. `STATES + n`: the states of one of n + 1 parts."""
+MARKS = ("compute", "read", "home")
+"""Ops of turns that others come after, in the order of their numbers in `placing`."""
 FETCHES, COMPUTES, OFFLOADS, UPDATES, GOES_HOME = range(5)
 """Order among ops that are wanted at the same moment."""
 
@@ -56,27 +57,6 @@ def leads(plan: UnitwisePlan, turns: int, num_parts: int) -> Float64:
     found[[PARAMS, PARAMS_EARLY, ACTS, ACTS_EARLY]] = params, params + max(params, 1), acts, acts + max(acts, 1)
     found[STATES:] = [plan.prefetch_states_units * turns / (k + 1) for k in range(num_parts)]
     return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Template:
-    """A turn, placed nowhere yet."""
-
-    ops: list[int]
-    """Of each op work, lead, rank, and how many buffers it reads and writes and how many ops it comes after."""
-    reads: list[int]
-    writes: list[int]
-    after: list[int]
-    buffers: list[int]
-    """Of each tier, bytes, whether initial, the buffer that it reuses."""
-    puts: list[int]
-    """What cells hold afterwards: cell, buffer and its form, one after the other."""
-    marks: Mapping[str, int]
-    """Ops that others come after."""
-    op_kinds: list[int]
-    """As in `Kinds`."""
-    buffer_kinds: list[int]
-    """Of each buffer kind and content, as in `Kinds`, or the cell that holds the like; and whose it is."""
 
 
 class Terms(NamedTuple):
@@ -226,12 +206,13 @@ class Sketch(Builder):
 
     # ---- what becomes of it ----
 
-    def template(self) -> Template:
+    def rows(self) -> dict[str, list[int]]:
+        """Those of its template, by name, as in `Table`."""
         made = range(len(self._held), len(self.tiers))
         number = [-1 - self.cells[cell] for cell in self._held] + [*range(len(made))]
         ops = [
-            (work, *position, len(reads), len(writes), len(after))
-            for (work, reads, writes, after, *_), position in zip(self._ops, self._positions, strict=True)
+            (work, *position, len(reads), len(writes), len(after), OP_KINDS.get(kind, OTHER))
+            for (work, reads, writes, after, _, kind, *_), position in zip(self._ops, self._positions, strict=True)
         ]
         buffers = [
             (
@@ -239,27 +220,26 @@ class Sketch(Builder):
                 self.sizes_bytes[b],
                 int(b in self._initial),
                 number[self._reuses[b]] if b in self._reuses else NO_REF,
+                *self._kinds_of(b),
             )
             for b in made
         ]
-        return Template(
-            ops=list(chain.from_iterable(ops)),
-            reads=[number[b] for _, reads, *_ in self._ops for b in reads],
-            writes=[number[b] for _, _, writes, *_ in self._ops for b in writes],
-            after=[number[b] for _, _, _, after, *_ in self._ops for b in after],
-            buffers=list(chain.from_iterable(buffers)),
-            puts=[n for cell, b in self._puts.items() for n in (self.cells[cell], number[b], self._form(b))],
-            marks=self._marks,
-            op_kinds=[OP_KINDS.get(kind, OTHER) for *_, kind, _, _ in self._ops],
-            buffer_kinds=[n for b in made for n in self._kinds_of(b)],
-        )
+        return {
+            "totals": [len(ops), len(buffers), *(self._marks.get(mark, -1) for mark in MARKS)],
+            "puts": [n for cell, b in self._puts.items() for n in (self.cells[cell], number[b], self._form(b))],
+            "ops": [*chain.from_iterable(ops)],
+            "reads": [number[b] for _, reads, *_ in self._ops for b in reads],
+            "writes": [number[b] for _, _, writes, *_ in self._ops for b in writes],
+            "after": [number[b] for _, _, _, after, *_ in self._ops for b in after],
+            "buffers": [*chain.from_iterable(buffers)],
+        }
 
     def _form(self, buffer: int) -> int:
         """Tier and bytes in one number."""
         return len(TIERS) * self.sizes_bytes[buffer] + TIERS.index(self.tiers[buffer])
 
     def _kinds_of(self, buffer: int) -> tuple[int, int, int]:
-        """As in `Template.buffer_kinds`."""
+        """Kind and content, as in `Kinds` or the cell that holds the like, and whose it is."""
         kind, content = self.kinds[buffer], self.contents[buffer]
         kind = kind if isinstance(kind, int) else BUFFER_KINDS.get(kind, OTHER)
         if isinstance(content, int):

@@ -11,8 +11,8 @@ import numpy as np
 
 import tierplan.planner.lowering.listing as listing
 import tierplan.planner.lowering.turns as turns
-from tierplan.planner.lowering.placing import BUFFER_FIELDS, CELL_FIELDS, OP_FIELDS, Growing, Rows, Table, enter
-from tierplan.planner.lowering.sketch import NEXT, OWN, OWNER, Facts, Sketch, Template, Terms, moved_together
+from tierplan.planner.lowering.placing import CELL_FIELDS, Growing, Table, enter
+from tierplan.planner.lowering.sketch import NEXT, OWN, OWNER, Facts, Sketch, Terms, moved_together
 from tierplan.planner.plan import UnitPlan
 from tierplan.sim.columns import Int64, OpLabel, Works
 from tierplan.sim.step import unit_spec
@@ -80,8 +80,6 @@ TURNS: Mapping[int, TurnKind] = {
         (turns.arrive, turns.update, turns.go_home), AT_HOME, TO_UPDATE, (*AFTER, "home after")
     ),
 }
-MARKS = ("compute", "read", "home")
-"""Ops of turns that others come after, in the order of their numbers in `placing`."""
 ROW_FIELDS = listing.NUM_KINDS + 3
 
 
@@ -112,12 +110,10 @@ class Chain:
         self.num_cells = self.longest_key = 0
         self.names: list[Mapping[str, int]] = []
         """By pattern: the numbers of its cells, and behind them of ops that come before, in its templates."""
-        self.templates: list[Template] = []
         self.labels: dict[tuple[object, ...], tuple[list[OpLabel], list[Made]]] = {}
         """Of turns that were drawn for their names, by template, unit, micro-batch and what their cells hold."""
-        self._patterns, self._keys, self._puts, self._totals = Growing(), Growing(), Growing(), Growing()
-        self._parts = {name: Growing() for name in ("ops", "reads", "writes", "after", "buffers")}
-        self._kinds = {name: Growing() for name in ("op_kinds", "buffer_kinds")}
+        self.rows_by_name = {name: Growing() for name in Table._fields if name != "slots"}
+        """Of `Table`."""
         self._slots = np.full(1024, -1, np.int64)
 
     # ---- what is known of units and choices ----
@@ -170,7 +166,7 @@ class Chain:
                     names, fields = [name for name, _, _ in found], [self._fields(what, of) for _, what, of in found]
                 self.names.append({name: i for i, name in enumerate((*names, *turn.ops))})
                 self.longest_key = max(self.longest_key, 2 + len(self.names[-1]))
-                self._patterns.add([x for field in fields for x in field])
+                self.rows_by_name["patterns"].add([x for field in fields for x in field])
         return self._numbers[key]
 
     def _fields(self, what: str, of: str) -> tuple[int, int, int, int]:
@@ -191,42 +187,23 @@ class Chain:
     def patterns(self, facts: Int64, flag: Int64) -> tuple[Int64, int]:
         """Of turns, and the number of their cells in all."""
         found = self._first_pattern.items[facts] + flag
-        return found, int(np.diff(self._patterns.begins)[found].sum()) // CELL_FIELDS
+        return found, int(np.diff(self.rows_by_name["patterns"].begins)[found].sum()) // CELL_FIELDS
 
     # ---- templates ----
 
-    def add_template(self, key: Int64, template: Template) -> None:
-        self.templates.append(template)
-        number = self._keys.add(key.tolist())
-        self._puts.add(template.puts)
-        marks = [template.marks.get(mark, -1) for mark in MARKS]
-        self._totals.add([len(template.ops) // OP_FIELDS, len(template.buffers) // BUFFER_FIELDS, *marks])
-        for name, rows in (self._parts | self._kinds).items():
-            rows.add(getattr(template, name))
-        first = number
-        if 2 * len(self.templates) > len(self._slots):
+    def add_template(self, key: Int64, rows: Mapping[str, Sequence[int]]) -> None:
+        keys = self.rows_by_name["keys"]
+        first = keys.add(key.tolist())
+        for name, row in rows.items():
+            self.rows_by_name[name].add(row)
+        if 2 * keys.num > len(self._slots):
             self._slots, first = np.full(2 * len(self._slots), -1, np.int64), 0
-        enter(self._keys.rows, self._slots, first, len(self.templates))
-
-    def key(self, template: int) -> list[int]:
-        """Of what it depends on: its turn's facts, its flag, and the forms of cells and of ops that come before."""
-        begins, items = self._keys.rows
-        return items[begins[template] : begins[template + 1]].tolist()  # type: ignore[no-any-return]
+        enter(keys.rows, self._slots, first, keys.num)
 
     @property
     def table(self) -> Table:
         """As it is until something is added."""
-        return Table(self._patterns.rows, self._keys.rows, self._puts.rows, self._totals.rows, self._slots)
-
-    @property
-    def parts(self) -> tuple[Rows, ...]:
-        """Ops, reads, writes, after and buffers by template."""
-        return tuple(rows.rows for rows in self._parts.values())
-
-    @property
-    def kinds(self) -> tuple[Rows, ...]:
-        """Kinds of ops and of buffers by template."""
-        return tuple(rows.rows for rows in self._kinds.values())
+        return Table(slots=self._slots, **{name: rows.rows for name, rows in self.rows_by_name.items()})
 
 
 def _names(turn: TurnKind, flag: int, num_moved: int, num_parts: int) -> Iterator[tuple[str, str, str]]:

@@ -12,8 +12,8 @@ import numpy as np
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering.known import chains_of
 from tierplan.planner.lowering.listing import ALIAS, NUM_KINDS, Asked, listed
-from tierplan.planner.lowering.placing import Step, told, walk, written
-from tierplan.planner.lowering.sketch import EMPTY, TIERS, Sketch, Template, Terms, leads
+from tierplan.planner.lowering.placing import Step, walk, written
+from tierplan.planner.lowering.sketch import EMPTY, TIERS, Sketch, Terms, leads
 from tierplan.planner.lowering.templates import TURNS, Chain, Made
 from tierplan.planner.lowering.tiling import cut_batches, cut_operators
 from tierplan.planner.plan import UnitwisePlan, facts_of
@@ -97,7 +97,7 @@ class UnitwiseStep:
         for end in (int(chain.has_any.sum()), num):  # what exists before the step comes first
             while (start := walk(start, end, step, chain.table, key)) < end:
                 found = key[: key[-1]].copy()
-                chain.add_template(found, self._sketch(start, pattern[start], found.tolist()).template())
+                chain.add_template(found, self._sketch(start, pattern[start], found.tolist()).rows())
             if start < num:
                 self.initial = np.flatnonzero(ids != EMPTY)
                 self.initial_ids = ids[self.initial]
@@ -113,15 +113,15 @@ class UnitwiseStep:
             draw(sketch)
         return sketch
 
-    def sketches(self) -> Iterator[tuple[Template, Callable[[Sequence[Made]], Sketch], list[int]]]:
+    def sketches(self) -> Iterator[tuple[int, Callable[[Sequence[Made]], Sketch], list[int]]]:
         """In order: each template, the turn drawn once more with what its cells hold, and the numbers of that."""
         step = self.step
         for number in np.flatnonzero(step.turn >= 0).tolist():
             template, first = int(step.template[number]), int(step.first_held[number])
-            key = self.chain.key(template)
+            key = self.chain.rows_by_name["keys"].row(template)
             num_cells = len(key) - 2 - int(self.turns.begins[number + 1] - self.turns.begins[number])
             draw = partial(self._sketch, number, int(step.pattern[number]), key)
-            yield self.chain.templates[template], draw, step.held[first : first + num_cells].tolist()
+            yield template, draw, step.held[first : first + num_cells].tolist()
 
     # ---- the schedule ----
 
@@ -129,7 +129,7 @@ class UnitwiseStep:
         """All turns, in the list order of positions."""
         turns = self.num_batches if self.plan.order == "vertical" else 1  # of compute, of one unit
         leads_of = leads(self.plan, turns, int(self.num_parts.max()))
-        made = written(self.step, self.turns.at, leads_of, *self.chain.parts)
+        made = self.made = written(self.step, self.turns.at, leads_of, self.chain.table)
         becomes = np.full(len(made.reuses), EMPTY, np.int32)
         old, new = self.chain.cell("old grads"), self.chain.cell("grads")
         is_old = (self.initial >= old) & (self.initial < old + len(self.workload.units))
@@ -154,15 +154,14 @@ class UnitwiseStep:
 
     def kinds(self) -> Kinds:
         """What the ops and buffers of its `columns` are, which have been made."""
-        op_kind, op_unit, op_batch, kind, content, unit = told(self.step, *self.chain.kinds)
-        units, order = self.workload.units, self.order
+        made, units, order = self.made, self.workload.units, self.order
         return Kinds(
-            op_kind=op_kind[order],
-            op_unit=op_unit[order],
-            op_batch=op_batch[order],
-            kind=kind,
-            content=content,
-            unit=unit,
+            op_kind=made.op_kind[order],
+            op_unit=made.op_unit[order],
+            op_batch=made.op_batch[order],
+            kind=made.kind,
+            content=made.content,
+            unit=made.unit,
             lengths=np.array([unit.num_trained for unit in units], np.int64),
             ends=np.array([ENDS.get(unit.name, OTHER) for unit in units], np.int32),
         )
