@@ -24,11 +24,12 @@ from tierplan.sim.compiled.compiler import compiled
     ARRIVE,
     UPDATE,
     GO_HOME,
-    UPDATE_AND_GO,
-) = range(12)
+) = range(11)
 """Kinds of turns. An alias has what is due to an update be the unit's gradients or, with a flag, its old ones."""
-NUM_KINDS = 12
+NUM_KINDS = 11
 EMPTY = -1
+"""No op or unit; what an empty cell holds, and its form."""
+MARKS = ("compute", "read", "home")
 COMPUTE, READ, HOME = range(3)
 """Marked ops of a turn, which others come after: number 3 * turn + mark."""
 IN_BACKWARD, EXACT_CLIP, DELAYED = range(3)
@@ -194,22 +195,15 @@ def _update(a: Asked, t: Making, u: int, step: float, is_old: bool, apart: float
             home = 3 * t.homes[index - a.updates_in_flight] + HOME
         if a.write_back == AWAITED and index:
             last = 3 * t.homes[index - 1] + HOME
-        goes_at_once = upload_at < 0 and a.write_back != DELAYED_BACK
-        made = _place(t, UPDATE_AND_GO if goes_at_once else ARRIVE, u, 0, k, at)
+        made = _place(t, ARRIVE, u, 0, k, at)
         if held != EMPTY:
             _ref(t, held)
         _refs(t, read, home, 3 - (held != EMPTY))
-        if goes_at_once:
-            _refs(t, held, last, 2)
-            _ref(t, EMPTY)
-        else:
-            _refs(t, EMPTY, EMPTY, 2)
-            _go_home(t, 3 * made + READ)
-            made = _place(t, UPDATE, u, 0, k, at)
-            _refs(t, EMPTY, EMPTY, 3)
-            _refs(t, held, last, 2)
-            t.waiting[0], t.waiting[1], t.waiting[2] = u, k, index
-            t.waiting_at[0] = at if upload_at < 0 else upload_at + at - step
+        _go_home(t, 3 * made + READ)
+        made = _place(t, UPDATE, u, 0, k, at)
+        _refs(t, held, last, 2)
+        t.waiting[0], t.waiting[1], t.waiting[2] = u, k, index
+        t.waiting_at[0] = at if upload_at < 0 else upload_at + at - step
         t.updates[index] = t.homes[index] = made
         t.num[UPDATES] += 1
         if a.write_back != DELAYED_BACK:

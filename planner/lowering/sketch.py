@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tierplan.hwmodels.names import D2H, DEVICE, H2D, HOST, NVME, NVME_READ, NVME_WRITE
+from tierplan.planner.lowering.listing import EMPTY, MARKS
 from tierplan.planner.lowering.placing import NO_REF
 from tierplan.planner.plan import UnitwisePlan
 from tierplan.planner.several_devices.kinds import BUFFER_KINDS, OP_KINDS, OTHER, number_of
@@ -34,8 +35,6 @@ COPIES = {
     (HOST, NVME): (NVME_WRITE, "write"),
 }
 """Stream and verb of a copy, by the tiers it goes between."""
-EMPTY = -1
-"""What an empty cell holds, and its form."""
 MOST_TOGETHER_BYTES = 1 << 20
 """Saved tensors that are moved in one copy have at most so many bytes together: an op of its own costs more than the
 bytes of a small one."""
@@ -43,8 +42,6 @@ OWN, NEXT, OWNER = range(3)
 """Whose something is: the unit's own, the next one's, or that of the unit whose parameters it shares."""
 NOW, PARAMS, PARAMS_EARLY, ACTS, ACTS_EARLY, STATES = range(6)
 """How much before its turn an op is wanted. `STATES + n`: the states of one of n + 1 parts."""
-MARKS = ("compute", "read", "home")
-"""Ops of turns that others come after, in the order of their numbers in `placing`."""
 FETCHES, COMPUTES, OFFLOADS, UPDATES, GOES_HOME = range(5)
 """Order among ops that are wanted at the same moment."""
 

@@ -42,7 +42,7 @@ micro-batch (m) or pass over the parameters (p). Of those with a star there are 
 class TurnKind:
     """A kind of turn: what draws it, and what that may reach for."""
 
-    draws: tuple[Callable[[Sketch], None], ...]
+    draw: Callable[[Sketch], None] | None
     looks_at: tuple[str, ...]
     """Of the unit's choice, beside whether its update runs on the device: what else there is changes no template."""
     cells: tuple[str, ...]
@@ -52,37 +52,32 @@ class TurnKind:
 
 BEFORE = ("before params", "before early params", "before acts", "before early acts")
 TO_UPDATE = ("params", "states#", "due", "old states", "new states", "new params", "clip")
-AFTER = ("read after 0", "read after 1", "read after 2", "update after 0", "update after 1")
-IN_FORWARD = (*USED, *(f"{name} in {turn}" for name in USED for turn in ("fwd", "turn")))
-IN_BACKWARD = (*USED, *(f"{name} in {turn}" for name in USED for turn in ("bwd", "turn")))
-IN_FORWARD_TOO = (*IN_FORWARD, "x", "next x", "shared", "kept", "left*")
-REMADE = (*IN_BACKWARD, "x", "next x", "shared", "remade")
+PARAMS_IN_FORWARD, PARAMS_IN_BACKWARD = (
+    (*USED, *(f"{name} in {turn}" for name in USED for turn in (phase, "turn"))) for phase in ("fwd", "bwd")
+)
+IN_FORWARD = (*PARAMS_IN_FORWARD, "x", "next x", "shared", "kept", "left*")
+REMADE = (*PARAMS_IN_BACKWARD, "x", "next x", "shared", "remade")
 GRADIENTS = ("tied", "owner's tied", "tied sum", "owner's tied sum", "grads", "norm")
-IN_BACKWARD_TOO = (*IN_BACKWARD, "x", "shared", "kept", "left*", "remade", "dx", *GRADIENTS)
+IN_BACKWARD = (*PARAMS_IN_BACKWARD, "x", "shared", "kept", "left*", "remade", "dx", *GRADIENTS)
 DECLARED = ("params", "frozen", "states*", "old grads")
 AT_HOME = ("params", "states", "state_shards", "host_shards")
 
 TURNS: Mapping[int, TurnKind] = {
-    listing.DECLARE: TurnKind((turns.declare,), (*AT_HOME, "frozen", "late_update", "late_grads"), DECLARED),
-    listing.FORWARD: TurnKind((turns.forward,), ("acts", "input"), IN_FORWARD_TOO, BEFORE[:2]),
-    listing.FETCH: TurnKind((turns.fetch,), (), IN_BACKWARD, BEFORE[:2]),
-    listing.REMAKE: TurnKind((turns.remake,), ("acts",), REMADE, BEFORE),
-    listing.BACKWARD: TurnKind((turns.backward,), ("acts", "grads", "update"), IN_BACKWARD_TOO, BEFORE),
-    listing.CLIP: TurnKind((turns.clip,), (), ("norm", "clip")),
+    listing.DECLARE: TurnKind(turns.declare, (*AT_HOME, "frozen", "late_update", "late_grads"), DECLARED),
+    listing.FORWARD: TurnKind(turns.forward, ("acts", "input"), IN_FORWARD, BEFORE[:2]),
+    listing.FETCH: TurnKind(turns.fetch, (), PARAMS_IN_BACKWARD, BEFORE[:2]),
+    listing.REMAKE: TurnKind(turns.remake, ("acts",), REMADE, BEFORE),
+    listing.BACKWARD: TurnKind(turns.backward, ("acts", "grads", "update"), IN_BACKWARD, BEFORE),
+    listing.CLIP: TurnKind(turns.clip, (), ("norm", "clip")),
     listing.UPDATE_HERE: TurnKind(
-        (turns.update_here,), ("state_shards",), ("params", "states#", "due", "new params", "clip")
+        turns.update_here, ("state_shards",), ("params", "states#", "due", "new params", "clip")
     ),
-    listing.ALIAS: TurnKind((), (), ("due", "grads", "old grads")),
-    listing.ARRIVE: TurnKind((turns.arrive,), ("state_shards",), TO_UPDATE, AFTER),
-    listing.UPDATE: TurnKind((turns.update,), ("params", "state_shards"), TO_UPDATE, AFTER),
-    listing.GO_HOME: TurnKind((turns.go_home,), AT_HOME, TO_UPDATE, ("home after",)),
-    listing.UPDATE_AND_GO: TurnKind(
-        (turns.arrive, turns.update, turns.go_home), AT_HOME, TO_UPDATE, (*AFTER, "home after")
-    ),
+    listing.ALIAS: TurnKind(None, (), ("due", "grads", "old grads")),
+    listing.ARRIVE: TurnKind(turns.arrive, ("state_shards",), TO_UPDATE, tuple(f"read after {k}" for k in range(3))),
+    listing.UPDATE: TurnKind(turns.update, ("params", "state_shards"), TO_UPDATE, ("update after 0", "update after 1")),
+    listing.GO_HOME: TurnKind(turns.go_home, AT_HOME, TO_UPDATE, ("home after",)),
 }
 ROW_FIELDS = listing.NUM_KINDS + 3
-
-
 Made = tuple[str, str, str]
 """Content, tier and kind of a buffer that a turn makes."""
 

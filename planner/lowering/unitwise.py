@@ -11,9 +11,9 @@ import numpy as np
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering.known import chains_of
-from tierplan.planner.lowering.listing import ALIAS, NUM_KINDS, Asked, listed
+from tierplan.planner.lowering.listing import ALIAS, EMPTY, NUM_KINDS, Asked, listed
 from tierplan.planner.lowering.placing import Step, walk, written
-from tierplan.planner.lowering.sketch import EMPTY, TIERS, Sketch, Terms, leads
+from tierplan.planner.lowering.sketch import TIERS, Sketch, Terms, leads
 from tierplan.planner.lowering.templates import TURNS, Chain, Made
 from tierplan.planner.lowering.tiling import cut_batches, cut_operators
 from tierplan.planner.plan import UnitwisePlan, facts_of
@@ -109,8 +109,9 @@ class UnitwiseStep:
         u, m = int(self.turns.unit[number]), int(self.turns.batch[number])
         names = chain.names[pattern]
         sketch = Sketch(chain.terms, self.workload, chain.facts[facts], u, m, flag, names, forms, held, chain.works)
-        for draw in TURNS[chain.facts[facts].kind].draws:
-            draw(sketch)
+        draw = TURNS[chain.facts[facts].kind].draw
+        assert draw is not None, "nothing is drawn for an alias"
+        draw(sketch)
         return sketch
 
     def sketches(self) -> Iterator[tuple[int, Callable[[Sequence[Made]], Sketch], list[int]]]:
