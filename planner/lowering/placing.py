@@ -11,10 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tierplan.planner.lowering.listing import COMPUTE, HOME, MARKS, Turns
+from tierplan.planner.lowering.listing import Turns
 from tierplan.sim.columns import Bool, Float64, Int32, Int64, Lists
 from tierplan.sim.compiled.compiler import compiled
 
+COMPUTE, READ, HOME = range(3)
+"""As in `listing`: marked ops of a turn, which others come after."""
+NUM_MARKS = 3
 OP_FIELDS, BUFFER_FIELDS, PUT_FIELDS, CELL_FIELDS = 7, 7, 3, 4
 NO_REF = 2**40
 """No buffer at all, where a buffer is expected."""
@@ -160,7 +163,7 @@ def walk(start: int, end: int, step: Step, table: Table, key: Int64) -> int:
         for k in range(turns.begins[p], turns.begins[p + 1]):
             held[h] = key[num] = -1
             if turns.refs[k] >= 0:
-                q, mark = turns.refs[k] // len(MARKS), turns.refs[k] % len(MARKS)
+                q, mark = turns.refs[k] // NUM_MARKS, turns.refs[k] % NUM_MARKS
                 found = table.totals.items[table.totals.begins[step.template[q]] + 2 + mark]
                 if found < 0 and mark == HOME:
                     q = turns.computed_in[q]

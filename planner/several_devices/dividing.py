@@ -40,8 +40,8 @@ share of gradients; what a device has made by itself; gradients of all devices; 
 the sum of activations."""
 OF_TASKS = -1
 """In place of a kind of collective: work of tasks."""
-NUM_OPS, NUM_BUFFERS, NUM_READS, NUM_WRITES, NUM_AFTER, NUM_WORKS, NUM_GATHERED = range(7)
-"""Of what was made so far."""
+READS, WRITES, AFTER, NUM_OPS, NUM_BUFFERS, NUM_WORKS, NUM_GATHERED = range(7)
+"""Places among numbers of what was made so far; the first three are those of lists, too."""
 
 _INT, _BOOL = np.int64, np.bool_
 TASKS = np.dtype(
@@ -116,21 +116,23 @@ class SharingNumbers(NamedTuple):
     num_units: int
 
 
-class Made(NamedTuple):
-    """What several devices have, with room for more."""
+class Dividing(NamedTuple):
+    """Tasks and wholes, what several devices have in place of them, with room for more, and what was done so far."""
 
+    tasks: Table
+    whole: Table
+    terms: SharingNumbers
+    tiers: Int32
+    """By device that is drawn."""
+    grains: Int64
+    """By tier, as for `_held_bytes`."""
     num: Int64
+    """Of what was made so far: `READS` to `NUM_GATHERED`."""
+    lists: tuple[Lists, Lists, Lists]
+    """What is read, what is written, and what comes before."""
     ops: Table
     buffers: Table
-    reads: Lists
-    writes: Lists
-    after: Lists
     works: Table
-
-
-class State(NamedTuple):
-    """What was done so far."""
-
     parts: Int32
     """By task and device: the op that stands for it."""
     num_parts: Int64
@@ -153,11 +155,12 @@ class State(NamedTuple):
 
 
 @compiled
-def _shard_bytes(whole: Table, b: int, r: int, num: int, cuts_tensors: bool) -> int:
+def _shard_bytes(d: Dividing, b: int, r: int) -> int:
     """A device's share, of whole values where there is one for each parameter, as the runtime cuts them."""
-    length, size_bytes = int(whole[b]["length"]), int(whole[b]["size_bytes"])
-    if length > 0 and whole[b]["content"] >= STATES_IN_PARTS and not cuts_tensors:
-        num_parts, part = divmod(int(whole[b]["content"]) - STATES_IN_PARTS, MOST_PARTS)
+    num, cuts_tensors = d.terms.num, d.terms.cuts_tensors
+    length, size_bytes = int(d.whole[b]["length"]), int(d.whole[b]["size_bytes"])
+    if length > 0 and d.whole[b]["content"] >= STATES_IN_PARTS and not cuts_tensors:
+        num_parts, part = divmod(int(d.whole[b]["content"]) - STATES_IN_PARTS, MOST_PARTS)
         each = -(-length // (num_parts * GRAIN)) * GRAIN  # as `contents.part_ranges`
         of_all = min(each, length - part * each)
         if size_bytes % of_all == 0:
@@ -184,307 +187,277 @@ def _held_bytes(size_bytes: int, grain_bytes: int) -> int:
 
 
 @compiled
-def _on(whole: Table, b: int, r: int) -> int:
+def _on(d: Dividing, b: int, r: int) -> int:
     """The number of a whole's stand-in on device r, or of the one that all share."""
-    return int(whole[b]["first"]) + (r if whole[b]["is_everywhere"] else 0)
+    return int(d.whole[b]["first"]) + (r if d.whole[b]["is_everywhere"] else 0)
 
 
 @compiled
-def _add_buffer(
-    num: Int64, buffers: Table, tier: int, size_bytes: int, reuses: int, what: int, task: int, b: int, r: int
-) -> int:
+def _add_buffer(d: Dividing, tier: int, size_bytes: int, reuses: int, what: int, task: int, b: int, r: int) -> int:
     """Adds one that does not outlive the step; its number."""
-    i = int(num[NUM_BUFFERS])
-    row = buffers[i]
+    i = int(d.num[NUM_BUFFERS])
+    row = d.buffers[i]
     row["tier"], row["size_bytes"], row["is_initial"], row["reuses"], row["becomes"] = tier, size_bytes, 0, reuses, NONE
     row["what"], row["task"], row["whole"], row["device"] = what, task, b, r
-    num[NUM_BUFFERS] += 1
+    d.num[NUM_BUFFERS] += 1
     return i
 
 
 @compiled
-def _refer(lists: Lists, num: Int64, which: int, op: int, item: int) -> None:
+def _refer(d: Dividing, which: int, item: int) -> None:
     """Adds an item to a list of the op that is being made, unless it is there."""
-    for k in range(lists.begins[op], num[which]):
-        if lists.items[k] == item:
+    begins, items = d.lists[which]
+    for k in range(begins[d.num[NUM_OPS]], d.num[which]):
+        if items[k] == item:
             return
-    lists.items[num[which]] = item
-    num[which] += 1
+    items[d.num[which]] = item
+    d.num[which] += 1
 
 
 @compiled
-def _add_op(made: Made, work: int, what: int, task: int, b: int, r: int) -> int:
+def _come_after(d: Dividing, task: int) -> None:
+    """Has the op that is being made come after all parts of a task."""
+    for k in range(d.num_parts[task]):
+        _refer(d, AFTER, d.parts[task, k])
+
+
+@compiled
+def _add_op(d: Dividing, work: int, what: int, task: int, b: int, r: int) -> int:
     """Ends the op that is being made; its number."""
-    i = int(made.num[NUM_OPS])
-    row = made.ops[i]
+    i = int(d.num[NUM_OPS])
+    row = d.ops[i]
     row["work"], row["what"], row["task"], row["whole"], row["device"] = work, what, task, b, r
-    made.num[NUM_OPS] += 1
-    made.reads.begins[i + 1] = made.num[NUM_READS]
-    made.writes.begins[i + 1] = made.num[NUM_WRITES]
-    made.after.begins[i + 1] = made.num[NUM_AFTER]
+    d.num[NUM_OPS] += 1
+    for which in range(len(d.lists)):
+        d.lists[which].begins[i + 1] = d.num[which]
     return i
 
 
 @compiled
-def _number(num: Int64, works: Table, kind: int, of: int, times: int, r: int, is_new: bool) -> int:
+def _number(d: Dividing, kind: int, of: int, times: int, r: int, is_new: bool) -> int:
     """The number of some work, which may have one already unless it `is_new`."""
-    for i in range(0 if is_new else num[NUM_WORKS]):
-        row = works[i]
+    for i in range(0 if is_new else d.num[NUM_WORKS]):
+        row = d.works[i]
         if row["kind"] == kind and row["of"] == of and row["times"] == times and row["device"] == r:
             return i
-    i = int(num[NUM_WORKS])
-    row = works[i]
+    i = int(d.num[NUM_WORKS])
+    row = d.works[i]
     row["kind"], row["of"], row["times"], row["device"] = kind, of, times, r
-    num[NUM_WORKS] += 1
+    d.num[NUM_WORKS] += 1
     return i
 
 
 @compiled
-def _collective(
-    made: Made,
-    state: State,
-    terms: SharingNumbers,
-    kind: int,
-    size_bytes: int,
-    out: int,
-    what: int,
-    task: int,
-    b: int,
-    r: int,
-) -> None:
+def _collective(d: Dividing, kind: int, out: int, what: int, task: int, b: int, r: int) -> None:
     """Ends the collective of a whole that is being made."""
-    _refer(made.writes, made.num, NUM_WRITES, made.num[NUM_OPS], out)
-    work = _number(made.num, made.works, kind, size_bytes, 1, r, False)
-    op = _add_op(made, work, what, task, b, r)
-    if terms.waits:
-        state.awaited[r, state.num_awaited[r]] = op
-        state.num_awaited[r] += 1
+    _refer(d, WRITES, out)
+    work = _number(d, kind, d.whole[b]["size_bytes"], 1, r, False)
+    op = _add_op(d, work, what, task, b, r)
+    if d.terms.waits:
+        d.awaited[r, d.num_awaited[r]] = op
+        d.num_awaited[r] += 1
 
 
 @compiled
-def _exchanged(
-    whole: Table, terms: SharingNumbers, tiers: Int32, made: Made, state: State,
-    kind: int, size_bytes: int, after: int, what: int, task: int, b: int, r: int,
-) -> int:  # fmt: skip
+def _exchanged(d: Dividing, kind: int, size_bytes: int, after: int, what: int, task: int, b: int, r: int) -> int:
     """A new buffer on device r, of what all devices have."""
-    out = _add_buffer(made.num, made.buffers, tiers[r], size_bytes, NONE, what, task, b, r)
-    op = made.num[NUM_OPS]
-    for k in range(terms.num_drawn):
-        _refer(made.reads, made.num, NUM_READS, op, _on(whole, b, k))
+    out = _add_buffer(d, d.tiers[r], size_bytes, NONE, what, task, b, r)
+    for k in range(d.terms.num_drawn):
+        _refer(d, READS, _on(d, b, k))
     if after >= 0:
-        _refer(made.after, made.num, NUM_AFTER, op, after)
-    _collective(made, state, terms, kind, whole[b]["size_bytes"], out, what, task, b, r)
+        _refer(d, AFTER, after)
+    _collective(d, kind, out, what, task, b, r)
     return out
 
 
 @compiled
-def _gather(
-    tasks: Table, whole: Table, terms: SharingNumbers, tiers: Int32, made: Made, state: State, task: int, b: int, r: int
-) -> int:
+def _gather(d: Dividing, task: int, b: int, r: int) -> int:
     """The whole parameters on device r for one turn of one unit, one ahead of compute."""
-    unit, turn = tasks[task]["unit"], 0 if tasks[task]["kind"] == FORWARD else 1
-    head, batch = b, 0 if terms.is_vertical else tasks[task]["batch"]
-    if terms.keeps == KEEPS_ALL or (terms.keeps == KEEPS_ENDS and tasks[task]["end"] != OTHER):
-        head = len(whole) + whole[b]["unit"] + (terms.num_units if whole[b]["content"] == OF_FROZEN else 0)
+    unit, turn = d.tasks[task]["unit"], 0 if d.tasks[task]["kind"] == FORWARD else 1
+    head, batch = b, 0 if d.terms.is_vertical else d.tasks[task]["batch"]
+    if d.terms.keeps == KEEPS_ALL or (d.terms.keeps == KEEPS_ENDS and d.tasks[task]["end"] != OTHER):
+        head = len(d.whole) + d.whole[b]["unit"] + (d.terms.num_units if d.whole[b]["content"] == OF_FROZEN else 0)
         unit = turn = NONE
-    entry = state.heads[head]
+    entry = d.heads[head]
     while entry >= 0:
-        known = state.gathers[entry]
+        known = d.gathers[entry]
         is_same = known["unit"] == unit and known["turn"] == turn and known["batch"] == batch
         if is_same and known["device"] == r:
             return int(known["buffer"])
         entry = known["before"]
-    after = state.last[r, 0 if terms.waits else 1]
-    out = _exchanged(whole, terms, tiers, made, state, GATHER, whole[b]["size_bytes"], after, GATHERED, task, b, r)
-    new = state.gathers[made.num[NUM_GATHERED]]
+    after = d.last[r, 0 if d.terms.waits else 1]
+    out = _exchanged(d, GATHER, d.whole[b]["size_bytes"], after, GATHERED, task, b, r)
+    new = d.gathers[d.num[NUM_GATHERED]]
     new["unit"], new["turn"], new["batch"], new["device"] = unit, turn, batch, r
-    new["buffer"], new["before"] = out, state.heads[head]
-    state.heads[head] = made.num[NUM_GATHERED]
-    made.num[NUM_GATHERED] += 1
+    new["buffer"], new["before"] = out, d.heads[head]
+    d.heads[head] = d.num[NUM_GATHERED]
+    d.num[NUM_GATHERED] += 1
     return out
 
 
 @compiled
-def _scatter(
-    whole: Table, terms: SharingNumbers, tiers: Int32, made: Made, state: State, task: int, b: int, r: int
-) -> int:
+def _scatter(d: Dividing, task: int, b: int, r: int) -> int:
     """Device r's shard of the sum of all devices' gradients, or the whole where nothing is divided."""
-    if state.scattered[b, r] < 0:
-        size_bytes, kind = int(whole[b]["size_bytes"]), ALL_REDUCE
-        if not terms.divides_nothing:
-            size_bytes, kind = _shard_bytes(whole, b, r, terms.num, terms.cuts_tensors), terms.by
-        state.scattered[b, r] = _exchanged(
-            whole, terms, tiers, made, state, kind, size_bytes, NONE, SCATTERED, task, b, r
-        )
-    return int(state.scattered[b, r])
+    if d.scattered[b, r] < 0:
+        size_bytes, kind = int(d.whole[b]["size_bytes"]), ALL_REDUCE
+        if not d.terms.divides_nothing:
+            size_bytes, kind = _shard_bytes(d, b, r), d.terms.by
+        d.scattered[b, r] = _exchanged(d, kind, size_bytes, NONE, SCATTERED, task, b, r)
+    return int(d.scattered[b, r])
 
 
 @compiled
-def _own_part(whole: Table, tiers: Int32, num: Int64, buffers: Table, task: int, b: int, r: int, computes: bool) -> int:
+def _own_part(d: Dividing, task: int, b: int, r: int, computes: bool) -> int:
     """What a device has made by itself, before the others' shares are added: a gradient, or updated parameters."""
-    row = whole[b]
-    of_all, tier = buffers[_on(whole, b, r)], tiers[r] if row["is_on_device"] else row["tier"]
+    row = d.whole[b]
+    of_all, tier = d.buffers[_on(d, b, r)], d.tiers[r] if row["is_on_device"] else row["tier"]
     if computes:
-        reuses = _on(whole, row["reuses"], r) if row["has_tied_share"] else NONE
-        return _add_buffer(num, buffers, tier, row["size_bytes"], reuses, OWN, task, b, r)
-    part = _add_buffer(num, buffers, tier, of_all["size_bytes"], of_all["reuses"], OWN, task, b, r)
+        reuses = _on(d, row["reuses"], r) if row["has_tied_share"] else NONE
+        return _add_buffer(d, tier, row["size_bytes"], reuses, OWN, task, b, r)
+    part = _add_buffer(d, tier, of_all["size_bytes"], of_all["reuses"], OWN, task, b, r)
     of_all["reuses"] = part
     return part
 
 
 @compiled
-def _complete(
-    whole: Table, terms: SharingNumbers, made: Made, state: State, task: int, b: int, place: int, r: int, is_sum: bool
-) -> None:
+def _complete(d: Dividing, task: int, b: int, place: int, r: int, is_sum: bool) -> None:
     """Adds all devices' shares: sums gradients onto those of earlier micro-batches, or gathers new parameters."""
-    op, row = made.num[NUM_OPS], whole[b]
+    row = d.whole[b]
     kind, what = GATHER, COMPLETED
     if is_sum:
-        for k in range(terms.num_drawn):
-            _refer(made.reads, made.num, NUM_READS, op, state.own[place, k])
+        for k in range(d.terms.num_drawn):
+            _refer(d, READS, d.own[place, k])
         if row["reuses"] >= 0 and not row["has_tied_share"]:
-            _refer(made.reads, made.num, NUM_READS, op, _on(whole, row["reuses"], r))
-        kind, what = ALL_REDUCE if terms.divides_nothing else terms.by, SUMMED
+            _refer(d, READS, _on(d, row["reuses"], r))
+        kind, what = ALL_REDUCE if d.terms.divides_nothing else d.terms.by, SUMMED
     else:
-        _refer(made.reads, made.num, NUM_READS, op, state.own[place, r])
-        for k in range(state.num_parts[task]):
-            _refer(made.after, made.num, NUM_AFTER, op, state.parts[task, k])
-    _collective(made, state, terms, kind, row["size_bytes"], _on(whole, b, r), what, task, b, r)
+        _refer(d, READS, d.own[place, r])
+        _come_after(d, task)
+    _collective(d, kind, _on(d, b, r), what, task, b, r)
 
 
 @compiled
-def _sum_activations(
-    tasks: Table, whole: Table, reads: Int32, writes: Int32, terms: SharingNumbers, made: Made, state: State, task: int
-) -> None:
+def _sum_activations(d: Dividing, task: int, reads: Int32, writes: Int32) -> None:
     """Megatron's all-reduces: after each half of a block, and where the vocabulary is cut."""
     most_bytes = NONE
     for some in (reads, writes):
         for b in some:
-            if whole[b]["kind"] == ACTS and whole[b]["content"] in (OF_INPUT, OF_INPUT_GRADIENT):
-                most_bytes = max(most_bytes, whole[b]["size_bytes"])
-    end, kind = tasks[task]["end"], tasks[task]["kind"]
+            if d.whole[b]["kind"] == ACTS and d.whole[b]["content"] in (OF_INPUT, OF_INPUT_GRADIENT):
+                most_bytes = max(most_bytes, d.whole[b]["size_bytes"])
+    end, kind = d.tasks[task]["end"], d.tasks[task]["kind"]
     calls = 2 if end == OTHER else 1 if (end == EMBED and kind == FORWARD) or (end == HEAD and kind == BACKWARD) else 0
     if most_bytes < 0 or calls == 0:
         return
-    for r in range(terms.num_drawn):
-        for k in range(state.num_parts[task]):
-            _refer(made.after, made.num, NUM_AFTER, made.num[NUM_OPS], state.parts[task, k])
-        work = _number(made.num, made.works, ALL_REDUCE, calls * most_bytes, calls, r, False)
-        state.awaited[r, state.num_awaited[r]] = _add_op(made, work, SUMMED_ACTS, task, NONE, r)
-        state.num_awaited[r] += 1
+    for r in range(d.terms.num_drawn):
+        _come_after(d, task)
+        work = _number(d, ALL_REDUCE, calls * most_bytes, calls, r, False)
+        d.awaited[r, d.num_awaited[r]] = _add_op(d, work, SUMMED_ACTS, task, NONE, r)
+        d.num_awaited[r] += 1
 
 
 @compiled
-def _declare(whole: Table, terms: SharingNumbers, tiers: Int32, grains: Int64, num: Int64, buffers: Table) -> None:
+def _declare(d: Dividing) -> None:
     """All wholes, on each device that has one."""
-    for b in range(len(whole)):
-        row = whole[b]
-        for r in range(terms.num_drawn if row["is_everywhere"] else 1):
+    for b in range(len(d.whole)):
+        row = d.whole[b]
+        for r in range(d.terms.num_drawn if row["is_everywhere"] else 1):
             size_bytes = int(row["size_bytes"])
-            if row["is_on_device"] or terms.num_drawn == terms.num:
+            if row["is_on_device"] or d.terms.num_drawn == d.terms.num:
                 if row["is_sharded"]:
-                    size_bytes = _shard_bytes(whole, b, r, terms.num, terms.cuts_tensors)
+                    size_bytes = _shard_bytes(d, b, r)
             else:  # of what is on none of the devices, all that is held together
                 size_bytes = 0
-                for k in range(terms.num if row["is_everywhere"] else 1):
+                for k in range(d.terms.num if row["is_everywhere"] else 1):
                     part_bytes = int(row["size_bytes"])
                     if row["is_sharded"]:
-                        part_bytes = _shard_bytes(whole, b, k, terms.num, terms.cuts_tensors)
-                    size_bytes += _held_bytes(part_bytes, grains[row["tier"]])
+                        part_bytes = _shard_bytes(d, b, k)
+                    size_bytes += _held_bytes(part_bytes, d.grains[row["tier"]])
             is_reused = row["reuses"] >= 0 and not row["has_tied_share"]
-            reuses = _on(whole, row["reuses"], r) if is_reused else NONE
-            tier, device = tiers[r] if row["is_on_device"] else row["tier"], r if row["is_everywhere"] else NONE
-            new = buffers[_add_buffer(num, buffers, tier, size_bytes, reuses, STANDS_IN, NONE, b, device)]
+            reuses = _on(d, row["reuses"], r) if is_reused else NONE
+            tier, device = d.tiers[r] if row["is_on_device"] else row["tier"], r if row["is_everywhere"] else NONE
+            new = d.buffers[_add_buffer(d, tier, size_bytes, reuses, STANDS_IN, NONE, b, device)]
             new["is_initial"] = row["is_initial"]
-            new["becomes"] = _on(whole, row["becomes"], r) if row["becomes"] >= 0 else NONE
+            new["becomes"] = _on(d, row["becomes"], r) if row["becomes"] >= 0 else NONE
 
 
 @compiled
-def divide(
-    tasks: Table, whole: Table, reads: Lists, writes: Lists, after: Lists,
-    terms: SharingNumbers, tiers: Int32, grains: Int64, made: Made, state: State,
-) -> None:  # fmt: skip
-    """Makes all of it, from tasks and what they refer to. `tiers` are by device that is drawn; `grains` by tier, as for
-    `_held_bytes`."""
-    num = made.num
-    _declare(whole, terms, tiers, grains, num, made.buffers)
-    for task in range(len(tasks)):
+def divide(d: Dividing, reads: Lists, writes: Lists, after: Lists) -> None:
+    """Makes all of it, from tasks and what they refer to."""
+    _declare(d)
+    for task in range(len(d.tasks)):
         read = reads.items[reads.begins[task] : reads.begins[task + 1]]
         written = writes.items[writes.begins[task] : writes.begins[task + 1]]
-        kind = tasks[task]["kind"]
+        kind = d.tasks[task]["kind"]
         computes = kind in (FORWARD, RECOMPUTE, BACKWARD)
         has_acts = is_sharded = has_sums = False
         for some in (read, written):
             for b in some:
-                has_acts = has_acts or whole[b]["kind"] == ACTS
-                is_sharded = is_sharded or whole[b]["is_sharded"]
+                has_acts = has_acts or d.whole[b]["kind"] == ACTS
+                is_sharded = is_sharded or d.whole[b]["is_sharded"]
         for b in written:
-            has_sums = has_sums or (computes and whole[b]["is_summed_at_once"])
-        is_for_all = not (tasks[task]["is_on_device"] or has_acts)
-        is_shared = (kind == COPY and is_sharded) or (kind == UPDATE and not terms.divides_nothing)
-        is_shared = not is_for_all and (is_shared or (computes and terms.cuts_tensors))
-        for first in range(1 if is_for_all else terms.num_drawn):
+            has_sums = has_sums or (computes and d.whole[b]["is_summed_at_once"])
+        is_for_all = not (d.tasks[task]["is_on_device"] or has_acts)
+        is_shared = (kind == COPY and is_sharded) or (kind == UPDATE and not d.terms.divides_nothing)
+        is_shared = not is_for_all and (is_shared or (computes and d.terms.cuts_tensors))
+        for first in range(1 if is_for_all else d.terms.num_drawn):
             for place in range(len(read)):  # what is exchanged for it comes before it
-                b, is_done = read[place], computes or is_for_all or terms.cuts_tensors
-                row = whole[b]
+                b, is_done = read[place], computes or is_for_all or d.terms.cuts_tensors
+                row = d.whole[b]
+                d.way[place] = NONE
                 if not row["is_on_device"] or (has_sums and row["is_summed_at_once"]):
-                    state.way[place] = NONE
-                elif row["kind"] == PARAMS and computes and terms.divides_all:
-                    state.way[place] = _gather(tasks, whole, terms, tiers, made, state, task, b, first)
+                    continue
+                if row["kind"] == PARAMS and computes and d.terms.divides_all:
+                    d.way[place] = _gather(d, task, b, first)
                 elif row["content"] == OF_GRADIENTS and not (is_done or row["is_summed_at_once"] or row["is_copy"]):
-                    state.way[place] = _scatter(whole, terms, tiers, made, state, task, b, first)
-                else:
-                    state.way[place] = NONE
-            op = num[NUM_OPS]
+                    d.way[place] = _scatter(d, task, b, first)
             for place in range(len(read)):
                 b = read[place]
-                if has_sums and whole[b]["is_summed_at_once"]:
+                if has_sums and d.whole[b]["is_summed_at_once"]:
                     continue
-                end = (terms.num_drawn if whole[b]["is_everywhere"] else 1) if is_for_all else first + 1
+                end = (d.terms.num_drawn if d.whole[b]["is_everywhere"] else 1) if is_for_all else first + 1
                 for r in range(first, end):
-                    new = state.way[place] if state.way[place] >= 0 else _on(whole, b, r)
-                    _refer(made.reads, num, NUM_READS, op, new)
+                    new = d.way[place] if d.way[place] >= 0 else _on(d, b, r)
+                    _refer(d, READS, new)
             for place in range(len(written)):
                 b = written[place]
-                is_own = whole[b]["is_summed_at_once"] if computes else whole[b]["is_gathered_again"]
-                end = (terms.num_drawn if whole[b]["is_everywhere"] else 1) if is_for_all else first + 1
+                is_own = d.whole[b]["is_summed_at_once"] if computes else d.whole[b]["is_gathered_again"]
+                end = (d.terms.num_drawn if d.whole[b]["is_everywhere"] else 1) if is_for_all else first + 1
                 for r in range(first, end):
-                    new = _on(whole, b, r)
+                    new = _on(d, b, r)
                     if is_own:
-                        new = _own_part(whole, tiers, num, made.buffers, task, b, r, computes)
-                        state.own[place, r] = new
-                    _refer(made.writes, num, NUM_WRITES, op, new)
+                        new = _own_part(d, task, b, r, computes)
+                        d.own[place, r] = new
+                    _refer(d, WRITES, new)
             for k in range(after.begins[task], after.begins[task + 1]):
                 old = after.items[k]
-                if not is_for_all and state.num_parts[old] == terms.num_drawn:
-                    _refer(made.after, num, NUM_AFTER, op, state.parts[old, first])
+                if not is_for_all and d.num_parts[old] == d.terms.num_drawn:
+                    _refer(d, AFTER, d.parts[old, first])
                 else:
-                    for part in range(state.num_parts[old]):
-                        _refer(made.after, num, NUM_AFTER, op, state.parts[old, part])
+                    _come_after(d, old)
             if computes and not is_for_all:
-                for k in range(state.num_awaited[first]):
-                    _refer(made.after, num, NUM_AFTER, op, state.awaited[first, k])
-                state.num_awaited[first] = 0
-            device, is_cut, work = NONE if is_for_all else first, int(is_shared), tasks[task]["work"]
-            if state.task_works[work, is_cut, device + 1] < 0:
-                parts = terms.num if is_shared else 1
-                number = _number(num, made.works, OF_TASKS, work, parts, device, True)
-                state.task_works[work, is_cut, device + 1] = number
-            number = state.task_works[work, is_cut, device + 1]
-            state.parts[task, first] = _add_op(made, number, STANDS_IN, task, NONE, device)
-            state.num_parts[task] += 1
+                for k in range(d.num_awaited[first]):
+                    _refer(d, AFTER, d.awaited[first, k])
+                d.num_awaited[first] = 0
+            device, is_cut, work = NONE if is_for_all else first, int(is_shared), d.tasks[task]["work"]
+            if d.task_works[work, is_cut, device + 1] < 0:
+                parts = d.terms.num if is_shared else 1
+                number = _number(d, OF_TASKS, work, parts, device, True)
+                d.task_works[work, is_cut, device + 1] = number
+            number = d.task_works[work, is_cut, device + 1]
+            d.parts[task, first] = _add_op(d, number, STANDS_IN, task, NONE, device)
+            d.num_parts[task] += 1
         if computes and not is_for_all:
-            for r in range(terms.num_drawn):
-                state.last[r, 1], state.last[r, 0] = state.last[r, 0], state.parts[task, r]
+            for r in range(d.terms.num_drawn):
+                d.last[r, 1], d.last[r, 0] = d.last[r, 0], d.parts[task, r]
         for place in range(len(written)):
             b = written[place]
-            if whole[b]["is_summed_at_once"] if computes else whole[b]["is_gathered_again"]:
-                for r in range(terms.num_drawn):
-                    _complete(whole, terms, made, state, task, b, place, r, computes)
-            elif whole[b]["is_summed_at_last"]:
-                for r in range(terms.num_drawn):
-                    summed = made.buffers[_scatter(whole, terms, tiers, made, state, task, b, r)]
-                    of_device = made.buffers[_on(whole, b, r)]
+            if d.whole[b]["is_summed_at_once"] if computes else d.whole[b]["is_gathered_again"]:
+                for r in range(d.terms.num_drawn):
+                    _complete(d, task, b, place, r, computes)
+            elif d.whole[b]["is_summed_at_last"]:
+                for r in range(d.terms.num_drawn):
+                    summed = d.buffers[_scatter(d, task, b, r)]
+                    of_device = d.buffers[_on(d, b, r)]
                     summed["becomes"], of_device["becomes"] = of_device["becomes"], NONE
-        if terms.cuts_tensors and computes:
-            _sum_activations(tasks, whole, read, written, terms, made, state, task)
+        if d.terms.cuts_tensors and computes:
+            _sum_activations(d, task, read, written)

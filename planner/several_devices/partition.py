@@ -23,7 +23,7 @@ from tierplan.hwmodels.names import DEVICE, collective, device, device_index, pa
 from tierplan.planner.plan import Sharing
 from tierplan.planner.several_devices import dividing
 from tierplan.planner.several_devices.collectives import collective_work
-from tierplan.planner.several_devices.dividing import NONE, Made, SharingNumbers, State, Table
+from tierplan.planner.several_devices.dividing import NONE, Dividing, SharingNumbers, Table
 from tierplan.planner.several_devices.kinds import Kinds, content_of, kinds_of
 from tierplan.sim.columns import BufferLabel, Labels, Lists, OpLabel, ScheduleColumns, Works
 from tierplan.sim.contents import buffer_name, copy_key, device_name, micro_batch_name, op_key
@@ -67,12 +67,11 @@ def partition(
     tiers, names = columns.tiers, [t.name for t in columns.tiers]
     tasks = _tasks(columns, kinds)
     wholes = _wholes(columns, kinds, tasks, sharing, names.index(DEVICE), num_drawn)
-    made, state = _room(columns, terms)
     of_drawn = np.array([names.index(device(r)) for r in range(num_drawn)], np.int32)
     grains = np.array([GRAINS[t.rounding] for t in tiers], np.int64)
-    refers_to = columns.reads, columns.writes, columns.after
-    dividing.divide(tasks, wholes, *refers_to, terms, of_drawn, grains, made, state)
-    num_ops, num_buffers, *num_items, num_works, _ = made.num.tolist()
+    made = _with_room(columns, tasks=tasks, whole=wholes, terms=terms, tiers=of_drawn, grains=grains)
+    dividing.divide(made, columns.reads, columns.writes, columns.after)
+    *num_items, num_ops, num_buffers, num_works, _ = made.num.tolist()
     works, number = Works(), []
     for kind, of, times, r in made.works[:num_works].tolist():
         if kind != dividing.OF_TASKS:
@@ -84,9 +83,9 @@ def partition(
         number.append(works.number(stream, amounts))
     if num_drawn < devices:
         tiers = tuple(t if device_index(t.name) is not None else replace(t, rounding="exact") for t in tiers)
-    lists = (made.reads, made.writes, made.after)
     reads, writes, after = (
-        Lists(of.begins[: num_ops + 1].copy(), of.items[:num].copy()) for of, num in zip(lists, num_items, strict=True)
+        Lists(of.begins[: num_ops + 1].copy(), of.items[:num].copy())
+        for of, num in zip(made.lists, num_items, strict=True)
     )
     ops, buffers = made.ops[:num_ops].copy(), made.buffers[:num_buffers].copy()
     return ScheduleColumns(
@@ -163,28 +162,28 @@ def _wholes(
     return wholes
 
 
-def _room(columns: ScheduleColumns, terms: SharingNumbers) -> tuple[Made, State]:
-    """Room for all that may be made: each device has its part of each op, and a collective for each read and write."""
+def _with_room(columns: ScheduleColumns, *, terms: SharingNumbers, **more: Any) -> Dividing:
+    """With room for all that may be made: each device has its part of each op, and a collective for each read and
+    write."""
     d, num_tasks, num_wholes = terms.num_drawn, columns.num_ops, columns.num_buffers
     lists = (columns.reads, columns.writes, columns.after)
     reads, writes, after = (len(of.items) for of in lists)
     most_reads, most_writes, _ = (int(np.diff(of.begins).max(initial=0)) for of in lists)
     num_collectives = reads + writes + num_tasks
     num_ops = d * (num_tasks + num_collectives)
-
-    def room(num: int) -> Lists:
-        return Lists(np.zeros(num_ops + 1, np.int32), np.empty(num, np.int32))
-
-    made = Made(
+    nums_items = (
+        d * (reads + d * reads + (d + 1) * writes),
+        d * (writes + num_collectives),
+        d * (after + num_collectives + reads + d * (writes + num_tasks)),
+    )
+    reading, writing, waiting = (Lists(np.zeros(num_ops + 1, np.int32), np.empty(num, np.int32)) for num in nums_items)
+    return Dividing(
+        terms=terms,
         num=np.zeros(7, np.int64),
+        lists=(reading, writing, waiting),
         ops=np.empty(num_ops, dividing.OPS),
         buffers=np.empty(d * (num_wholes + reads + writes), dividing.BUFFERS),
-        reads=room(d * (reads + d * reads + (d + 1) * writes)),
-        writes=room(d * (writes + num_collectives)),
-        after=room(d * (after + num_collectives + reads + d * (writes + num_tasks))),
         works=np.empty(num_ops, dividing.WORKS),
-    )
-    state = State(
         parts=np.empty((num_tasks, d), np.int32),
         num_parts=np.zeros(num_tasks, np.int64),
         last=np.full((d, 2), NONE, np.int64),
@@ -196,8 +195,8 @@ def _room(columns: ScheduleColumns, terms: SharingNumbers) -> tuple[Made, State]
         heads=np.full(num_wholes + 2 * terms.num_units, NONE, np.int64),
         gathers=np.empty(d * reads, dividing.GATHERS),
         task_works=np.full((len(columns.works), 2, d + 1), NONE, np.int32),
+        **more,
     )
-    return made, state
 
 
 # ---- names ----
