@@ -134,21 +134,10 @@ def _place(t: Making, kind: int, u: int, m: int, flag: int, at: float) -> int:
 
 @compiled
 def _ref(t: Making, op: int) -> None:
-    """Has the turn that was added last come after an op."""
+    """Has the turn that was added last come after an op, or after nothing (`EMPTY`)."""
     end, turns = t.num[TURNS], t.turns
     turns.refs[turns.begins[end]] = op
     turns.begins[end] += 1
-
-
-@compiled
-def _refs(t: Making, first: int, second: int, num: int) -> None:
-    """So many ops: these that there are, in order, and then nothing."""
-    for op in (first, second):
-        if op != EMPTY:
-            _ref(t, op)
-            num -= 1
-    for _ in range(num):
-        _ref(t, EMPTY)
 
 
 @compiled
@@ -196,12 +185,12 @@ def _update(a: Asked, t: Making, u: int, step: float, is_old: bool, apart: float
         if a.write_back == AWAITED and index:
             last = 3 * t.homes[index - 1] + HOME
         made = _place(t, ARRIVE, u, 0, k, at)
-        if held != EMPTY:
-            _ref(t, held)
-        _refs(t, read, home, 3 - (held != EMPTY))
+        for op in (held, read, home):
+            _ref(t, op)
         _go_home(t, 3 * made + READ)
         made = _place(t, UPDATE, u, 0, k, at)
-        _refs(t, held, last, 2)
+        for op in (held, last):
+            _ref(t, op)
         t.waiting[0], t.waiting[1], t.waiting[2] = u, k, index
         t.waiting_at[0] = at if upload_at < 0 else upload_at + at - step
         t.updates[index] = t.homes[index] = made
