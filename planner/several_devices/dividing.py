@@ -76,7 +76,9 @@ WHOLES = np.dtype(
         ("is_gathered_again", _BOOL),  # parameters that every device has whole, and of which each makes a shard
     ]
 )
-OPS = np.dtype([("work", _INT), ("what", _INT), ("task", _INT), ("whole", _INT), ("device", _INT)])
+NAMED = [("what", _INT), ("task", _INT), ("whole", _INT), ("device", _INT)]
+"""What names are made of."""
+OPS = np.dtype([("work", _INT), *NAMED])
 BUFFERS = np.dtype(
     [
         ("tier", _INT),
@@ -84,10 +86,7 @@ BUFFERS = np.dtype(
         ("is_initial", _BOOL),
         ("reuses", _INT),
         ("becomes", _INT),
-        ("what", _INT),
-        ("task", _INT),
-        ("whole", _INT),
-        ("device", _INT),
+        *NAMED,
     ]
 )
 WORKS = np.dtype([("kind", _INT), ("of", _INT), ("times", _INT), ("device", _INT)])

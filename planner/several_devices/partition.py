@@ -240,7 +240,7 @@ def _labels(columns: ScheduleColumns, ops: Table, buffers: Table, sharing: Shari
         return was._replace(name=name)
 
     def all_of(rows: Table, label: Any) -> Sequence[Any]:
-        return [label(*row) for row in rows[["what", "task", "whole", "device"]].tolist()]
+        return [label(*row) for row in rows[[name for name, _ in dividing.NAMED]].tolist()]
 
     return replace(
         one,

@@ -14,6 +14,7 @@ import random
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
@@ -137,7 +138,7 @@ class _Search:
         self.packs = start.plan.packs
         self.rng = random.Random(seed)
         self.estimate = PackEstimate(simulate_plan.workload, simulate_plan.machine)
-        self.known: dict[Borders, float] = {}
+        self._estimated_s = cache(self._estimate_s)
         self.best = start
         self.begun, self.end = self.budget.spent_frac, spent_frac
         num = len(simulate_plan.workload.units)
@@ -159,14 +160,10 @@ class _Search:
     def _is_over(self, share: float) -> bool:
         return self.budget.is_out_of_time or self.budget.spent_frac > self.begun + share * (self.end - self.begun)
 
-    def _estimated_s(self, borders: Borders) -> float:
-        known_s = self.known.get(borders)
-        if known_s is None:
-            form, forward, backward = borders
-            runs = pairwise((0, *forward)) if forward else (), pairwise((0, *backward))
-            known_s = self.known[borders] = self.estimate.of_runs(form, self.packs.devices, *runs, self.packs.cleanup_s)
-            self.budget.ops_left -= OPS_OF_ESTIMATE
-        return known_s
+    def _estimate_s(self, borders: Borders) -> float:
+        self.budget.ops_left -= OPS_OF_ESTIMATE
+        runs = runs_to(borders.forward), runs_to(borders.backward)
+        return self.estimate.of_runs(borders.form, self.packs.devices, *runs, self.packs.cleanup_s)
 
     # ---- by the estimate ----
 
