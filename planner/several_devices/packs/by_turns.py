@@ -1,10 +1,10 @@
 """Lowering of packs: runs of units that visit one or several devices in turn, with all micro-batches (Harmony).
 
-A *task* is one pack's forward or backward turn on one device. It brings the pack's parameters in, takes the grouped
-micro-batches through, one ahead of compute (double buffers), and leaves: a forward task stashes the inputs from which
-backward tasks recompute, a backward task sends its gradients to host memory, where the pack is updated at once while
-the next task runs. Between tasks micro-batches stay on the device tier's links: over host memory on the same device,
-peer to peer between devices. Which moment each transfer may begin is given by `after` edges.
+A *task* (`task.Task`) brings the pack's parameters in, takes the grouped micro-batches through, one ahead of compute
+(double buffers), and leaves: a forward task stashes the inputs from which backward tasks recompute, a backward task
+sends its gradients to host memory, where the pack is updated at once while the next task runs. Between tasks
+micro-batches stay on the device tier's links: over host memory on the same device, peer to peer between devices. Which
+moment each transfer may begin is given by `after` edges.
 
 One op stands for a whole pack. That is enough to choose packs by; `unitwise` has the ops of each unit, for the
 runtime.
@@ -13,7 +13,6 @@ runtime.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise, product
 from operator import attrgetter
@@ -24,6 +23,7 @@ from tierplan.hwmodels.names import HOST, HOST_ADAM, compute, d2h, device, h2d, 
 from tierplan.planner.plan import PackPlan, facts_of, shared_micro_batches
 from tierplan.planner.several_devices.collectives import add_all_reduce
 from tierplan.planner.several_devices.packs.estimate import PackSizes
+from tierplan.planner.several_devices.packs.task import Task
 from tierplan.sim.builder import About, Builder, Said, tiers_of
 from tierplan.sim.columns import ScheduleColumns, collector_paused
 from tierplan.sim.contents import (
@@ -54,44 +54,6 @@ from tierplan.sim.workloads.workload import Amounts, Unit, Workload
 def pack_columns(plan: PackPlan, workload: Workload, machine: Machine) -> ScheduleColumns:
     """The schedule of one step of a plan that has been checked, with one op for each pack and micro-batch."""
     return PackLowering(plan, workload, machine).lowered()
-
-
-@dataclass
-class Task:
-    """One pack's turn on one device."""
-
-    phase: str
-    """`fwd` or `bwd`; the last backward pack's turn does its forward too."""
-    first: int
-    units: tuple[Unit, ...]
-    device: int
-    is_last: bool = False
-    """The pack with the loss."""
-    batches: Sequence[int] = ()
-    is_final: bool = False
-    """Backward in the last round: the pack is updated when its gradients have arrived."""
-    computes: list[int] = field(default_factory=list)
-    """The last compute op of each micro-batch."""
-    again: list[int] = field(default_factory=list)
-    """The recomputation of each micro-batch, in backward."""
-    params: list[int] = field(default_factory=list)
-    """Buffers of its parameters on the device."""
-    grads: int | None = None
-    """The buffer with its gradients on the device, in backward."""
-    sent: list[int] = field(default_factory=list)
-    """The ops that take those to host memory."""
-    gone: int = -1
-    """The op that ends the turn, when it has been added."""
-    left: Task | None = None
-    """The one that the device had before."""
-
-    @property
-    def end(self) -> int:
-        return self.first + len(self.units)
-
-    @property
-    def pack(self) -> Said:
-        return pack_name, self.units[0].name, self.units[-1].name
 
 
 class PackLowering(Builder):

@@ -21,7 +21,7 @@ from itertools import product, zip_longest
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import compute, device
 from tierplan.planner.plan import PackPlan, facts_of
-from tierplan.planner.several_devices.packs.by_turns import Task
+from tierplan.planner.several_devices.packs.task import Task
 from tierplan.planner.several_devices.packs.unitwise import Pipeline
 from tierplan.sim.builder import Said
 from tierplan.sim.columns import ScheduleColumns

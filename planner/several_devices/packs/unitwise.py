@@ -20,7 +20,8 @@ from typing import Any
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import HOPS, HOST, collective, d2h, device, p2p, ring
 from tierplan.planner.plan import PackPlan, Sharing
-from tierplan.planner.several_devices.packs.by_turns import PackLowering, Task
+from tierplan.planner.several_devices.packs.by_turns import PackLowering
+from tierplan.planner.several_devices.packs.task import Task
 from tierplan.planner.several_devices.partition import partition
 from tierplan.sim.builder import Said
 from tierplan.sim.columns import ScheduleColumns
