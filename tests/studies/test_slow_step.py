@@ -210,6 +210,20 @@ def test_a_setting_that_costs_is_named_with_what_it_saves(
     assert [g.step_s for g in said.gains] == sorted(g.step_s for g in said.gains)
 
 
+def test_what_is_gained_is_for_the_same_sequences() -> None:
+    """Where devices share micro-batches and would have as many each, fewer each are the same work."""
+    point = Point(model="gpt2-large", machine="fsdp-qlora-6000-ada", batch=1, accumulation=4)
+    machine = machine_of(point)
+    training = training_of(point, machine)
+    said = explain_run(point, Configured(training=training, policy="mobius", options={}), MeasuredStep(step_s=3.0))
+    own = load_workload("gpt2-large", replace(training, gradient_accumulation_steps=1))
+    step_s = predict("in-memory", own, machine).step_s
+    gain = next(gain for gain in said.gains if gain.what == "no offloading and no recomputation")
+    assert gain.step_s == step_s
+    assert said.expected_s is not None
+    assert gain.gain_frac == pytest.approx(1 - gain.step_s / said.expected_s)
+
+
 def test_no_change_changes_when_updates_happen() -> None:
     for policy in ("zero-infinity", "in-memory"):
         setup = Setup(training=Training(), policy=policy, options={"semantics": "exact-clip"})

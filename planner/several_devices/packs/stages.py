@@ -219,7 +219,7 @@ class _Search:
         worth = [ends for lacking_bytes, step_s, ends in ranked if not lacking_bytes and step_s < PROMISING * than_s]
         best, budget = None, self.simulate_plan.budget
         for ends in worth[:SIMULATED]:
-            if budget.is_out_of_time or budget.spent_frac > self.end_frac:
+            if best is not None and (budget.is_out_of_time or budget.spent_frac > self.end_frac):
                 break
             best = min((found for found in (best, self._simulated(ends)) if found), key=step_s_of)
         return best if step_s_of(best) < inf else None

@@ -190,6 +190,17 @@ class _Simulator:
     def predict(self, setup: Setup) -> Prediction:
         return predict(setup.policy, self.workload(setup), self.slowed(setup.slower), setup.options)
 
+    def predict_for(self, tokens: int, setup: Setup) -> Prediction | None:
+        """The same for so many tokens, in fewer or more micro-batches where devices share them or have their own; None
+        where that cannot be. Any number where `tokens` is 0."""
+        prediction, training = self.predict(setup), setup.training
+        if not tokens or not prediction.tokens or prediction.tokens == tokens:
+            return prediction
+        num, rest = divmod(training.gradient_accumulation_steps * tokens, prediction.tokens)
+        if rest or not num:
+            return None
+        return self.predict(replace(setup, training=replace(training, gradient_accumulation_steps=num)))
+
     def with_part(self, setup: Setup, plan: Plan, part: str, factor: float) -> Prediction:
         """The same plan where one part is slower still."""
         slower = {**setup.slower, part: setup.slower.get(part, 1.0) * factor}
@@ -216,7 +227,7 @@ def explain_run(point: Point, configured: Configured, measured: MeasuredStep) ->
         expected=expected,
         expected_s=expected_s,
         normal_frac=DATA_SHEET_FRAC if place.calibration is None and _is_rough(machine) else CALIBRATED_FRAC,
-        gains=_gains(simulator, setup, configured, expected_s),
+        gains=_gains(simulator, setup, configured, expected_s, expected.tokens),
         best=_best(point, setup, expected.tokens),
         notes=notes,
         assumptions=(*assumed, *_always(machine, setup, expected)),
@@ -359,15 +370,17 @@ def _misfit(prediction: Prediction, measured: MeasuredStep, target_s: float) -> 
     return sum(left_s) / measured.step_s
 
 
-def _gains(simulator: _Simulator, setup: Setup, configured: Configured, expected_s: float | None) -> tuple[Gain, ...]:
-    """Changes that fit and save time, most first; of larger micro-batches only the best."""
+def _gains(
+    simulator: _Simulator, setup: Setup, configured: Configured, expected_s: float | None, tokens: int
+) -> tuple[Gain, ...]:
+    """Changes that fit and save time for the same tokens, most first; of larger micro-batches only the best."""
     found: dict[str, Gain] = {}
     for change in changes(setup, configured.says):
         try:
-            prediction = simulator.predict(change.setup)
+            prediction = simulator.predict_for(tokens, change.setup)
         except (PlanError, MachineError, WorkloadError):
             continue
-        if prediction.step_s is None:
+        if prediction is None or prediction.step_s is None:
             continue
         step_s = prediction.step_s + change.setup.extra_s
         gain_frac = 1.0 if expected_s is None else 1.0 - step_s / expected_s

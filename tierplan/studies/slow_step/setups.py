@@ -229,6 +229,6 @@ def changes(setup: Setup, says: Mapping[str, object]) -> Iterator[SetupChange]:
         if size != batch and batch * steps % size == 0 and max(size, batch) % min(size, batch) == 0:
             num = batch * steps // size
             other = replace(training, per_device_train_batch_size=size, gradient_accumulation_steps=num)
-            larger = "parameters are fetched less often, and products are larger"
+            larger = "products are larger, and what is fetched for them comes less often"
             why = larger if size > batch else "less is on the GPU at once"
             yield change(f"micro-batches of {size}, {num} in a step", why, training=other)
