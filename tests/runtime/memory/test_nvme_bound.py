@@ -61,7 +61,7 @@ def test_a_record_has_the_median_of_steps_and_the_whole() -> None:
 def test_a_step_ends_with_its_last_op_and_not_before_earlier_steps() -> None:
     spans = (span("s0/a", "a", 0, 5), span("s1/a", "a", 1, 2), span("s1/b", "a", 2, 3), span("s10/a", "a", 8, 9))
     trace = Trace(name="t", spans=spans, memory=(), capacity_bytes={}, peak_bytes={})
-    assert list(cut_steps(trace).end_ns.values()) == [5 * S, 5 * S, 9 * S]
+    assert [end_ns for _, end_ns in cut_steps(trace).windows_ns.values()] == [5 * S, 5 * S, 9 * S]
 
 
 def test_the_page_shows_what_is_in_the_files_that_it_names() -> None:
