@@ -14,18 +14,18 @@ A run that does not come to its end raises `TierFullError`, or the error of the 
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 
 from tierplan.runtime.execution.device import DEVICE_STREAMS, Device
 from tierplan.runtime.execution.instances import Call, ExecutionError, Instance, OpRun
 from tierplan.runtime.execution.rules import Rules
-from tierplan.runtime.execution.threads import coreless_ns, let_helpers_go
+from tierplan.runtime.execution.threads import LastingThread, coreless_ns, let_helpers_go
 from tierplan.runtime.memory.freed_memory import only_new_objects_searched
 from tierplan.sim.schedule import Op, Schedule, ScheduleError
 from tierplan.sim.trace import Trace
@@ -124,12 +124,10 @@ class Executor:
         )
         self.ledger = self._rules.ledger
         self._threads = [
-            (ThreadPoolExecutor(1, f"tierplan {name}{stream}"), work, stream)
+            (LastingThread(f"tierplan {name}{stream}"), functools.partial(work, stream))
             for work, name, streams in ((self._work, "", streams), (self._await, "end of ", self._issued))
             for stream in streams
         ]
-        """Each lasts as long as this object: what a thread has freed it takes again, which the C library would give to
-        others."""
 
     @property
     def carried(self) -> dict[str, Instance]:
@@ -178,10 +176,11 @@ class Executor:
         self._num_workers = len(self._wakeup) + len(self._issued)
         self._done_issuing.clear()
         try:
-            working = [thread.submit(work, stream) for thread, work, stream in self._threads]
+            for thread, work in self._threads:
+                thread.begin(work)
             self._watch()
-            for worker in working:
-                worker.result()
+            for thread, _ in self._threads:
+                thread.wait()
         except BaseException as error:
             with self._lock:
                 self._fail(error)
@@ -195,8 +194,8 @@ class Executor:
 
     def close(self) -> None:
         """Ends the workers, which else are there as long as this object. It cannot run any more."""
-        for thread, *_ in self._threads:
-            thread.shutdown()
+        for thread, _ in self._threads:
+            thread.end()
 
     def request_stop(self) -> None:
         """Lets every step that a stream has begun run to its end, and no more. For signal handlers and bodies, too."""

@@ -14,14 +14,18 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
+
+_ENOUGH = nullcontext()
 
 
 @functools.cache
@@ -55,19 +59,61 @@ def let_helpers_go() -> None:
         library.omp_pause_resource_all(1)
 
 
-@contextmanager
-def threads_here(num_threads: int) -> Iterator[None]:
+def threads_here(num_threads: int) -> AbstractContextManager[None]:
     """So many threads for a while. One that has so many keeps its helpers: to start others takes some 50 us."""
     before = torch.get_num_threads()
-    if before == num_threads:
-        yield
-        return
+    return _ENOUGH if before == num_threads else _other_threads(num_threads, before)
+
+
+@contextmanager
+def _other_threads(num_threads: int, before: int) -> Iterator[None]:
     limit_this_thread(num_threads)
     try:
         yield
     finally:
         let_helpers_go()
         limit_this_thread(before)
+
+
+class LastingThread:
+    """A thread that does one piece of work after another, until `end` is called or nobody has this object any more.
+
+    What it has freed it takes again: the C library gives a new thread the memory that some other thread has left.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=_do_all, args=(self._work,), name=name, daemon=True)
+        self._no_more = weakref.finalize(self, self._work.put, None)
+
+    def begin(self, work: Callable[[], None]) -> None:
+        """Does it when all that it was given before is done. Raises `RuntimeError` once the thread was told to end."""
+        if not self._no_more.alive:
+            raise RuntimeError(f"thread {self._thread.name!r} has ended and takes no more work; make another")
+        if self._thread.ident is None:
+            self._thread.start()
+        self._work.put(work)
+
+    def wait(self) -> None:
+        """Returns when all that it was given is done."""
+        done = threading.Event()
+        self.begin(done.set)
+        done.wait()
+
+    def end(self) -> None:
+        """Returns when all that it was given is done and the thread has ended."""
+        self._no_more()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+
+def _do_all(work: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (one := work.get()) is not None:
+        try:
+            one()
+        except BaseException:  # told as that of any thread; what comes behind it is done
+            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+        del one
 
 
 class _Clock:

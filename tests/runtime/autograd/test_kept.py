@@ -69,5 +69,5 @@ def test_saved_tensors_are_looked_at_once_where_nothing_moves(
         assert of_steps == [of_micro_batch, 0, 0], "the second micro-batch saves as the first one did"
     else:
         assert of_steps == [count * of_micro_batch] * STEPS
-    in_one = {"tierplan gpu0.compute_0"} if order == "horizontal" else {"tierplan micro-batch"}
+    in_one = {"tierplan gpu0.compute"} if order == "horizontal" else {"tierplan micro-batch"}
     assert threads == in_one

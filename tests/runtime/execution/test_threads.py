@@ -1,5 +1,5 @@
 """What a thread has waited for a core is known, with what others waited for it, and stands in the spans of ops.
-A stream keeps its thread."""
+A thread that lasts does what it is given, and ends."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from tests.toys import toy_machine, toy_workload, uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.execution import executor, threads
-from tierplan.runtime.execution.threads import coreless_ns
+from tierplan.runtime.execution.threads import LastingThread, coreless_ns
 
 COUNTS = Path("/proc/thread-self/schedstat").exists()
 
@@ -106,6 +107,32 @@ def test_spans_say_how_long_their_ops_waited(monkeypatch: pytest.MonkeyPatch) ->
     assert all(0 <= span.delayed_ns <= min(100, span.dispatch_ns) for span in spans)
 
 
+def test_a_lasting_thread_does_all_that_it_is_given_in_order_and_then_ends() -> None:
+    done: list[tuple[int, int]] = []
+    thread = LastingThread("one")
+    for k in range(3):
+        thread.begin(partial(lambda k: done.append((k, threading.get_native_id())), k))
+    thread.wait()
+    assert [k for k, _ in done] == [0, 1, 2]
+    assert len({native for _, native in done}) == 1
+    thread.end()
+    with pytest.raises(RuntimeError, match="thread 'one' has ended"):
+        thread.begin(lambda: None)
+
+
+def test_an_error_in_a_lasting_thread_is_told_and_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[int] = []
+    told: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    thread = LastingThread("one")
+    thread.begin(lambda: done.append(1 // 0))
+    thread.begin(lambda: done.append(1))
+    thread.wait()
+    thread.end()
+    assert done == [1]
+    assert [(args.exc_type, args.thread and args.thread.name) for args in told] == [(ZeroDivisionError, "one")]
+
+
 def test_a_stream_keeps_its_thread_from_run_to_run_until_it_is_closed() -> None:
     """So what an op has freed, the op of a later run takes again."""
     used: dict[str, set[threading.Thread]] = {}
@@ -119,5 +146,15 @@ def test_a_stream_keeps_its_thread_from_run_to_run_until_it_is_closed() -> None:
     assert all(len(those) == 1 for those in used.values())
     run.close()
     assert not any(thread.is_alive() for those in used.values() for thread in those)
-    with pytest.raises(RuntimeError, match="after shutdown"):
+    with pytest.raises(RuntimeError, match="has ended"):
         run.run(1)
+
+
+def test_a_lasting_thread_that_nobody_has_any_more_ends() -> None:
+    threads: list[threading.Thread] = []
+    thread = LastingThread("one")
+    thread.begin(lambda: threads.append(threading.current_thread()))
+    thread.wait()
+    del thread
+    threads[0].join(30)
+    assert not threads[0].is_alive()
