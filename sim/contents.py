@@ -87,6 +87,13 @@ class States:
         """The key of the update that writes these states: `update/L3/1of4`."""
         return _path("update", self.unit, self._part, _copy_of(self.device))
 
+    @classmethod
+    def updated_by(cls, key: str) -> States:
+        """Those of the update with this key."""
+        content = parse_content(key.replace("update", "states", 1))
+        assert isinstance(content, cls), key
+        return content
+
     @property
     def _part(self) -> str:
         return f"{self.part}of{self.num_parts}" if self.num_parts > 1 else ""

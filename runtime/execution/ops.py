@@ -452,9 +452,11 @@ class Bodies:
                 continue
             if instance.over is None and not layout.has_master:
                 raise ModelError(
-                    f"op {call.op.key!r} writes new parameters, but there is no master copy to make them from"
+                    f"op {call.op.key!r} writes new parameters and there is no master copy to make them of"
                 )
             flat = block.data.view(self.dtype)
+        if len(call.writes) == 1 and (said := States.updated_by(call.op.key)).num_parts > 1:
+            part = self.states_part(said)  # of an optimizer without states
         grads = value_of(call.reads[0])
         begin = own.start if flat.numel() == len(own) else 0
         flat = flat[part.start - begin : part.stop - begin]

@@ -58,5 +58,5 @@ def own_ranks(name: str, *, num_threads: int | None = None) -> Iterator[Ranks | 
         if os.environ.get("TIERPLAN_DEBUG"):
             traceback.print_exception(error)
         elif ranks.is_first_to_say():
-            print(f"{name}: {error or type(error).__name__}", file=sys.stderr, flush=True)
+            print(f"{name}: {str(error) or type(error).__name__}", file=sys.stderr, flush=True)
         os._exit(1)  # an exchange that was left may wait for its end

@@ -93,6 +93,14 @@ def test_late_updates(optimizer: str, tmp_path: Path) -> None:
     check(model, training, split(workload, choice), tmp_path, workload=workload)
 
 
+def test_an_optimizer_without_states_updates_each_part_once(tmp_path: Path) -> None:
+    training = replace(CPU, optimizer="sgd")
+    model = make_model("gpt2", num_blocks=2)
+    workload = observed_workload(model, make_batches(1)[0], training)
+    choice = UnitPlan(params="host", grads="host", states="nvme")
+    check(model, training, split(workload, choice), tmp_path, workload=workload)
+
+
 @pytest.mark.parametrize("then", [PARTS, 1, 2])
 def test_a_run_resumes_with_states_in_any_number_of_parts(then: int, tmp_path: Path) -> None:
     model, batches = make_model("gpt2", dtype="bf16"), make_batches(6)
