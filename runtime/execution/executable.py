@@ -95,6 +95,14 @@ def executable_step(schedule: Schedule, rank: int = 0, num_there: int = 1) -> St
             f"schedule {schedule.name!r} updates with {optimizer}, which is simulated only; plan with one of "
             f"{', '.join(KERNELS)}"
         )
+    if (training := schedule.step.training).dtype_of_trained != "fp32" and not training.has_master:
+        moments = training.optim.moments((1024, 1024), True, training.dtype_of_trained)
+        if any(moment.format == "fp32" for moment in moments):
+            raise TrainingError(
+                f"schedule {schedule.name!r} updates {training.dtype_of_trained} weights by fp32 states of {optimizer} "
+                "without a master copy of the weights, which is simulated only: kernels have both in one dtype. Plan "
+                "with master weights, or with states in the weights' dtype or in 8 bits (adamw:states=bf16)"
+            )
     if (wrong := next(_wrongs(schedule, schedule.step, rank, num), None)) is not None:
         raise TrainingError(f"schedule {schedule.name!r} is not one that this runtime can execute: {wrong}. Plan again")
     return schedule.step

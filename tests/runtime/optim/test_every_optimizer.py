@@ -84,6 +84,15 @@ def test_what_is_only_simulated_is_refused_by_name(tmp_path: Path) -> None:
         Trainer(schedule, model, optimizer=OptimizerSettings(name=training.optimizer))
 
 
+@pytest.mark.parametrize("spec", ["adamw", "sgd:momentum=0.9", "lion", "muon", "adafactor"])
+def test_fp32_states_beside_bf16_weights_without_a_master_copy_are_refused(spec: str) -> None:
+    model = make_model("gpt2", num_blocks=2, dtype="bf16")
+    workload = observed_workload(model, make_batches(1)[0], of(spec, "bf16", master_weights=False))
+    schedule = lower(uniform_plan(workload, UnitPlan()), workload, machine())
+    with pytest.raises(TrainingError, match=f"fp32 states of {spec} without a master copy .*adamw:states=bf16"):
+        Trainer(schedule, model, optimizer=OptimizerSettings(name=spec))
+
+
 def test_an_8_bit_update_moves_8_bit_states() -> None:
     model = make_model("gpt2", num_blocks=2, dtype="bf16")
     moved = []
