@@ -184,6 +184,14 @@ def test_a_quick_answer_is_a_lower_bound_and_says_so(advice: Advice, point: Poin
     text = " ".join(" ".join(advice_lines(advice)).split())
     assert "Yes: at least " in text
     assert "finds a plan for this machine that is at least as quick" in text
+    assert "further GPUs are not planned" in text
+    assert f"rates {advice.answer['basis']}" in text, "as `plan` says"
+
+
+def test_prices_are_told_of_what_is_shown(advice: Advice) -> None:
+    shown = {str(part) for c in advice.changes for part in c.bought.overrides.values()}
+    told = {text.partition(" costs ")[0] for text in advice.assumptions if " costs " in text and "USD (" in text}
+    assert told <= {*shown, "DRAM", "a drive", "cloud-h100"}
 
 
 def test_drives_that_do_not_last_are_in_the_first_lines(advice: Advice) -> None:

@@ -301,3 +301,5 @@ def test_the_command_prints_times_and_speeds_in_eighty_columns(
     assert " ms " in lines[1]
     assert "e+" not in "".join(lines)
     assert max(map(len, lines[:-1])) <= 80
+    assert main(["sweep", str(study), "-o", str(tmp_path / "out"), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 16

@@ -57,8 +57,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         rows = sweep(points, out_dir=out, num_workers=args.workers, progress=progress)
     if args.json:
-        for row in rows:
-            print(json.dumps(row))
+        print(json.dumps(rows, indent=1))
     else:
         _print_table(study.question, {**study.scenario, **study.overrides}, rows)
         print(f"\n{len(rows)} scenario{'s' * (len(rows) != 1)} in {out / 'table.csv'}")

@@ -168,6 +168,8 @@ def _figures(advice: Advice) -> list[tuple[str, str]]:
         figures += [(f"{format_count(advice.rented.tokens)} tokens", "not on this machine"), *_rent(advice)]
     if advice.largest_model:
         figures.append(("largest model", f"{advice.largest_model}, by a published system, one sequence at a time"))
+    if advice.fits:
+        figures.append(("rates", str(answer["basis"])))
     return figures
 
 

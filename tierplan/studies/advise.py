@@ -53,7 +53,7 @@ bought where it has several GPUs."""
 SHORT_SEARCH = (
     "the search was short. The whole one, without --quick, finds a plan for this machine that is at least as quick; "
     "what a purchase gains and renting costs is rough: purchases have plans of the same kind and in about the same "
-    "micro-batches as the machine as it is"
+    "micro-batches as the machine as it is, and further GPUs are not planned"
 )
 
 
@@ -187,17 +187,21 @@ def advise(
     answer.pop("known", None)
     if "error" in answer:
         raise ValueError(answer["error"])
+    changes = worthwhile(answer, bought, answers)
     return Advice(
         point=point,
         machine=description.name,
         answer=answer,
-        changes=worthwhile(answer, bought, answers),
+        changes=changes,
         num_tried=len(bought),
         left_out=left_out,
         rented=rental,
         largest_model=largest_model,
         costs=costs_of(answer, description, prices, tokens) if answer["fits"] else None,
-        assumptions=(*([SHORT_SEARCH] if quick else []), *_assumptions(description, prices, bought)),
+        assumptions=(
+            *([SHORT_SEARCH] if quick else []),
+            *_assumptions(description, prices, [c.bought for c in changes]),
+        ),
     )
 
 

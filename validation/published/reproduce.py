@@ -14,6 +14,7 @@ import json
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from functools import lru_cache
 from importlib import resources
 from itertools import combinations
@@ -192,10 +193,16 @@ def systems() -> list[str]:
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
+def check_named(system: str, known: Sequence[str]) -> None:
+    """Raises `ValueError` for a system that has no figures, with what was probably meant."""
+    if system not in known:
+        near = "".join(f"did you mean {close!r}? " for close in get_close_matches(system, known, n=1))
+        raise ValueError(f"there are no published figures of {system!r}; {near}choose among {', '.join(known)}")
+
+
 def published(system: str) -> dict[str, Any]:
     """One file of published figures. Raises `ValueError` for a system that has none."""
-    if system not in systems():
-        raise ValueError(f"there are no published figures of {system!r}; choose among {', '.join(systems())}")
+    check_named(system, systems())
     return table_of(f"{system}.toml")
 
 

@@ -218,7 +218,9 @@ def test_every_row_is_on_the_page(reports: dict[str, Report]) -> None:
 
 def test_an_unknown_system_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", "fuyo"]) == 1
-    assert "no published figures of 'fuyo'; choose among fuyou, harmony" in capsys.readouterr().err
+    assert (
+        "no published figures of 'fuyo'; did you mean 'fuyou'? choose among fuyou, harmony" in capsys.readouterr().err
+    )
     assert set(QUICK) < set(systems())
 
 

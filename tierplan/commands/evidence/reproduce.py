@@ -34,9 +34,11 @@ def run(args: argparse.Namespace) -> int:
 
     from tierplan.validation.published.page import summary_text, table_text, update_page
     from tierplan.validation.published.points import POINTS, reproduce_points
-    from tierplan.validation.published.reproduce import published, reproduce, systems
+    from tierplan.validation.published.reproduce import check_named, published, reproduce, systems
 
     names = args.systems or systems()
+    for name in names:
+        check_named(name, [*systems(), *POINTS])
     of_points = any(name in POINTS for name in names)
     total = None if of_points else sum(len(result["rows"]) for name in names for result in published(name)["result"])
     with tqdm(total=total, disable=not sys.stderr.isatty(), leave=False) as bar:
