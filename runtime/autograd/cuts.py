@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -62,3 +62,14 @@ def handed_over(roots: Sequence[Root], flat: Sequence[object]) -> list[torch.Ten
     """The leaves that a unit hands over; where all before is frozen, its first result, of which none has a gradient."""
     first = (t for t in flat if isinstance(t, torch.Tensor) and t.is_floating_point())
     return [leaf for _, leaf in roots] or [next(first)]
+
+
+def check_read(name: str, read: Iterable[torch.Tensor], away: Mapping[str, Iterable[torch.Tensor]]) -> None:
+    """Refuses a block that reads what is `away`, by the earlier unit whose input it is: the plan takes inputs for one
+    unit's alone, and this one off the device."""
+    owners = {id(leaf): owner for owner, leaves in away.items() for leaf in leaves}
+    if (owner := next((owners[id(t)] for t in read if id(t) in owners), None)) is not None:
+        raise ModelError(
+            f"{name!r} reads what {owner!r} has as its input, which the plan takes off the device; choose a plan whose "
+            "inputs stay there (input='keep'), or have the model hand a copy of it to later blocks"
+        )

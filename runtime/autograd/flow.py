@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from tierplan.hwmodels.names import COMPUTE
+from tierplan.hwmodels.names import COMPUTE, DEVICE
 from tierplan.sim.contents import Frozen, Input, Params, RecomputedActs, SavedActs, Shared, parse_content
 from tierplan.sim.schedule import Schedule
 
@@ -22,6 +22,8 @@ class Flow:
     """Micro-batches in which all units follow each other so."""
     unmoved: Collection[int] = ()
     """Units of which nothing that backward reads has been elsewhere since forward: autograd may hold it by itself."""
+    inputs_away: Collection[int] = ()
+    """Units whose input leaves the device, as far as it is theirs alone."""
 
 
 def flow_of(schedule: Schedule, units: Sequence[str]) -> Flow:
@@ -41,8 +43,10 @@ def flow_of(schedule: Schedule, units: Sequence[str]) -> Flow:
             read.setdefault((op.unit, op.micro_batch), []).append(set(wanted))
     moved = {unit for (unit, _), reads in read.items() if len(reads) != 2 or reads[0] != reads[1]}
     moved |= {content.unit for content in contents.values() if isinstance(content, RecomputedActs)}
+    away = {c.unit for b in schedule.buffers if isinstance(c := contents[b.name], Input) and b.tier != DEVICE}
     return Flow(
         frozenset(followed),
         frozenset(m for m, n in count.items() if n + 1 == len(units)),
         frozenset(i for i, name in enumerate(units) if name not in moved),
+        frozenset(i for i, name in enumerate(units) if name in away),
     )

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge, saved_tensors_hooks
 
 from tierplan.hwmodels.names import COMPUTE
-from tierplan.runtime.autograd.cuts import Leaves, Root, check_cut, cut, handed_over
+from tierplan.runtime.autograd.cuts import Leaves, Root, check_cut, check_read, cut, handed_over
 from tierplan.runtime.autograd.flow import Flow
 from tierplan.runtime.autograd.hooks import ModelHooks
 from tierplan.runtime.autograd.nests import addresses, flatten, form_of, shapes_of, tensors_in
@@ -437,15 +437,13 @@ class MicroBatchRun:
                 f"the model's forward called {self.units[index].name!r} out of order; the runtime runs each block "
                 "once, in the order of the model's list"
             )
-        run = self.runs[index]
-        flat, nested = flatten((args, kwargs))
+        run, (flat, nested) = self.runs[index], flatten((args, kwargs))
         if is_behind_block:
             flat = cut(flat, run.glue, self._leaf_of, is_passed_on=True)
             self._check_cut(index, run.glue)
         else:
             self._close()
-            roots = self.runs[index - 1].roots
-            flat = cut(flat, roots, self._leaf_of, is_passed_on=True)
+            flat = cut(flat, roots := self.runs[index - 1].roots, self._leaf_of, is_passed_on=True)
             self._check_cut(index - 1, roots)
             run.leaves = handed_over(roots, flat)
             if index == self.own.start:  # another rank has run what is before
@@ -456,6 +454,8 @@ class MicroBatchRun:
         if self.specs[index].recomputed:
             run.call = (original, args, kwargs)
         run.read = list({id(t): t for t in (*leaves, *run.leaves)}.values())
+        away = {self.units[k].name: self.runs[k].leaves for k in self.flow.inputs_away if k < index}
+        check_read(self.units[index].name, run.read, away)
         self._open(index, run.read, flat)
         out = original(*args, **kwargs)
         self._close()

@@ -451,9 +451,7 @@ class Bodies:
                 part, views = block.once(call.op.key, functools.partial(self._states_in, content))
                 continue
             if instance.over is None and not layout.has_master:
-                raise ModelError(
-                    f"op {call.op.key!r} writes new parameters and there is no master copy to make them of"
-                )
+                raise ModelError(f"op {call.op.key!r} writes parameters, with no master copy to make them from")
             flat = block.data.view(self.dtype)
         if len(call.writes) == 1 and (said := States.updated_by(call.op.key)).num_parts > 1:
             part = self.states_part(said)  # of an optimizer without states

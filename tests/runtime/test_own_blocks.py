@@ -166,3 +166,44 @@ def test_training_within_autocast_is_refused(tmp_path: Path) -> None:
     schedule = lower(uniform_plan(workload, UnitPlan()), workload, machine())
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(TrainingError, match="within torch"):
         train(schedule, model, batches, steps=1, nvme_dir=tmp_path)
+
+
+class _Looking(nn.Module):
+    """A block that looks at what the first one has as its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.inner(x) + first)
+
+
+class _OfLooking(nn.Module):
+    def __init__(self, copies: bool) -> None:
+        super().__init__()
+        self.embed, self.head, self.copies = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY), copies
+        self.layers = nn.ModuleList(_Looking() for _ in range(3))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        first = x.clone() if self.copies else x
+        for layer in self.layers:
+            x = layer(x, first)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("place", ["keep", "host", "nvme"])
+def test_an_input_that_later_blocks_read_does_not_leave_the_device(place: Action, copies: bool, tmp_path: Path) -> None:
+    """Refused by name, where its bytes would be gone. A copy is shared by all, and stays."""
+    batches, model = make_batches(3), _OfLooking(copies)
+    plain = copy.deepcopy(model)
+    workload = trace_module(copy.deepcopy(model), batches[0], CPU)
+    schedule = lower(uniform_plan(workload, UnitPlan(input=place)), workload, machine())
+    if place != "keep" and not copies:
+        with pytest.raises(ModelError, match="'L1' reads what 'L0' has as its input, which the plan takes off"):
+            train(schedule, model, batches, steps=3, nvme_dir=tmp_path)
+        return
+    result = train(schedule, model, batches, steps=3, nvme_dir=tmp_path)
+    assert list(result.losses) == train_plainly(plain, batches, steps=3)
