@@ -453,8 +453,8 @@ class Bodies:
             if instance.over is None and not layout.has_master:
                 raise ModelError(f"op {call.op.key!r} writes parameters, with no master copy to make them from")
             flat = block.data.view(self.dtype)
-        if len(call.writes) == 1 and (said := States.updated_by(call.op.key)).num_parts > 1:
-            part = self.states_part(said)  # of an optimizer without states
+        if len(call.writes) == 1 and (of_key := States.updated_by(call.op.key)).num_parts > 1:
+            part = self.states_part(of_key)  # of an optimizer without states
         grads = value_of(call.reads[0])
         begin = own.start if flat.numel() == len(own) else 0
         flat = flat[part.start - begin : part.stop - begin]
