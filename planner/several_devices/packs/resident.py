@@ -15,7 +15,7 @@ device, it needs neither.
 from __future__ import annotations
 
 from collections import deque
-from functools import cache
+from functools import lru_cache
 from itertools import product, zip_longest
 
 from tierplan.hwmodels.machine import Machine
@@ -39,7 +39,7 @@ StageTurn = tuple[bool, int, int]
 """Whether it goes back, with which stage and micro-batch."""
 
 
-@cache
+@lru_cache(maxsize=32)
 def turns_of(num: int, num_stages: int, num_batches: int) -> tuple[tuple[StageTurn, ...], ...]:
     """What each of so many devices does, in order."""
     each, at_home = divmod(num_stages, num)
