@@ -211,6 +211,12 @@ def split_model(model: nn.Module, batch: Mapping[str, object]) -> list[ModelUnit
     parameters = dict(model.named_parameters())
     if not any(p.requires_grad for p in parameters.values()):
         raise ModelError(f"all parameters of {type(model).__name__} are frozen; there is nothing to train")
+    frozen = next((name for name, p in parameters.items() if not p.requires_grad), None)
+    if frozen is not None and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ModelError(
+            f"parameter {frozen!r} is frozen, but of encoder-decoders the runtime trains all parameters; frozen ones "
+            "and adapters are simulated only there"
+        )
     last = len(blocks)
     outside: dict[int, list[tuple[str, nn.Parameter]]] = {0: [], **{at: [] for at in sorted(used)}, last: []}
     sharing: set[int] = set()

@@ -154,6 +154,14 @@ def test_a_mixture_of_experts(acts: str, dtype: str, tmp_path: Path) -> None:
     train_both(make_model("mixtral", num_blocks=2, dropout=0.1, dtype=dtype), training, choice, tmp_path)
 
 
+def test_t5_with_frozen_parameters_is_refused() -> None:
+    model = make_model("t5", num_blocks=2)
+    for p in model.get_input_embeddings().parameters():  # type: ignore[operator]
+        p.requires_grad_(False)
+    with pytest.raises(ModelError, match=r"'shared\.weight' is frozen, but of encoder-decoders the runtime trains all"):
+        split_model(model, make_batches(1)[0])
+
+
 def test_t5_goes_on_from_a_commit(tmp_path: Path) -> None:
     model, batches = make_model("t5", num_blocks=2, dropout=0.1), make_batches(5)
     plain, resumed = copy.deepcopy(model), copy.deepcopy(model)
