@@ -109,6 +109,14 @@ def test_what_the_planner_finds_is_quicker_than_megatrons_stages() -> None:
     assert found.step_s < 0.7 * megatrons
 
 
+def test_the_best_stages_are_tried_though_all_work_is_spent() -> None:
+    """As it is by others that did not fit: the estimate has taken its time already."""
+    found, simulate_plan = Incumbents("shared", 5, 1), simulator(unequal(0), devices(2, 12 * GIB))
+    search_stages(found, simulate_plan, num_ops=-1.0)
+    assert found.staged is not None
+    assert simulate_plan.num_simulated == 1
+
+
 def test_a_tied_head_costs_a_pipeline_next_to_nothing() -> None:
     """Its stage comes home to the embedding, so no gradients of a vocabulary of 152,000 are sent."""
     training = Training(gradient_accumulation_steps=16, sequence_length=1024, dtype="bf16", backend="cuda")

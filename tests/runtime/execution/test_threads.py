@@ -158,3 +158,13 @@ def test_a_lasting_thread_that_nobody_has_any_more_ends() -> None:
     del thread
     threads[0].join(30)
     assert not threads[0].is_alive()
+
+
+def test_no_thread_that_is_at_work_keeps_python_from_ending() -> None:
+    code = (
+        "import time\n"
+        "from tierplan.runtime.execution.threads import LastingThread\n"
+        "thread = LastingThread('one')\n"
+        "thread.begin(lambda: time.sleep(600))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
