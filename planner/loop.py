@@ -44,8 +44,9 @@ FAR = 1.05
 """A search goes on beyond its default budget while the step is more than this times the bound."""
 SOLVER_FRAC = 1e-6
 """By so much a solver's bound may exceed a step that reaches it. What is more would be a wrong bound, and is shown."""
-MOST_IN_FULL = 8
-"""Plans of several devices that are simulated with each of them, where the quickest with one for all takes longer."""
+NEXT_IN_FULL = 4
+"""Where the quickest plan of several devices takes longer with each of them drawn than with one for all, so many of the
+next ones are drawn too, and then ones further and further behind: those beside it mostly fail alike."""
 SAME_FRAC = 1e-6
 """Steps that differ by less take equally long."""
 SHARES: Mapping[Order, float] = {"horizontal": 0.3, "vertical": 0.4}
@@ -257,7 +258,11 @@ class Search:
         full, rivals = self._no_incumbents(), [best]
         if self.num_devices > 1:
             able = (c for c in self.simulate_plan.seen.values() if c.fits and is_same(c.plan, self.semantics))
-            rivals += sorted(able, key=per_batch_s)[:MOST_IN_FULL]
+            behind = sorted(able, key=per_batch_s)
+            rivals += [
+                *behind[:NEXT_IN_FULL],
+                *(behind[2**k] for k in range(2, len(behind).bit_length()) if 2**k < len(behind)),
+            ]
         for rival in rivals:
             if full.best is None or per_batch_s(rival) < per_batch_s(full.best) * (1 - SAME_FRAC):
                 full.consider(self.simulate_plan.in_full(rival.plan))

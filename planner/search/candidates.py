@@ -201,6 +201,8 @@ class PlanSimulator:
                         held[place] += size // num_shards if place == "device" else size
             case PagedPlan():
                 held["host"] = plan.devices * sum(map(sum, self.sizes))
+            case PackPlan(packs=packs) if not packs.stays:
+                held["host"] = sum(map(sum, self.sizes))
             case UnitwisePlan() | PackPlan():
                 return None
         capacity = {t.kind: t for t in reversed(self.machine.tiers)}

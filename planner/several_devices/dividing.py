@@ -365,12 +365,13 @@ def _declare(d: Dividing) -> None:
                 if row["is_sharded"]:
                     size_bytes = _shard_bytes(d, b, r)
             else:  # of what is on none of the devices, all that is held together
-                size_bytes = 0
-                for k in range(d.terms.num if row["is_everywhere"] else 1):
-                    part_bytes = int(row["size_bytes"])
-                    if row["is_sharded"]:
-                        part_bytes = _shard_bytes(d, b, k)
-                    size_bytes += _held_bytes(part_bytes, d.grains[row["tier"]])
+                num, grain_bytes = d.terms.num if row["is_everywhere"] else 1, d.grains[row["tier"]]
+                if row["is_sharded"]:  # of two sizes at most
+                    num_larger = min(num, int(row["length"]) % d.terms.num)
+                    size_bytes = num_larger * _held_bytes(_shard_bytes(d, b, 0), grain_bytes)
+                    size_bytes += (num - num_larger) * _held_bytes(_shard_bytes(d, b, num_larger), grain_bytes)
+                else:
+                    size_bytes = num * _held_bytes(size_bytes, grain_bytes)
             is_reused = row["reuses"] >= 0 and not row["has_tied_share"]
             reuses = _on(d, row["reuses"], r) if is_reused else NONE
             tier, device = d.tiers[r] if row["is_on_device"] else row["tier"], r if row["is_everywhere"] else NONE

@@ -173,7 +173,7 @@ def _or_on_fewer(
     if most_tokens_per_s(fewer) <= wanted_per_s:
         return best
     if known is None or not known.is_of(place_of(fewer).machine):
-        if _look_at_fewer(fewer, best) * (1 + NEAR_FRAC) < wanted_per_s:
+        if _look_at_fewer(fewer, best, wanted_per_s) * (1 + NEAR_FRAC) < wanted_per_s:
             fewer = replace(point, devices=1)
             if most_tokens_per_s(fewer) <= wanted_per_s:
                 return best
@@ -206,9 +206,10 @@ def _leaving_idle(best: BestPlan, point: Point, place: CalibratedPlace, known: K
     return BestPlan(workload=workload, machine=place.machine, result=result)
 
 
-def _look_at_fewer(fewer: Point, best: BestPlan) -> float:
+def _look_at_fewer(fewer: Point, best: BestPlan, wanted_per_s: float) -> float:
     """Tokens/s of fewer GPUs with plans of the kind that is best on all, in micro-batches as large or twice as large;
-    or where that is one of packs, which say nothing of fewer, by a short search. Infinite where nobody knows.
+    or where that is one of packs, which say nothing of fewer, by a short search. Infinite where nobody knows. What is
+    not near `wanted_per_s` nobody looks for.
 
     Where none has room on fewer, nobody looks further for a machine with more than the catalog's: what fewer of that
     one's reach is known.
@@ -237,8 +238,10 @@ def _look_at_fewer(fewer: Point, best: BestPlan) -> float:
         accumulation, rest = divmod(micro_batches // num, times)
         if not rest:
             workload = workload_in(place, fewer, times * known.batch, accumulation)
+            near_s = workload.training.tokens_per_step * num * (1 + NEAR_FRAC) / max([wanted_per_s, *found])
             with suppress(InfeasiblePlan):
-                found.append(plan(workload, place.machine, time_limit_s=LOOK_S, **only).prediction.tokens_per_s or 0.0)
+                result = plan(workload, place.machine, time_limit_s=LOOK_S, beat_s=near_s, **only)
+                found.append(result.prediction.tokens_per_s or 0.0)
     return max(found, default=unknown)
 
 
