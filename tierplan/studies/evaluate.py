@@ -233,7 +233,7 @@ def _look_at_fewer(fewer: Point, best: BestPlan, wanted_per_s: float) -> float:
         "policies": (),
         "like": replace(known.plan, devices=num),
     }
-    found = []
+    found: list[float] = []
     for times in (1, 2):  # as many micro-batches more, or twice as large
         accumulation, rest = divmod(micro_batches // num, times)
         if not rest:
