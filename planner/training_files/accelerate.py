@@ -47,7 +47,8 @@ def _of_accelerate(raw: Mapping[str, object], base: Training, path: Path, device
     precision = str(raw.get("mixed_precision") or "no").lower()
     if precision not in ("no", "bf16", "fp16"):
         raise WorkloadError(f"{path}: mixed_precision is {precision!r}; no, bf16 and fp16 are supported")
-    base, notes = mixed_precision(base, precision)
+    shards = raw.get("distributed_type") in ("DEEPSPEED", "FSDP")
+    base, notes = mixed_precision(base, precision, shards=shards)
     match raw.get("distributed_type"):
         case "DEEPSPEED":
             ours = section_of(raw, "deepspeed_config")
@@ -68,7 +69,7 @@ def _of_accelerate(raw: Mapping[str, object], base: Training, path: Path, device
             return with_deepspeed(content, base, path, raw, mixed=precision)
         case "FSDP":
             found = of_fsdp_config(section_of(raw, "fsdp_config"), base, raw, path, recompute=None)
-            return found.noting(*notes) if precision == "no" else found
+            return found.noting(*notes)
         case "NO" | False | "MULTI_GPU" | None:
             notes = (*notes, UNSAID.format("gradient checkpointing in this file", "nothing"))
             return Configured(training=base, policy="in-memory", options={}, notes=notes, says=flat(raw))

@@ -43,17 +43,21 @@ UNSAID = "no {}: it is set in the model, if at all; {} is made again in backward
 MIXED: tuple[Literal["bf16"], Literal["fp16"]] = ("bf16", "fp16")
 
 
-def mixed_precision(base: Training, mixed: str) -> tuple[Training, tuple[str, ...]]:
-    """The settings with autocast to a format, or without, and what is assumed for that without DeepSpeed and FSDP."""
+def mixed_precision(base: Training, mixed: str, *, shards: bool) -> tuple[Training, tuple[str, ...]]:
+    """The settings in mixed precision to a format, or in none, and what is assumed for that: who `shards`, DeepSpeed or
+    FSDP, has 16-bit parameters and an fp32 copy, and who does not has autocast.
+    """
     if mixed == "no":
         copy = "" if base.dtype == "fp32" else f", with{'' if base.master_weights else 'out'} an fp32 copy"
         said = "no mixed precision: a model is trained as it was loaded, which is not said and taken as "
         return base, (f"{said}{base.dtype}{copy} (--dtype, --no-master-weights)",)
-    said = (
-        f"{mixed} is autocast of fp32 parameters and gradients, simulated as {mixed} with an fp32 copy: as much "
-        "memory, but GPUs exchange half the bytes"
-    )
-    return replace(base, dtype=mixed, master_weights=True), (said,)  # type: ignore[arg-type]
+    if shards:
+        return replace(base, dtype=mixed, master_weights=True), ()  # type: ignore[arg-type]
+    if base.lora:
+        said = f"{mixed} is autocast of fp32 adapters on a frozen model, simulated as one in {mixed}"
+        return replace(base, dtype=mixed, master_weights=True), (said,)  # type: ignore[arg-type]
+    said = f"{mixed} is autocast of a model in fp32: parameters and gradients take 4 bytes each"
+    return replace(base, dtype="fp32", autocast=mixed), (said,)  # type: ignore[arg-type]
 
 
 def check_one_of(enabled: Collection[str]) -> None:

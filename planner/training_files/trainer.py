@@ -27,7 +27,8 @@ def of_trainer_arguments(raw: Mapping[str, object], base: Training, path: Path) 
         raise WorkloadError(f"{path}: {error}") from None
     on = [name for name in MIXED if flag(raw, name, path)]
     check_one_of(on)
-    base, notes = mixed_precision(base, mixed := on[0] if on else "no")
+    mixed, shards = on[0] if on else "no", bool(raw.get("deepspeed") or raw.get("fsdp"))
+    base, notes = mixed_precision(base, mixed, shards=shards)
     training = replace(
         base,
         per_device_train_batch_size=count(raw, "per_device_train_batch_size", 8),
@@ -44,7 +45,7 @@ def of_trainer_arguments(raw: Mapping[str, object], base: Training, path: Path) 
         return with_deepspeed(deepspeed, training, path, raw, mixed=mixed, recompute=recompute)
     if raw.get("fsdp"):
         found = of_fsdp_config(fsdp_of_trainer(raw, path), training, raw, path, recompute=recompute)
-        return found.noting(*notes) if mixed == "no" else found
+        return found.noting(*notes)
     notes = (*notes, *unused_note(raw, "fsdp_config", "fsdp is not on"))
     policy = "full-recompute" if recompute else "in-memory"
     return Configured(training=training, policy=policy, options={}, notes=notes, says=flat(raw))

@@ -83,6 +83,11 @@ def executable_step(schedule: Schedule, rank: int = 0, num_there: int = 1) -> St
             f"schedule {schedule.name!r} trains in fp16, whose small gradients would become zero without a gradient "
             "scaler, which the runtime has not; plan with dtype bf16 or fp32"
         )
+    if cast := schedule.step.training.autocast:
+        raise TrainingError(
+            f"schedule {schedule.name!r} trains under autocast to {cast}, which is simulated only; plan with dtype "
+            f"{cast} and an fp32 master copy, which takes less memory and time, or with dtype fp32"
+        )
     tile = next((unit.name for unit in schedule.step.units if is_tile(unit.name)), None)
     if tile is not None:
         raise TrainingError(

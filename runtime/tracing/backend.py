@@ -1,5 +1,8 @@
 """Makes a forward on fake CPU tensors take the operations that a real CPU step, or a real CUDA step, would take.
 
+Autocast is the CPU's, whose products run in 16 bits as CUDA's do. What CUDA's has in fp32 beside (powers, norms,
+softmax) is made so.
+
 `transformers` builds masks when it sees fake tensors that it would not build in a real run; that is undone. For CUDA,
 attention and dropout are replaced by CUDA's operations, and LayerNorm's statistics are in fp32, as its kernel has
 them: a CPU build of PyTorch then saves what a CUDA build saves.
@@ -7,17 +10,26 @@ them: a CPU build of PyTorch then saves what a CUDA build saves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
+from tierplan.runtime.execution.device import TORCH_DTYPES
 from tierplan.sim.workloads.workload import Training
 
 aten = torch.ops.aten
+IN_FP32 = {
+    torch.pow, torch.Tensor.pow, torch.Tensor.__pow__, torch.rsqrt, torch.Tensor.rsqrt, torch.reciprocal, torch.exp,
+    torch.Tensor.exp, torch.log, torch.Tensor.log, torch.sum, torch.Tensor.sum, torch.cumsum, torch.Tensor.cumsum,
+    torch.norm, torch.Tensor.norm, torch.layer_norm, F.layer_norm, F.group_norm, F.softmax, F.log_softmax,
+    torch.softmax, torch.Tensor.softmax, torch.log_softmax, F.cross_entropy, F.nll_loss, F.softplus,
+}  # fmt: skip
+"""Of what models here use, what CUDA's autocast has in fp32 (PyTorch, `amp`: CUDA ops that can autocast to float32)."""
 
 
 def result_on(training: Training, func: Any, out: Any) -> Any:
@@ -37,10 +49,42 @@ def backend_rules(training: Training) -> Iterator[None]:
 
         stack.enter_context(patch.object(masking, "find_packed_sequence_indices", lambda *a, **k: None))
         stack.enter_context(patch.object(masking, "is_tracing", lambda *a, **k: False))
+        if training.autocast:
+            stack.enter_context(torch.autocast("cpu", TORCH_DTYPES[training.autocast]))
+        if training.autocast and training.backend == "cuda":
+            stack.enter_context(_WideOnCuda())
         if training.backend == "cuda":
             stack.enter_context(patch.object(F, "scaled_dot_product_attention", cuda_attention))
             stack.enter_context(patch.object(F, "dropout", cuda_dropout))
         yield
+
+
+@contextmanager
+def behind_autocast() -> Iterator[None]:
+    """As backward runs, which comes when autocast is over: casts that it does not need are gone."""
+    with torch.autocast("cpu", enabled=False):
+        torch.clear_autocast_cache()
+        yield
+
+
+class _WideOnCuda(TorchFunctionMode):
+    """Inside, what CUDA's autocast has in fp32 is."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in IN_FP32 and torch.is_autocast_enabled("cpu"):
+            args = [_wide(x) for x in args]
+            kwargs = {name: _wide(x) for name, x in (kwargs or {}).items()}
+        return func(*args, **(kwargs or {}))
+
+
+def _wide(x: Any) -> Any:
+    return x.float() if isinstance(x, torch.Tensor) and x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def cuda_dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
@@ -61,6 +105,8 @@ def cuda_attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Flash attention for 16-bit types without a mask, else the memory-efficient kernel."""
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = (t.to(torch.get_autocast_dtype("cpu")) for t in (query, key, value))
     flash = attn_mask is None and query.dtype != torch.float32 and query.shape[-1] == value.shape[-1] <= 256
     if flash:
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]

@@ -30,7 +30,7 @@ from tierplan.runtime.autograd.units import ModelError, fake_batch, fake_twin, f
 from tierplan.runtime.checkpoint.weights import hollow_model
 from tierplan.runtime.execution.device import TORCH_DTYPES
 from tierplan.runtime.reference import loss_of, without_cache
-from tierplan.runtime.tracing.backend import backend_rules
+from tierplan.runtime.tracing.backend import backend_rules, behind_autocast
 from tierplan.runtime.tracing.record import UnitRecorder
 from tierplan.sim.workloads.families.slices import with_sizes_of_one
 from tierplan.sim.workloads.models import check_length, read_config
@@ -330,7 +330,8 @@ class _Tracer:
         recorder.memory.restart()
         recorder.backward_work.clear()  # what it took to make up the output's gradient
         if edges:
-            torch.autograd.backward(edges, grads)
+            with behind_autocast():
+                torch.autograd.backward(edges, grads)
         del grads, edges
         gradients = [p.grad for p in (*self.given, *self.parameters_of_model) if p.grad is not None]
         grad_bytes = sum(g.untyped_storage().nbytes() for g in gradients)

@@ -172,6 +172,8 @@ def workload_of(name: str, raw: Mapping[str, object], training: Training) -> Wor
             f"words and output saved: of {raw['model_type']}, on {', '.join(sorted(family.layers)) or 'none'}, and "
             f"save={family.words}+lm_head; use tracing (--exact)"
         )
+    if training.autocast:
+        raise NotCovered("autocast is not covered by the closed forms; use tracing (--exact)")
     if training.attention == "plain":
         raise NotCovered("plain attention is not covered by the closed forms; use flash, or tracing (--exact)")
     family.check(config, training)

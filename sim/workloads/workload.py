@@ -63,6 +63,9 @@ class Training:
     trained_dtype: DType | None = None
     """Of the parameters that are trained and of their gradients, where it is another; None for `dtype`, and for fp32
     where there are adapters, as PEFT has them, and no modules of the model are saved beside them."""
+    autocast: Literal["", "bf16", "fp16"] = ""
+    """In which products of an fp32 model run, whose weights are cast for each (`torch.autocast`, the Trainer's `bf16`);
+    empty for those of `dtype`. Simulated only."""
     master_weights: bool = True
     """An fp32 master copy of the parameters is among the optimizer states. Has no use in fp32."""
     optimizer: str = "adamw"
@@ -94,6 +97,12 @@ class Training:
                 read_adapters(self.lora)
         except ValueError as error:
             raise WorkloadError(str(error)) from None
+        if self.autocast and (self.dtype != "fp32" or self.lora or self.base):
+            raise WorkloadError(
+                f"autocast is {self.autocast!r}, which casts the weights of a model in fp32 for each product, but the "
+                f"model is in {self.base or self.dtype!r}{' with adapters' if self.lora else ''}; give dtype fp32 "
+                "without adapters, or leave out autocast"
+            )
         if self.base and self.base not in bases():
             raise WorkloadError(
                 f"base is {self.base!r}; choose one of {', '.join(bases())}, or none for weights in dtype"
@@ -127,6 +136,11 @@ class Training:
     @property
     def optim(self) -> Optimizer:
         return optimizer_of(self.optimizer)
+
+    @property
+    def precision(self) -> str:
+        """Of what it computes with, in words."""
+        return f"{self.dtype} with autocast to {self.autocast}" if self.autocast else self.dtype
 
     @property
     def has_master(self) -> bool:
@@ -403,7 +417,7 @@ class Workload(Shown):
         t = self.training
         tokens = f"{t.per_device_train_batch_size} x {t.gradient_accumulation_steps} x {t.sequence_length} tokens"
         head = f"<Workload {self.name}: {self.num_parameters / 1e9:.3g} B parameters in {len(self.units)} units"
-        return f"{head}; {tokens}, {t.dtype}>"
+        return f"{head}; {tokens}, {t.precision}>"
 
 
 def flops_of(work: Amounts) -> float:

@@ -35,6 +35,14 @@ def test_fp16_is_refused_for_want_of_a_gradient_scaler() -> None:
         Trainer(schedule_of(dtype="fp16"), make_model("gpt2").half())
 
 
+def test_a_schedule_under_autocast_is_refused() -> None:
+    schedule = schedule_of(dtype="fp32")
+    assert schedule.step is not None
+    step = replace(schedule.step, training=replace(schedule.step.training, autocast="bf16"))
+    with pytest.raises(TrainingError, match="trains under autocast to bf16, which is simulated only"):
+        Trainer(replace(schedule, step=step), make_model("gpt2"))
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_forward_that_was_set_on_a_block_is_called_and_kept(fails: bool) -> None:
     """As tools do that wrap a module without its knowledge."""

@@ -218,7 +218,7 @@ def test_a_look_at_fewer_gpus_is_a_plan_for_them(monkeypatch: pytest.MonkeyPatch
     point = Point(model="gpt2", machine="server-8xh100", sequences=8, devices=4)
     best = best_plan(point)
     assert isinstance(best.result.plan, UnitwisePlan)
-    found = evaluate._look_at_fewer(replace(point, devices=2), best)
+    found = evaluate._look_at_fewer(replace(point, devices=2), best, 1.0)
     searched = best_plan(replace(point, devices=2)).result.prediction.tokens_per_s
     assert searched is not None
     known, looked = best.known, list[tuple[int, int]]()
@@ -229,15 +229,17 @@ def test_a_look_at_fewer_gpus_is_a_plan_for_them(monkeypatch: pytest.MonkeyPatch
         return plan(workload, *asked, **settings)
 
     monkeypatch.setattr(evaluate, "plan", noted)
-    assert evaluate._look_at_fewer(replace(point, devices=2), best) == found
+    assert evaluate._look_at_fewer(replace(point, devices=2), best, 1.0) == found
     assert looked == [(known.batch, 2 * known.accumulation), (2 * known.batch, known.accumulation)]
     assert 0.5 * searched < found < 1.1 * searched
-    assert evaluate._look_at_fewer(replace(point, devices=3), best) == inf, "8 sequences of 4 devices are none of 3"
+    assert evaluate._look_at_fewer(replace(point, devices=3), best, 1.0) == inf, (
+        "8 sequences of 4 devices are none of 3"
+    )
 
     def nothing(*_: Any, **__: Any) -> PlanResult:
         raise InfeasiblePlan(best.workload, best.machine, ())
 
     monkeypatch.setattr(evaluate, "plan", nothing)
-    assert evaluate._look_at_fewer(replace(point, devices=2), best) == inf
+    assert evaluate._look_at_fewer(replace(point, devices=2), best, 1.0) == inf
     more = replace(best, machine=machine_of(replace(point, overrides={"host.capacity": "4096 GiB"})))
-    assert evaluate._look_at_fewer(replace(point, devices=2), more) == 0.0
+    assert evaluate._look_at_fewer(replace(point, devices=2), more, 1.0) == 0.0

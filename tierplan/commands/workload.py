@@ -82,7 +82,7 @@ def _deepspeed(args: argparse.Namespace) -> int:
     options = "".join(f" --option {k}={v}" for k, v in deepspeed.options.items())
     words = ["--batch", t.per_device_train_batch_size, "--accumulation", t.gradient_accumulation_steps]
     words += ["--seq", t.sequence_length, "--dtype", t.dtype]
-    names = ("optimizer", "max_grad_norm", "attention", "loss_chunks", "lora", "base", "activation_format")
+    names = ("autocast", "optimizer", "max_grad_norm", "attention", "loss_chunks", "lora", "base", "activation_format")
     others = {name: getattr(t, name) for name in names} | {"backend": args.backend or scenario.DEFAULTS.backend}
     for name, value in others.items():
         flag = "--acts" if name == "activation_format" else f"--{name.replace('_', '-')}"
@@ -135,7 +135,7 @@ def table_lines(workload: Workload) -> list[str]:
     lines = [
         f"{workload.name} ({workload.model_type}): {n:,} parameters, {len(workload.blocks)} blocks",
         *wrapped(
-            f"micro-batch {t.per_device_train_batch_size} x {t.sequence_length} tokens, {t.dtype}"
+            f"micro-batch {t.per_device_train_batch_size} x {t.sequence_length} tokens, {t.precision}"
             f"{' with fp32 master copy' if t.has_master else ''}, {t.optimizer}, {t.attention} attention, {t.backend}"
         ),
         f"parameters {format_bytes(workload.params_bytes)}, states {format_bytes(workload.states_bytes)}",

@@ -37,7 +37,7 @@ from tierplan.validation.calibration.known import CalibratedPlace, calibration_c
 
 ALIKE = (
     "master_weights", "optimizer", "attention", "max_grad_norm", "loss_chunks", "lora", "freeze", "base",
-    "activation_format",
+    "activation_format", "autocast",
 )  # fmt: skip
 """Training settings that a point has by the same names."""
 LEFT_OUT = ("policy", "model", "machine", "options", "semantics", "shortage", "limits", "interval_s", "basis")
@@ -94,7 +94,7 @@ def calibration_workload(point: Point, machine: Machine) -> Workload:
 
 def training_of(point: Point, machine: Machine | None) -> Training:
     """The training settings of a point; `auto` is what the machine has, and without one bf16 and CUDA's kernels."""
-    dtype = "bf16" if machine is None else default_precision(machine)
+    dtype = "fp32" if point.autocast else "bf16" if machine is None else default_precision(machine)
     backend = "cuda" if machine is None else default_backend(machine)
     return Training(
         per_device_train_batch_size=point.batch,

@@ -56,6 +56,8 @@ class Point:
     """Of one step, on all devices, where micro-batch and accumulation are to be searched; 0 where they are not."""
     seq: int = 1024
     dtype: str = "auto"
+    autocast: str = ""
+    """In which products of an fp32 model run: bf16 or fp16."""
     optimizer: str = "adamw"
     lora: str = ""
     """Adapters to train, as `adapters.read_adapters` reads them."""
@@ -111,7 +113,7 @@ SIZES = ("batch", "accumulation", "sequences")
 """How many sequences a step has."""
 KEYS: Mapping[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("model", "machine", "policy", "dtype", "optimizer", "semantics", "attention"), str),
-    **dict.fromkeys(("lora", "freeze", "base", "activation_format"), str),
+    **dict.fromkeys(("lora", "freeze", "base", "activation_format", "autocast"), str),
     **dict.fromkeys(("batch", "accumulation", "sequences", "seq", "loss_chunks"), int),
     **dict.fromkeys(("max_grad_norm", "planner_s", "drive_lifetime_years"), (int, float)),
 }

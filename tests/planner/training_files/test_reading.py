@@ -228,7 +228,7 @@ def test_trainer_arguments(tmp_path: Path) -> None:
     content = {"per_device_train_batch_size": 2, "gradient_checkpointing": True, "max_grad_norm": 0.0, "fp16": True}
     found = read_training_file(written(tmp_path, content), BASE)
     t = found.training
-    assert (t.per_device_train_batch_size, t.max_grad_norm, t.dtype) == (2, None, "fp16")
+    assert (t.per_device_train_batch_size, t.max_grad_norm, t.dtype, t.autocast) == (2, None, "fp32", "fp16")
     assert found.policy == "full-recompute"
     assert read_training_file(written(tmp_path, {"output_dir": "x"}), BASE).training.max_grad_norm == 1.0  # its default
 
@@ -236,7 +236,7 @@ def test_trainer_arguments(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "deepspeed", "dtype"),
     [
-        ({"bf16": True}, {}, "bf16"),  # accelerate adds the section
+        ({"bf16": True}, {"gradient_clipping": 1.0}, "bf16"),  # accelerate adds the section
         ({"fp16": "true"}, {"zero_optimization": {"stage": 3}}, "fp16"),
         ({}, {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, "fp32"),  # auto is the Trainer's, which is off
         ({}, {"bf16": {"enabled": True}}, "bf16"),
@@ -259,8 +259,10 @@ def test_mixed_precision_is_deepspeeds_where_its_file_leaves_it_open(
 def test_what_precision_is_taken_for_is_named(tmp_path: Path, frame: dict[str, object]) -> None:
     on = {"bf16": True} if "output_dir" in frame else {"mixed_precision": "bf16"}
     cast = read_training_file(written(tmp_path, frame | on), replace(BASE, master_weights=False))
-    assert cast.training.master_weights
-    assert any("autocast of fp32 parameters and gradients, simulated as bf16" in note for note in cast.notes)
+    assert (cast.training.dtype, cast.training.autocast, cast.training.has_master) == ("fp32", "bf16", False)
+    assert any("autocast of a model in fp32" in note for note in cast.notes)
+    adapted = read_training_file(written(tmp_path, frame | on), replace(BASE, lora="r=8"))
+    assert (adapted.training.dtype, adapted.training.autocast) == ("bf16", "")
     plain = read_training_file(written(tmp_path, frame), replace(BASE, master_weights=False))
     assert (plain.training.dtype, plain.training.master_weights) == ("bf16", False)
     assert any("taken as bf16, without an fp32 copy" in note for note in plain.notes)

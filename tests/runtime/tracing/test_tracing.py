@@ -18,6 +18,7 @@ from tests.configs import CONFIGS, config_of
 from tierplan.runtime.autograd.units import find_blocks
 from tierplan.runtime.checkpoint.weights import hollow_model
 from tierplan.runtime.data.synthetic import random_batches
+from tierplan.runtime.tracing.backend import backend_rules, behind_autocast
 from tierplan.runtime.tracing.models import build_model
 from tierplan.runtime.tracing.trace import trace_config
 from tierplan.sim.workloads.workload import Training, Workload, WorkloadError
@@ -97,16 +98,21 @@ def saved_by_block(model: torch.nn.Module) -> Iterator[list[list[tuple[int, str]
 TORCH_NAMES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp64": "torch.float64"}
 
 
+def autocast_of(training: Training) -> torch.autocast:
+    """As the Trainer runs a forward, where the training says so."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=bool(training.autocast))
+
+
 @pytest.mark.sampled
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [{"dtype": "fp32"}, {"dtype": "bf16"}, {"dtype": "fp32", "autocast": "bf16"}])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_saved_tensors_are_those_of_a_real_step(family: str, size: int, dtype: str) -> None:
-    raw, training = config_of(family, size), training_of(dtype)
+def test_saved_tensors_are_those_of_a_real_step(family: str, size: int, precision: dict[str, str]) -> None:
+    raw, training = config_of(family, size), training_of(**precision)
     workload = trace_config(family, raw, training)
     model = build_model(raw, training)
     assert workload.num_parameters == sum(p.numel() for p in model.parameters())
-    with saved_by_block(model) as real:
+    with saved_by_block(model) as real, autocast_of(training):
         loss = model(**next(random_batches(model.config, training))).loss
     assert torch.isfinite(loss)
     blocks = [u for u in workload.blocks if u.name.startswith("L")]
@@ -207,3 +213,26 @@ def test_an_encoder_decoder_need_not_say_where_its_decoder_starts() -> None:
     training = Training(sequence_length=8, backend="cpu")
     said = trace_config("said", {**raw, "decoder_start_token_id": 0}, training)
     assert trace_config("not said", raw, training).units == said.units
+
+
+def test_what_autocast_has_in_fp32_on_cuda_is_so() -> None:
+    """Powers, norms and softmax, which a CPU's autocast leaves as they are: so GPT-2's GELU keeps wider tensors."""
+    training = training_of("fp32", autocast="bf16", backend="cuda")
+    narrow = torch.zeros(2, 3, dtype=torch.bfloat16)
+    with backend_rules(training):
+        assert torch.nn.functional.linear(narrow.float(), torch.zeros(4, 3)).dtype == torch.bfloat16
+        for wide in (narrow**3, narrow.softmax(-1), torch.nn.functional.layer_norm(narrow, (3,)), narrow.sum()):
+            assert wide.dtype == torch.float32
+        with behind_autocast():
+            assert (narrow**3).dtype == torch.bfloat16
+    dtypes = {}
+    for backend in ("cpu", "cuda"):
+        block = trace_config("gpt2", config_of("gpt2"), replace(training, backend=backend)).blocks[0]
+        dtypes[backend] = {t.dtype for t in block.saved if t.name.startswith("mlp.act")}
+    assert dtypes == {"cpu": {"bf16"}, "cuda": {"bf16", "fp32"}}
+
+
+def test_autocast_is_of_a_model_in_fp32_and_not_executed() -> None:
+    for wrong in ({"dtype": "bf16"}, {"dtype": "fp32", "lora": "r=8"}):
+        with pytest.raises(WorkloadError, match="give dtype fp32 without adapters, or leave out autocast"):
+            training_of(**wrong, autocast="bf16")

@@ -30,7 +30,7 @@ from tierplan.validation.published.reproduce import PEAKS, Report, Row
 
 
 def test_every_point_has_a_name_of_its_own_and_a_source() -> None:
-    assert len(load_points()) == sum(len(group["points"]) for group in _table("facts")["from"]) == 243
+    assert len(load_points()) == sum(len(group["points"]) for group in _table("facts")["from"]) == 246
     assert all(facts["source"] for facts in load_points().values())
 
 

@@ -17,7 +17,7 @@ from tierplan.studies.study import SEQUENCES, Point
 
 MODEL = "config.json, a folder that holds one, or a name such as gpt-13b"
 SEMANTICS = ("in-backward", "exact-clip", "delayed-1")
-NAMED = ("seq", "dtype", "optimizer", "max_grad_norm", "loss_chunks", "attention", "backend")
+NAMED = ("seq", "dtype", "autocast", "optimizer", "max_grad_norm", "loss_chunks", "attention", "backend")
 """Options that `Point` has by the same names, and configuration files too."""
 NAMED_TOO = ("batch", "accumulation", "lora", "base", "semantics", "drive_lifetime_years", "seed", "exact")
 """Those that files do not have, or by other names."""
@@ -70,6 +70,10 @@ def add_training(what: _ActionsContainer, divided: str = "1") -> None:
     option(
         what, "--dtype", "of parameters, activations and gradients: auto is the first of bf16, fp16, fp32 that the "
         f"machine knows, if one is given (default {DEFAULTS.dtype})", choices=("auto", "bf16", "fp16", "fp32"),
+    )  # fmt: skip
+    option(
+        what, "--autocast", "products of a model in fp32 run in this dtype, as with the Trainer's bf16: true: its "
+        "weights are cast for each; simulated only, and by --exact", choices=("bf16", "fp16"),
     )  # fmt: skip
     kept = f"whose states are kept: {', '.join(OPTIMIZERS)}, with options as in adamw:states=8bit, sgd:momentum=0.9"
     option(what, "--optimizer NAME[:OPTIONS]", f"{kept} (default {DEFAULTS.optimizer})", optimizer)

@@ -246,6 +246,7 @@ def _asked(point: Point, setup: Setup) -> Point:
         batch=t.per_device_train_batch_size,
         seq=t.sequence_length,
         dtype=t.dtype,
+        autocast=t.autocast,
         optimizer=t.optimizer,
         max_grad_norm=t.max_grad_norm,
         master_weights=t.master_weights,

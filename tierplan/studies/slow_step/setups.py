@@ -217,7 +217,11 @@ def changes(setup: Setup, says: Mapping[str, object]) -> Iterator[SetupChange]:
         yield instead("no offloading, with gradient checkpointing", "everything fits on the GPU", "full-recompute")
     if setup.policy != "in-memory":
         yield instead("no offloading and no recomputation", "everything fits on the GPU", "in-memory")
-    if training.dtype == "fp32":
+    if cast := training.autocast:
+        narrow = replace(training, dtype=cast, autocast="")
+        what = f"a model in {cast} with an fp32 copy, as DeepSpeed and FSDP have it"
+        yield change(what, "nothing is cast, and gradients take half the bytes", training=narrow)
+    elif training.dtype == "fp32":
         for name in ("bf16", "fp16"):
             faster = replace(training, dtype=name)  # type: ignore[arg-type]
             yield change(f"{name} instead of fp32", "half the bytes, and tensor cores", training=faster)

@@ -23,7 +23,7 @@ def explanation_lines(e: Explanation) -> list[str]:
         *wrapped(f"{e.model} on {e.expected.where}"),
         *wrapped(
             f"{e.setup.policy}{options}; {t.per_device_train_batch_size} x {t.gradient_accumulation_steps} sequences "
-            f"of {t.sequence_length} tokens, {t.dtype}"
+            f"of {t.sequence_length} tokens, {t.precision}"
         ),
         "",
         *wrapped(_verdict(e)),
