@@ -217,6 +217,12 @@ def _check_content(b: Buffer, step: StepSpec, units: Mapping[str, UnitSpec], ran
         wanted, of_share = num_parameters * training.param_bytes, share * training.param_bytes
     elif isinstance(content, Frozen):
         wanted = of_share = owner.frozen_bytes
+        if num > 1 and 0 < b.size_bytes < wanted:
+            yield (
+                f"buffer {b.name!r} is a device's share of frozen parameters, which is simulated only: ranks have them "
+                "whole. Take policy ddp or zero-2, or one device"
+            )
+            return
     else:
         return
     if b.size_bytes not in (wanted, of_share):

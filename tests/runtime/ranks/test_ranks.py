@@ -411,6 +411,16 @@ def test_states_that_are_not_alike_for_all_values_are_not_divided() -> None:
         executable_step(lower(plan, coded, several(2)), 1, 2)
 
 
+def test_frozen_parameters_are_not_divided() -> None:
+    model = make_model("gpt2", num_blocks=2)
+    model.transformer.wte.weight.requires_grad_(False)  # type: ignore[union-attr,operator]
+    workload = observed_workload(model, make_batches(1)[0], CPU)
+    divided, whole = (lower(Case(name).plan(workload, 2), workload, several(2)) for name in ("zero-3", "zero-2"))
+    with pytest.raises(TrainingError, match="a device's share of frozen parameters, .* Take policy ddp or zero-2"):
+        executable_step(divided, 1, 2)
+    assert executable_step(whole, 1, 2) is not None
+
+
 def check_moved(folder: Path, steps: int) -> None:
     """One rank goes on with what others have trained, and has plain training in the end."""
     for case in MOVED:
