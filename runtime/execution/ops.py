@@ -37,6 +37,7 @@ from tierplan.runtime.execution.values import (
     begin_input,
     content_of,
     expect,
+    expect_at_most,
     value_of,
 )
 from tierplan.runtime.memory.arena import Block
@@ -110,6 +111,7 @@ class Bodies:
         assert self.schedule.step is not None
         self.training, self._updated_late = self.schedule.step.training, self.schedule.step.updates_of_step_before
         self.dtype = TORCH_DTYPES[self.training.dtype_of_trained]
+        self.expect = expect_at_most if self.training.padded else expect
         self._index = {u.name: i for i, u in enumerate(self.units)}
         self._turns, self._whole = turns(self.schedule), Turn(range(len(self.units)))
         """Of a pipeline, by key of an op that computes, the turn that it belongs to; and where all units run here."""
@@ -187,8 +189,7 @@ class Bodies:
     def _copy(self, call: Call) -> None:
         source, target = call.reads[0], call.writes[0]
         old = value_of(source)
-        size = min(source.buffer.size_bytes, target.buffer.size_bytes)
-        self.moved_bytes[call.op.stream] += size
+        self.moved_bytes[call.op.stream] += min(source.buffer.size_bytes, target.buffer.size_bytes)
         if isinstance(old.handle, SavedTensorsHandle) and target.buffer.tier == DEVICE:
             self._bring_back(old.handle, source, target)
             return
@@ -206,7 +207,7 @@ class Bodies:
         elif isinstance(old.place, Extent):
             self.places.drives.read(old.place, new.block.pages)
         elif old.place is None and old.handle is not None:
-            expect(source, old.handle.forms.size_bytes)
+            self.expect(source, old.handle.forms.size_bytes)
             torch._foreach_copy_(old.handle.parts_of(new.block), old.handle.parts(), non_blocking=True)
         else:
             copy_bytes(new.block.data, self._memory(source), call.op.unit, self.units, self.ranks)
@@ -242,8 +243,7 @@ class Bodies:
     def _decode(self, call: Call) -> None:
         """They are back, in memory of their own: see `_bring_back`."""
         source, target = value_of(call.reads[0]), call.writes[0]
-        handle = source.coded
-        assert handle is not None
+        assert (handle := source.coded) is not None
         memory = torch.empty(target.buffer.size_bytes, dtype=torch.uint8, device=self.device.torch_device)
         decode_acts(source.block.data, memory.view(handle.dtype), self.training.activation_format)
         target.value = BufferValue(handle=handle, arrived=handle.split(memory))
@@ -347,11 +347,11 @@ class Bodies:
             value = begin_input(call.writes[k], batch_run.hand_over(index + 1, call.writes[k].buffer.size_bytes))
             value.rng = batch_run.rng if turn.is_visit or index + 1 == turn.units.stop else ()
         for k in roles.kept:
-            expect(call.writes[k], kept)
+            self.expect(call.writes[k], kept)
             kept = 0
         for k, indices in roles.saved:
             saved = [recorder.away.pop(i) for i in indices if i in recorder.away]
-            expect(call.writes[k], sum([each.size_bytes for each in saved]))
+            self.expect(call.writes[k], sum([each.size_bytes for each in saved]))
             call.writes[k].value = SavedTensorsHandle(saved).begin()
         if kept:
             raise SizeError(
@@ -378,7 +378,7 @@ class Bodies:
         roles = self._bind(call)
         made_bytes = batch_run.run_again(index, makes_output=bool(roles.outputs))
         for k in roles.kept:
-            expect(call.writes[k], made_bytes)
+            self.expect(call.writes[k], made_bytes)
         for k in roles.outputs:
             begin_input(call.writes[k], batch_run.runs[index + 1].leaves)
 

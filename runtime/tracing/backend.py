@@ -3,7 +3,8 @@
 Autocast is the CPU's, whose products run in 16 bits as CUDA's do. What CUDA's has in fp32 beside (powers, norms,
 softmax) is made so.
 
-`transformers` builds masks when it sees fake tensors that it would not build in a real run; that is undone. For CUDA,
+`transformers` builds masks when it sees fake tensors that it would not build in a real run; that is undone, but where
+batches are padded. For CUDA,
 attention and dropout are replaced by CUDA's operations, and LayerNorm's statistics are in fp32, as its kernel has
 them: a CPU build of PyTorch then saves what a CUDA build saves.
 """
@@ -48,7 +49,7 @@ def backend_rules(training: Training) -> Iterator[None]:
         import transformers.masking_utils as masking
 
         stack.enter_context(patch.object(masking, "find_packed_sequence_indices", lambda *a, **k: None))
-        stack.enter_context(patch.object(masking, "is_tracing", lambda *a, **k: False))
+        stack.enter_context(patch.object(masking, "is_tracing", lambda *a, **k: training.padded))
         if training.autocast:
             stack.enter_context(torch.autocast("cpu", TORCH_DTYPES[training.autocast]))
         if training.autocast and training.backend == "cuda":

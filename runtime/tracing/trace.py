@@ -57,7 +57,8 @@ def trace_config(
     """The same for a config that is at hand; `at` gives the workload in other settings, where some are kept."""
     check_length(name, raw, training)
     shape = (training.per_device_train_batch_size, training.sequence_length)
-    batch = {key: placeholder(shape, torch.int64) for key in ("input_ids", "labels")}
+    names = ("input_ids", "labels", *(["attention_mask"] if training.padded else []))
+    batch = {key: placeholder(shape, torch.int64) for key in names}
     # peft converts types in place, and some models draw until all values are in bounds: fake parameters stand neither
     tracer = _traced(name, hollow_model(raw, training), training, batch)
     workload = tracer.workload(name, str(raw["model_type"]), config=dict(raw))
@@ -87,6 +88,7 @@ def trace_module(
     """
     name = type(module).__name__
     training = _with_trained_dtype(name, module, training)
+    training = replace(training, padded=training.padded or batch.get("attention_mask") is not None)
     with without_cache(module):
         return _traced(name, module, training, batch, loss, refuses_glue=True).workload(name, "module")
 
@@ -109,10 +111,8 @@ def _traced(
             tracer = _Tracer(twin, training, [block for _, block in find_blocks(twin)], refuses_glue)
             tracer.run(lambda: loss_of(twin, fakes, loss))
     except DataDependentOutputException as error:
-        often = "often it is an attention_mask: trace it with a batch without one; its plan trains padded batches, too"
         raise WorkloadError(
             f"{name} looks at the values of its inputs ({error}), which a plan does not know"
-            + (f"; {often}" if "attention_mask" in batch else "")
         ) from error
     except ModelError as error:
         raise WorkloadError(f"{name}: {error}") from error

@@ -174,6 +174,8 @@ def workload_of(name: str, raw: Mapping[str, object], training: Training) -> Wor
         )
     if training.autocast:
         raise NotCovered("autocast is not covered by the closed forms; use tracing (--exact)")
+    if training.padded:
+        raise NotCovered("padded batches are not covered by the closed forms; use tracing (--exact)")
     if training.attention == "plain":
         raise NotCovered("plain attention is not covered by the closed forms; use flash, or tracing (--exact)")
     family.check(config, training)

@@ -37,7 +37,7 @@ from tierplan.validation.calibration.known import CalibratedPlace, calibration_c
 
 ALIKE = (
     "master_weights", "optimizer", "attention", "max_grad_norm", "loss_chunks", "lora", "freeze", "base",
-    "activation_format", "autocast",
+    "activation_format", "autocast", "padded",
 )  # fmt: skip
 """Training settings that a point has by the same names."""
 LEFT_OUT = ("policy", "model", "machine", "options", "semantics", "shortage", "limits", "interval_s", "basis")

@@ -71,6 +71,8 @@ class Point:
     semantics: str = ""
     """Empty for the policy's own."""
     max_grad_norm: float | None = None
+    padded: bool = False
+    """Batches are padded, so that attention takes a mask."""
     loss_chunks: int = 1
     attention: str = "flash"
     backend: str = "auto"

@@ -14,9 +14,12 @@ from torch import nn
 from tests.runtime.models import VOCABULARY, make_batches, make_model, observed_workload
 from tests.runtime.test_models import Own
 from tests.runtime.test_trainer import CPU, check, machine
+from tierplan.planner.lowering import lower
 from tierplan.planner.policies import decide
 from tierplan.runtime.autograd.units import ModelError
+from tierplan.runtime.reference import train_plainly
 from tierplan.runtime.tracing.trace import trace_module
+from tierplan.runtime.trainer import train
 from tierplan.sim.workloads.workload import Workload, WorkloadError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -115,9 +118,23 @@ def test_a_block_that_runs_several_times_is_named() -> None:
         trace_module(hf.AlbertForMaskedLM(config), batch, CPU)
 
 
-def test_a_model_that_looks_at_its_mask_is_traced_without_one() -> None:
-    batch = make_batches(1)[0]
-    masked = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
-    with pytest.raises(WorkloadError, match="attention_mask: trace it with a batch"):
-        trace_module(make_model("gpt2"), masked, CPU)
-    assert trace_module(make_model("gpt2"), batch, CPU)
+@pytest.mark.sampled
+@pytest.mark.parametrize("policy", ["in-memory", "full-recompute", "zero-infinity"])
+@pytest.mark.parametrize("family", ["gpt2", "opt", "llama", "bert", "mixtral", "t5"])
+def test_padded_batches_are_planned_for_and_others_are_trained_too(family: str, policy: str, tmp_path: Path) -> None:
+    """One batch in three has no padding: then its attention takes no mask, and keeps less."""
+    batches = make_batches(3)
+    for k, batch in enumerate(batches):
+        mask = torch.ones_like(batch["input_ids"])
+        mask[0, (12, 16, 11)[k] :] = 0
+        batch["attention_mask"], batch["labels"] = mask, batch["labels"].masked_fill(mask == 0, -100)
+    model, plain = (make_model(family, num_blocks=2) for _ in range(2))
+    workload = trace_module(model, batches[0], CPU)
+    assert workload.training.padded
+    schedule = lower(decide(policy, workload, machine()), workload, machine())
+    result = train(schedule, model, batches, steps=3, nvme_dir=tmp_path)
+    assert list(result.losses) == train_plainly(plain, batches, steps=3)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    whole = {key: value for key, value in batches[0].items() if key != "attention_mask"}
+    unmasked = trace_module(make_model(family, num_blocks=2), whole, CPU)
+    assert sum(u.saved_bytes for u in unmasked.units) < sum(u.saved_bytes for u in workload.units)

@@ -19,7 +19,7 @@ MODEL = "config.json, a folder that holds one, or a name such as gpt-13b"
 SEMANTICS = ("in-backward", "exact-clip", "delayed-1")
 NAMED = ("seq", "dtype", "autocast", "optimizer", "max_grad_norm", "loss_chunks", "attention", "backend")
 """Options that `Point` has by the same names, and configuration files too."""
-NAMED_TOO = ("batch", "accumulation", "lora", "base", "semantics", "drive_lifetime_years", "seed", "exact")
+NAMED_TOO = ("batch", "accumulation", "lora", "base", "semantics", "drive_lifetime_years", "seed", "exact", "padded")
 """Those that files do not have, or by other names."""
 OF_TRAINING = {
     "batch": "per_device_train_batch_size", "accumulation": "gradient_accumulation_steps", "seq": "sequence_length",
@@ -93,6 +93,10 @@ def add_training(what: _ActionsContainer, divided: str = "1") -> None:
     option(what, "--no-master-weights", "no fp32 copy of the parameters in the optimizer states")
     fused = f"fused, or written out in matrix products, which needs --exact (default {DEFAULTS.attention})"
     option(what, "--attention", fused, choices=("flash", "plain"))
+    option(
+        what, "--padded", "batches are padded, with an attention_mask: attention takes a mask, and more is kept for "
+        "backward; runs of such batches need it (by --exact)",
+    )  # fmt: skip
     chunked = "make the logits of 1/N of a micro-batch's tokens at a time, and again in backward: for long sequences"
     option(what, "--loss-chunks N", f"{chunked} (default {DEFAULTS.loss_chunks})", one)
     clip = "clip gradients by their global norm (default: no clipping)"
