@@ -242,10 +242,10 @@ class Bodies:
 
     def _decode(self, call: Call) -> None:
         """They are back, in memory of their own: see `_bring_back`."""
-        source, target = value_of(call.reads[0]), call.writes[0]
-        assert (handle := source.coded) is not None
+        target, handle = call.writes[0], value_of(call.reads[0]).coded
+        assert handle is not None
         memory = torch.empty(target.buffer.size_bytes, dtype=torch.uint8, device=self.device.torch_device)
-        decode_acts(source.block.data, memory.view(handle.dtype), self.training.activation_format)
+        decode_acts(value_of(call.reads[0]).block.data, memory.view(handle.dtype), self.training.activation_format)
         target.value = BufferValue(handle=handle, arrived=handle.split(memory))
 
     def _memory(self, instance: Instance) -> torch.Tensor:

@@ -74,8 +74,8 @@ class Training:
     max_grad_norm: Annotated[float, msgspec.Meta(gt=0)] | None = None
     """Clip gradients by their global norm; None for no clipping."""
     padded: bool = False
-    """Batches have an `attention_mask` in which something is 0: attention takes a mask, and with grouped queries a key and
-    a value for each query."""
+    """Batches have an `attention_mask` in which something is 0: attention takes a mask, and with grouped queries a key
+    and a value for each query."""
     loss_chunks: Count = 1
     """Parts of a micro-batch's tokens whose logits are made one after the other; 1: those of all tokens at once."""
     backend: Literal["cpu", "cuda"] = "cuda"

@@ -416,7 +416,7 @@ def test_frozen_parameters_are_not_divided() -> None:
     model.transformer.wte.weight.requires_grad_(False)  # type: ignore[union-attr,operator]
     workload = observed_workload(model, make_batches(1)[0], CPU)
     divided, whole = (lower(Case(name).plan(workload, 2), workload, several(2)) for name in ("zero-3", "zero-2"))
-    with pytest.raises(TrainingError, match="a device's share of frozen parameters, .* Take policy ddp or zero-2"):
+    with pytest.raises(TrainingError, match=r"a device's share of frozen parameters, .* Take policy ddp or zero-2"):
         executable_step(divided, 1, 2)
     assert executable_step(whole, 1, 2) is not None
 
