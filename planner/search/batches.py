@@ -261,6 +261,7 @@ def _raced(searches: list[Search], budget: Budget, beat_s: float) -> None:
 
     racers = [racer for search in searches for racer in search.racers if racer.bound_s < beat_s]
     racers.sort(key=lambda r: r.bound_s)
+    racers = racers or meet()  # where none fits whose micro-batches go through each unit together
     try:
         for _ in race(racers, budget, kept_frac=KEPT_FRAC, bound_weight=BOUND_WEIGHT, meet=meet):
             if is_over():
@@ -281,7 +282,7 @@ def _one_after_the_other(searches: list[Search], best: Search) -> Iterator[Searc
     for search in searches:
         if search.workload.training.gradient_accumulation_steps == 1:
             continue
-        if best.best_s < inf:
+        if best.best_s < inf and search.racers:
             steps_s = [c.step_s for shape, c in search.seeds.by_shape.items() if shape[0] == "horizontal"]
             if (plain := search.incumbents.plain) is not None:
                 asked = search.posed("horizontal", 1)

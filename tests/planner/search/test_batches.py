@@ -104,6 +104,24 @@ def test_divisions_that_race_leave_little(seed: int, monkeypatch: pytest.MonkeyP
     assert found.result.step_s <= min(step_s for step_s in policies_s if step_s is not None)
 
 
+@pytest.mark.parametrize(("model", "capacity", "sequences"), [("llama-3.2-3b", 24, 16), ("llama-3.1-8b", 15, 4)])
+def test_divisions_race_where_no_plan_with_micro_batches_together_fits(
+    model: str, capacity: int, sequences: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The race had nobody to begin with and ended with the best policy, up to twice as long as one division alone."""
+    monkeypatch.setattr(budget, "DEFAULT_OPS", 300_000)
+    machine = load_machine("desktop-4090", [f"gpu.capacity={capacity} GiB"])
+
+    def make(batch: int, accumulation: int) -> Workload:
+        training = Training(
+            per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, sequence_length=8192
+        )
+        return load_workload(model, training)
+
+    alone_s = plan(make(1, sequences), machine, orders=["horizontal"]).step_s
+    assert plan_sequences(make, machine, sequences=sequences).result.step_s <= 1.1 * alone_s
+
+
 @pytest.mark.nightly
 def test_13b_in_all_divisions_is_planned_about_as_well_as_in_the_best_alone() -> None:
     """The race chose 2 sequences for each micro-batch, with 33.4 s, where 8 alone take 32.4: bounds said so at once."""
