@@ -130,7 +130,7 @@ def build_machine(description: Description) -> Machine:
     draft.stream(HOST_ADAM, "host.latency", {"parameters": adam, "elementwise_bytes": traffic})
     _dram(draft)
     for direction, stream in (("h2d", h2d), ("d2h", d2h)):
-        total = description.number(f"link.host_{direction}")
+        total = _host_total(draft, f"link.host_{direction}", stream(0))
         if total and num_gpus * draft.fastest(stream(0), "bytes") > total:  # else they never reach it
             draft.share_bytes(f"host_link.{direction}", total, *map(stream, range(num_gpus)))
     if both := description.number("link.host_both"):
@@ -301,6 +301,16 @@ def _peer_links(draft: _Draft, num_gpus: int) -> None:
         draft.share_bytes(f"{link_limit(g)}.out", draft.fastest(d2h(g)), d2h(g), *out_of)
 
 
+def _host_total(draft: _Draft, key: str, stream: str) -> float | None:
+    """What all links to the host carry together. One that is assumed is at least what a single link carries, so that a
+    quicker link has an effect."""
+    total = draft.description.quantity(key)
+    if total is None:
+        return None
+    own = draft.fastest(stream) if total.basis == "assumed" else 0.0
+    return max(float(draft.number(key)), own)
+
+
 def _uses_pcie(draft: _Draft) -> bool:
     path = draft.description.quantity("link.p2p_path")
     return path is not None and path.value == "pcie"
@@ -315,6 +325,15 @@ def _collectives(draft: _Draft, num_gpus: int) -> None:
     kinds = {ring(n): Rate.constant(_bus_rate(draft, n)) for n in range(2, num_gpus + 1)}
     hops = Rate.constant(1 / draft.number("link.collective_latency"))
     share = draft.number("gpu.collective_share")
+    told = draft.description.quantity("link.collective")
+    if num_gpus > 1 and _uses_pcie(draft) and told is not None and told.basis == "given":
+        each, own = draft.fastest(h2d(0)), draft.rate("link.collective").at(2)
+        if own > each * (1 + 1e-9):
+            raise MachineError(
+                f"machine {draft.name!r}: link.collective is {format_amount(own, 'bytes/s')}, but collectives take the "
+                f"PCIe links (link.p2p_path), of {format_amount(each, 'bytes/s')} each; give link.p2p_path=own for "
+                "links of their own, such as NVLink"
+            )
     for g in range(num_gpus):
         draft.stream(collective(g), "gpu.latency", {**kinds, HOPS: hops})
         if share:
@@ -337,7 +356,11 @@ def _bus_rate(draft: _Draft, num_gpus: int) -> float:
         return draft.rate("link.collective").at(num_gpus)
     if draft.has("link.p2p"):
         return draft.fastest(p2p(0, 1))
-    totals = [(number(f"link.host_{way}"), ways * num_gpus) for way, ways in (("h2d", 1), ("d2h", 1), ("both", 2))]
+    totals = [
+        (_host_total(draft, "link.host_h2d", h2d(0)), num_gpus),
+        (_host_total(draft, "link.host_d2h", d2h(0)), num_gpus),
+        (number("link.host_both"), 2 * num_gpus),
+    ]
     own = [draft.fastest(h2d(0)), draft.fastest(d2h(0)), (number("link.both") or float("inf")) / 2]
     return min(*own, *(total / takers for total, takers in totals if total))
 
