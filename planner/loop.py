@@ -21,7 +21,7 @@ from tierplan.planner.milp.integral import MANY_UNITS
 from tierplan.planner.milp.program import SOLVER, Solver
 from tierplan.planner.milp.totals import bound_of_totals
 from tierplan.planner.plan import Keeps, Plan, Sharing, UnitwisePlan, plain_semantics
-from tierplan.planner.plan_rules import PLANNER, Order, PlanError
+from tierplan.planner.plan_rules import PLANNER, Order, check_clipping
 from tierplan.planner.policies import NEED_SEVERAL_DEVICES, POLICIES, comparable
 from tierplan.planner.prediction import predicted
 from tierplan.planner.results import PlanResult, PolicyResult, Status
@@ -83,11 +83,7 @@ class Search:
         self.asked, self.machine = machine, without_excess(machine, workload)
         self.asked_semantics = semantics
         self.semantics: Semantics = semantics or plain_semantics(workload.training)
-        if workload.training.max_grad_norm is not None and self.semantics == "in-backward":
-            raise PlanError(
-                f"training clips gradients at norm {workload.training.max_grad_norm}, which semantics 'in-backward' "
-                "cannot do; ask for 'exact-clip' or set no max_grad_norm"
-            )
+        check_clipping(self.semantics, workload.training.max_grad_norm)
         self.num_devices = machine.num_devices
         self.batches = batches if self.num_devices > 1 else None
         self.devices = 1 if self.batches == "shared" else self.num_devices

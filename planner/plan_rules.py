@@ -172,15 +172,19 @@ def _check_semantics(plan: UnitwisePlan, training: Training) -> None:
             f"plan {plan.policy!r} holds updates until backward ends, but its semantics are {plan.semantics!r}; choose "
             "semantics 'exact-clip', or do not hold them"
         )
-    if training.max_grad_norm is not None and plan.semantics == "in-backward":
+    check_clipping(plan.semantics, training.max_grad_norm)
+
+
+def check_clipping(semantics: str, max_grad_norm: float | None) -> None:
+    """Raises `PlanError` where gradients are to be clipped by updates that do not know their norm."""
+    whys = {
+        "in-backward": "updates in backward (semantics 'in-backward') come before the norm is known",
+        "delayed-1": "updates that are delayed by a step (semantics 'delayed-1') are not clipped",
+    }
+    if max_grad_norm is not None and semantics in whys:
         raise PlanError(
-            f"training asks for clipping at norm {training.max_grad_norm}, but the plan updates in "
-            "backward, before the norm is known; use semantics 'exact-clip' or drop max_grad_norm"
-        )
-    if training.max_grad_norm is not None and plan.semantics == "delayed-1":
-        raise PlanError(
-            f"training asks for clipping at norm {training.max_grad_norm}, but updates that are delayed "
-            "by a step are not clipped; use semantics 'exact-clip' or drop max_grad_norm"
+            f"training asks for clipping at norm {max_grad_norm}, but {whys[semantics]}; use semantics 'exact-clip' or "
+            "drop max_grad_norm"
         )
 
 

@@ -175,6 +175,15 @@ def test_systems_of_which_none_runs_are_an_answer(capsys: pytest.CaptureFixture[
     assert main([*asked, "--policies", "in-memory", "fuyou"]) == 0
 
 
+def test_systems_that_update_in_another_way_do_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Harmony was listed with updates in backward where delayed ones were asked for."""
+    asked = ["compare-policies", *SCENARIO[2:], "--model", "gpt2", "--batch", "1", "--semantics", "delayed-1", "--json"]
+    assert main([*asked, "--policies", "zero-offload", "harmony"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["zero-offload"]["fits"]
+    assert told["harmony"]["why_not"] == "it updates by 'in-backward' alone, not by 'delayed-1'"
+
+
 def test_a_batch_that_fits_nothing_is_answered_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SCENARIO, "--batch", "4096"]) == 3
     said = " ".join(capsys.readouterr().out.split())

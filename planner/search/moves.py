@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 from tierplan.planner.milp.amounts import Problem
 from tierplan.planner.milp.modes import MODES, Mode
@@ -327,7 +328,8 @@ def untied(plan: UnitwisePlan) -> Iterator[UnitwisePlan]:
     yield replace(plan, sums_tied=False)
     if plan.sums_tied:
         units = tuple(replace(unit, grads="host") if unit.grads == "device" else unit for unit in plan.units)
-        yield replace(plan, sums_tied=False, order="horizontal", units=units)
+        own: dict[str, Any] = {"policy": PLANNER, "options": {}}  # no system does that
+        yield replace(plan, sums_tied=False, order="horizontal", units=units, **own)
 
 
 def off_drives(plan: UnitwisePlan) -> UnitwisePlan:

@@ -131,6 +131,8 @@ def test_a_search_that_the_clock_ended_does_not_say_that_nothing_fits(monkeypatc
 
 def test_clipping_refuses_updates_in_backward():
     workload = chain(forward_s=[1.0], parameters=[MB], saved_mb=[[5]], max_grad_norm=1.0)
+    with pytest.raises(PlanError, match=r"delayed by a step .* are not clipped"):
+        plan(workload, small_machine(), semantics="delayed-1")
     with pytest.raises(PlanError, match="exact-clip"):
         plan(workload, small_machine(), semantics="in-backward")
     assert plan(workload, small_machine(), time_limit_s=3).plan.semantics == "exact-clip"

@@ -7,6 +7,7 @@ import random
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from tierplan.planner.search.batches import Division, plan_sequences
 from tierplan.sim.workloads.workload import Workload
 from tierplan.studies import evaluate
 from tierplan.studies.advise import QUICKER_FRAC, advise
-from tierplan.studies.answer import answer_record
+from tierplan.studies.answer import answer_record, placements
 from tierplan.studies.evaluate import BestPlan, best_plan, evaluate_point, machine_of, predict_point
 from tierplan.studies.purchases import purchases
 from tierplan.studies.study import Point
@@ -243,3 +244,14 @@ def test_a_look_at_fewer_gpus_is_a_plan_for_them(monkeypatch: pytest.MonkeyPatch
     assert evaluate._look_at_fewer(replace(point, devices=2), best, 1.0) == inf
     more = replace(best, machine=machine_of(replace(point, overrides={"host.capacity": "4096 GiB"})))
     assert evaluate._look_at_fewer(replace(point, devices=2), more, 1.0) == 0.0
+
+
+def test_where_frozen_parameters_are_is_told() -> None:
+    """Of LoRA on a model that lies on the drive, adapters in host memory were all that was told."""
+    point = Point(model="gpt2", machine="desktop-4090", batch=1, lora="r=8,targets=c_attn", planner_s=0.1)
+    result: Any = best_plan(point).result
+    units = [replace(u, params="host", frozen="nvme" if k < 5 else "host") for k, u in enumerate(result.plan.units)]
+    shown = SimpleNamespace(plan=replace(result.plan, units=tuple(units)), schedule=result.schedule)
+    texts = [text for _, text in placements(shown)]  # type: ignore[arg-type]
+    assert any(text.startswith("5 x params host, frozen nvme, states") for text in texts)
+    assert sum("frozen" in text for text in texts) == 1, "what lies with the adapters is not told apart"

@@ -53,7 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
+    from tierplan.planner.compared import is_same
     from tierplan.planner.policies import check_name, comparable
+    from tierplan.planner.prediction import Prediction
     from tierplan.studies.evaluate import machine_of, predict_point
 
     for name in args.policies or ():
@@ -66,7 +68,11 @@ def run(args: argparse.Namespace) -> int:
     predictions = []
     for name in bar:
         semantics = "" if name.startswith(OWN_SEMANTICS) else point.semantics
-        predictions.append(replace(predict_point(replace(point, policy=name, semantics=semantics)), policy=name))
+        prediction = replace(predict_point(replace(point, policy=name, semantics=semantics)), policy=name)
+        if prediction.plan and point.semantics and not is_same(prediction.plan, point.semantics):  # type: ignore[arg-type]
+            why = f"it updates by {prediction.plan.semantics!r} alone, not by {point.semantics!r}"
+            prediction = Prediction(policy=name, model=prediction.model, machine=machine.name, plan=None, why_not=why)
+        predictions.append(prediction)
     if args.plot:
         plot_policies(predictions, args.plot)
     tokens = (point.sequences or point.batch * point.accumulation) * point.seq
