@@ -186,6 +186,10 @@ def test_a_quick_answer_is_a_lower_bound_and_says_so(advice: Advice, point: Poin
     assert "finds a plan for this machine that is at least as quick" in text
     assert "further GPUs are not planned" in text
     assert f"rates {advice.answer['basis']}" in text, "as `plan` says"
+    planned = {b.what for b in purchases(load_description(point.machine, point.settings), PriceList())
+               if "gpu.count" not in b.overrides and b.what not in advice.left_out}  # fmt: skip
+    assert planned, "nothing that shops sell is passed over in silence"
+    assert all(what in text for what in planned)
 
 
 def test_prices_are_told_of_what_is_shown(advice: Advice) -> None:

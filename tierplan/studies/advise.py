@@ -188,6 +188,8 @@ def advise(
     if "error" in answer:
         raise ValueError(answer["error"])
     changes = worthwhile(answer, bought, answers)
+    without = [b.what for b in bought if quick and b not in [change.bought for change in changes]]
+    no_gain = f"; it found no gain for {', '.join(without)}, where the whole one may find one" if without else ""
     return Advice(
         point=point,
         machine=description.name,
@@ -199,7 +201,7 @@ def advise(
         largest_model=largest_model,
         costs=costs_of(answer, description, prices, tokens) if answer["fits"] else None,
         assumptions=(
-            *([SHORT_SEARCH] if quick else []),
+            *([SHORT_SEARCH + no_gain] if quick else []),
             *_assumptions(description, prices, [c.bought for c in changes]),
         ),
     )
