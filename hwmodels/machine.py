@@ -63,8 +63,8 @@ class PredictionBasis:
 
 
 CATALOG = PredictionBasis("catalog: data sheets and published figures", 0.4)
-"""Nine in ten published steps are predicted within a factor of 1.5, also where kernels and settings are asked as a stranger
-would (docs/points.md, docs/finetuning.md, docs/validation.md). Those beyond it were slower than predicted."""
+"""Nine in ten published steps are predicted within a factor of 1.5, also where kernels and settings are asked as by a
+stranger (docs/points.md, docs/finetuning.md, docs/validation.md). Those beyond it were slower than predicted."""
 MEASURED = PredictionBasis("measured here, not calibrated", 0.6)
 """Of seven runs on 2 shared cores (2026-11-22), six were predicted within a factor of 1.5, and one was 3.4 off."""
 
