@@ -332,6 +332,7 @@ def test_every_key_can_be_set_and_has_its_effect(name: str) -> None:
         ("gpu.part=h100-sxm-80gb", lambda m: m.tier("gpu0").capacity_bytes == (81559 - 1024) * 2**20),
         ("gpu.peak_fp16=100 TFLOP/s", lambda m: rate(m, "gpu0.compute", "matmul_fp16_flops") == pytest.approx(85e12)),
         ("gpu.matmul_fp16=99 TFLOP/s", lambda m: rate(m, "gpu0.compute", "matmul_fp16_flops") == 99e12),
+        ("gpu.attention_scale=0.5", lambda m: rate(m, "gpu0.compute", "attention_bf16_flops") == 45.5e12),
         ("gpu.attention_fp16=9e12", lambda m: rate(m, "gpu0.compute", "attention_fp16_flops") == 9e12),
         ("gpu.memory_bandwidth=1e12", lambda m: rate(m, "gpu0.compute", "elementwise_bytes") == 0.8e12),
         ("gpu.elementwise=5e11", lambda m: rate(m, "gpu0.compute", "elementwise_bytes") == 5e11),
@@ -438,7 +439,7 @@ def test_a_description_with_everything_survives_the_round_trip() -> None:
     [
         *("gpu.peak_bf16", "link.both", "link.host_both", "host.memory_bandwidth", "nvme.slot", "nvme.array_read"),
         *("gpu.matmul_frac", "gpu.adam_traffic", "host.adam_traffic", "link.collective_latency", "host.cores"),
-        "gpu.sustained_frac",
+        *("gpu.sustained_frac", "gpu.attention_scale"),
         *("nvme.mixed", "nvme.endurance", "gpu.power", "host.power", "nvme.power"),
     ],
 )

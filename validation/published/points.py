@@ -18,7 +18,6 @@ from typing import Any
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit
 from tierplan.hwmodels.names import COMPUTE, DEVICE, parse_stream
-from tierplan.hwmodels.scaling import with_rate_factors
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.prediction import Prediction, predict
 from tierplan.sim.analysis.steady import SteadyState
@@ -26,7 +25,6 @@ from tierplan.sim.workloads.adapters import read_adapters
 from tierplan.sim.workloads.formats import format_of
 from tierplan.sim.workloads.models import read_config, workload_of
 from tierplan.sim.workloads.workload import (
-    DTYPE_BYTES,
     NotCovered,
     SavedTensor,
     Training,
@@ -79,8 +77,6 @@ class Question:
     compiled: bool = False
     """Blocks run as compiled kernels, which read what products write and write what products read, and are so few that
     their launches do not count."""
-    attention: float = 1.0
-    """Rate of the attention that ran, over that of the machine's kernels."""
 
     def workload(self) -> Workload:
         workload = _workload(self.model, self.training, self.config)
@@ -112,8 +108,6 @@ class Question:
     def answer(self) -> Prediction:
         """Raises `WorkloadError` or `PlanError` where there is no such workload or policy."""
         machine = load_machine(self.machine, self.settings)
-        if self.attention != 1.0:
-            machine = with_attention(machine, self.attention)
         if self.launch_s:
             machine = driven_by_one_process(machine)
         return predict(self.policy, self.workload(), machine, self.options)
@@ -133,12 +127,6 @@ def driven_by_one_process(machine: Machine) -> Machine:
     )
     limits = (*machine.shared_limits, SharedLimit(name="process", limit=1.0))
     return replace(machine, streams=streams, shared_limits=limits)
-
-
-def with_attention(machine: Machine, rate: float) -> Machine:
-    """The machine with so many times the rate of attention."""
-    factors = {f"attention_{dtype}_flops": rate for dtype in DTYPE_BYTES}
-    return replace(machine, streams=tuple(with_rate_factors(s, factors) for s in machine.streams))
 
 
 def _compiled(block: Unit, workload: Workload, *, by_operator: bool) -> Unit:
@@ -248,7 +236,7 @@ def question_of(point: Facts, rule: Facts, models: Mapping[str, str]) -> Questio
     )
 
 
-OF_THE_SYSTEM = ("loss", "launch_s", "adapters_of_experts", "compiled", "attention")
+OF_THE_SYSTEM = ("loss", "launch_s", "adapters_of_experts", "compiled")
 """What a point or its rule may say of a question, in the question's own words."""
 
 
