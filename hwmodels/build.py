@@ -181,7 +181,7 @@ def _rests_on(description: Description, matters: Collection[str]) -> PredictionB
     found, notes = {}, {"gpu": _unfit(description), "nvme": _drives_note(description)}
     for section, starts in RATES.items():
         begins = tuple(f"{section}.{start}" for start in starts)
-        rates = [n for n in matters if n.startswith(begins) and not n.endswith(("_frac", "_traffic", "fp32"))]
+        rates = [n for n in matters if n.startswith(begins) and not n.endswith(("_frac", "_scale", "_traffic", "fp32"))]
         if bases := [q.basis for name in rates if (q := description.quantity(name))]:
             found[section] = max(bases, key=STRENGTH.index)
     return replace(CATALOG, weakest=found, notes={part: note for part, note in notes.items() if note})

@@ -170,7 +170,8 @@ def test_a_slower_attention_takes_longer_by_its_share() -> None:
     passes = [work for block in blocks for work in (block.forward, block.backward)]
     works = [{kind: amount for kind, amount in work.items() if "attention" in kind} for work in passes]
     attention_s = sum(machine.cost("gpu0.compute", work).work_s for work in works)
-    took_s = [replace(plain, attention=rate).answer().step_s for rate in (0.5, 1.0)]
+    scales = (f"gpu.attention_scale={scale}" for scale in (0.5, 1.0))
+    took_s = [replace(plain, settings=(*plain.settings, scale)).answer().step_s for scale in scales]
     assert took_s[0] is not None
     assert took_s[1] is not None
     assert took_s[0] - took_s[1] == pytest.approx(attention_s, rel=1e-3)
