@@ -245,8 +245,7 @@ def _asked(point: Point, setup: Setup) -> Point:
         point,
         batch=t.per_device_train_batch_size,
         seq=t.sequence_length,
-        dtype=t.dtype,
-        autocast=t.autocast,
+        dtype=t.autocast or t.dtype,  # with an fp32 copy, which is executed
         optimizer=t.optimizer,
         max_grad_norm=t.max_grad_norm,
         master_weights=t.master_weights,

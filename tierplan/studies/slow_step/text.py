@@ -102,7 +102,8 @@ def _best(e: Explanation) -> str:
         if e.expected_s is None
         else f", {digits(e.expected_s / e.best.step_s)} times as fast as this setup should be"
     )
+    cast = f", the model in {cast} with an fp32 copy" if (cast := e.setup.training.autocast) else ""
     return (
         f"What this machine could do: {format_s(e.best.step_s)} for the same sequences{than} (micro-batch "
-        f"{e.best.micro_batch} x {e.best.accumulation}, by `tierplan plan`)."
+        f"{e.best.micro_batch} x {e.best.accumulation}{cast}, by `tierplan plan`)."
     )
