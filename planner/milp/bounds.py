@@ -63,6 +63,9 @@ class Bound:
         return self.step_s if self.returning is None else self.kept_s
 
 
+IMPOSSIBLE = Bound(step_s=inf, shares={}, s_per_gb={}, feasible=False)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortage:
     """A capacity that is too small, with all others as they are."""
@@ -89,6 +92,8 @@ def lower_bound(problem: Problem, *, solver: Solver | None = None) -> Bound:
 
 
 def _lower_bound(problem: Problem, solver: Solver) -> Bound:
+    if any(max(u.fwd_fixed_gb, u.bwd_fixed_gb) > problem.device_gb for u in problem.units):
+        return IMPOSSIBLE
     plain = _optimum(replace(problem, brings_states=False), solver)
     if not problem.brings_states:
         return plain
@@ -119,7 +124,7 @@ def _optimum(problem: Problem, solver: Solver, *, narrower: Solver | None = None
     model = build(problem, margins=Margins(relaxed=True))
     solution = solver.solve(model.program, narrower=narrower)
     if solution.status == "infeasible":
-        return Bound(step_s=float("inf"), shares={}, s_per_gb={}, feasible=False, solution=solution, model=model)
+        return replace(IMPOSSIBLE, solution=solution, model=model)
     if solution.status != "optimal":
         return Bound(step_s=compute_s(problem), shares={COMPUTE: 1.0}, s_per_gb={}, proven=False, model=model)
     return Bound(
