@@ -347,7 +347,7 @@ class Trainer:
     def replay_seconds(self) -> dict[str, dict[int, list[float]]]:
         """By unit and saved tensor, what making it again took each time; of what was replayed with `time_replays`."""
         recipes = self._hooks.recipes if self._is_set_up else {}
-        return {self.units[index].name: dict(r.seconds) for (index, _), r in recipes.items() if r is not None}
+        return {self.units[index].name: dict(r.seconds) for (index, _), (_, r) in recipes.items() if r}
 
     def restore_model(self) -> None:
         """Makes the model whole: every parameter is in ordinary memory again. For export and evaluation."""
@@ -391,7 +391,7 @@ class Trainer:
         )
         if self._store is not None:
             self._set_back.callback(self._store.close, remove=self._durability is None)
-        self._hooks, self._modules = ModelHooks(self.units, self.time_replays), list(self.model.modules())
+        self._hooks, self._modules = ModelHooks(self.model, self.units, self.time_replays), [*self.model.modules()]
         self._set_back.callback(self._hooks.remove)
         self._set_back.callback(self._device.take_buffers(self.model))
         self._buffers = FixedBuffers(self.model, self.schedule, are_committed=self.out_dir is not None)

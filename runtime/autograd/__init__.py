@@ -10,4 +10,5 @@ saved   what autograd saves in a unit, as storages that may be moved away
 chunked_loss  cross entropy over a part of the tokens at a time
 coded  linear layers of a frozen base, in codes
 replay  single saved tensors made again
+plain_values  plain values that modules hold, by which their forward may compute
 """

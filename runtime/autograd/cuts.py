@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from tierplan.runtime.autograd.units import ModelError
 
@@ -73,3 +73,9 @@ def check_read(name: str, read: Iterable[torch.Tensor], away: Mapping[str, Itera
             f"{name!r} reads what {owner!r} has as its input, which the plan takes off the device; choose a plan whose "
             "inputs stay there (input='keep'), or have the model hand a copy of it to later blocks"
         )
+
+
+def backward_from(edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor]) -> None:
+    """As `torch.autograd.backward`, without its checks of gradients: autograd has made these itself, and a small unit's
+    backward takes little longer than they do."""
+    _engine_run_backward(tuple(edges), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)

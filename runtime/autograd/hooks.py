@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from tierplan.runtime.autograd.nests import PLAIN
+from tierplan.runtime.autograd.plain_values import PlainState, PlainValues
 from tierplan.runtime.autograd.replay import Recipe
 from tierplan.runtime.autograd.saved import Recorder
 from tierplan.runtime.autograd.units import ModelUnit
@@ -19,20 +19,16 @@ RunsBlock = Callable[[int, Callable[..., Any], tuple, dict], Any]
 """Stands for the forward of the unit with this index; it is given the original one and its arguments."""
 
 
-NOT_OF_FORWARD = ("training", "_is_hf_initialized")
-"""Attributes of modules that are set while a model is made ready."""
-
-
 class ModelHooks:
     """The blocks' replaced `forward`s; they find the run of the thread that they are called in."""
 
-    def __init__(self, units: Sequence[ModelUnit], are_replays_timed: bool = False) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[ModelUnit], are_replays_timed: bool = False) -> None:
         self._local = threading.local()
         self._blocks: list[tuple[nn.Module, dict[str, Any]]] = []
         """With the `forward` that was set on the instance, if there was one."""
-        self.recipes: dict[tuple[int, object], Recipe | None] = {}
-        """How to make what a block has dropped again, by block and how it is called, once it is known; None where that
-        is run again each time."""
+        self.recipes: dict[tuple[int, object], tuple[PlainState, Recipe | None]] = {}
+        """How to make what a block has dropped again, by block and how it is called, once it is known, and with which
+        plain values of its modules; None where that is run again each time."""
         self.are_replays_timed = are_replays_timed
         self.results: dict[object, tuple[list[Any], Any]] = {}
         """What blocks give that other ranks run, without the numbers: by block and how it is called."""
@@ -40,15 +36,31 @@ class ModelHooks:
         """What units of which nothing moves have saved, by shapes: so they do in every micro-batch of these."""
         self.checked: set[tuple[int, int]] = set()
         """Units, with their number of outputs, whose graphs are known to end at the boundary to the unit before."""
-        self._attributes = {unit.block: _plain_attributes(unit.block) for unit in units if unit.block is not None}
+        inside = {module for unit in units if unit.block is not None for module in unit.block.modules()}
+        self._outside = PlainValues(module for module in model.modules() if module not in inside)
+        self._values = [self._outside if unit.block is None else PlainValues(unit.block.modules()) for unit in units]
         for index, unit in enumerate(units):
             if (block := unit.block) is not None:
                 self._blocks.append((block, {name: own for name, own in vars(block).items() if name == "forward"}))
                 block.forward = partial(self._forward, index, block.forward)
 
-    def is_as_ever(self, block: nn.Module | None) -> bool:
-        """Whether no forward so far has set plain attributes of the block's modules, by which it may compute."""
-        return block is not None and _plain_attributes(block) == self._attributes[block]
+    def values_of(self, index: int) -> PlainState:
+        """The plain values, now, by which the unit's modules may compute."""
+        return self._values[index].now()
+
+    @contextmanager
+    def with_values(self, index: int, values: PlainState | None) -> Iterator[None]:
+        """Inside, the unit's modules have these plain values. Behind it, all that run there have those of before."""
+        changed = set(self._values) if self._values[index] is self._outside else {self._values[index]}
+        before = [(of, of.now()) for of in changed]
+        if values is not None and values != self.values_of(index):
+            values.put_back()
+        try:
+            yield
+        finally:
+            for of, then in before:
+                if of.now() is not then:
+                    then.put_back()
 
     def _forward(self, index: int, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         run: RunsBlock | None = getattr(self._local, "run", None)
@@ -69,12 +81,3 @@ class ModelHooks:
             del block.forward
             vars(block).update(own)
         self._blocks.clear()
-
-
-def _plain_attributes(block: nn.Module) -> dict[tuple[str, str], object]:
-    return {
-        (path, name): value
-        for path, module in block.named_modules()
-        for name, value in vars(module).items()
-        if name not in NOT_OF_FORWARD and type(value) in PLAIN
-    }

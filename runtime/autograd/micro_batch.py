@@ -22,13 +22,14 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from tierplan.hwmodels.names import COMPUTE
-from tierplan.runtime.autograd.cuts import Leaves, Root, check_cut, check_read, cut, handed_over
+from tierplan.runtime.autograd.cuts import Leaves, Root, backward_from, check_cut, check_read, cut, handed_over
 from tierplan.runtime.autograd.flow import Flow
 from tierplan.runtime.autograd.hooks import ModelHooks
 from tierplan.runtime.autograd.nests import addresses, flatten, form_of, shapes_of, tensors_in
+from tierplan.runtime.autograd.plain_values import PlainState
 from tierplan.runtime.autograd.replay import OperationLog, Recipe, Source
 from tierplan.runtime.autograd.saved import AbsentError, AllRecreated, Recorder, Recreator, SavedStorage
 from tierplan.runtime.autograd.units import FlatParameters, ModelError, ModelUnit, placeholder
@@ -57,6 +58,7 @@ class UnitRun:
     result: tuple[list[object], Callable[[Sequence[object]], Any]] | None = None
     """What a block returned, flat, and what nests it; held only where a unit between blocks is run again."""
     rng: tuple[torch.Tensor, ...] | None = None
+    values: PlainState | None = None
 
 
 _NO_LOSS = torch.tensor(torch.nan)
@@ -66,12 +68,6 @@ _There = Mapping[str, Sequence[torch.Tensor | None]]
 
 class _Cancelled(BaseException):
     """Unwinds the model's forward when the run is over."""
-
-
-def _run_backward(edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor]) -> None:
-    """As `torch.autograd.backward`, without its checks of gradients: autograd has made these itself, and a small unit's
-    backward takes little longer than they do."""
-    _engine_run_backward(tuple(edges), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 @dataclass(eq=False)
@@ -177,11 +173,11 @@ class MicroBatchRun:
                 leaf.grad = None
         run.roots = []
         if edges:
-            _run_backward(edges, gradients)
+            backward_from(edges, gradients)
         del gradients
         glue = [(edge, leaf.grad) for edge, leaf in run.glue if leaf.grad is not None]
         if glue:
-            _run_backward([edge for edge, _ in glue], [gradient for _, gradient in glue])
+            backward_from([edge for edge, _ in glue], [gradient for _, gradient in glue])
         self.runs[index] = UnitRun(leaves=run.leaves)  # drops the graph; `dx` is in the leaves
 
     def hand_over(self, index: int, size_bytes: int) -> list[torch.Tensor]:
@@ -201,8 +197,7 @@ class MicroBatchRun:
         """
         run = self.runs[index]
         assert run.recorder is not None
-        recomputed = self.specs[index].recomputed
-        wanted = {k: run.recorder.away.pop(k) for k in recomputed if k in run.recorder.away}
+        wanted = {k: run.recorder.away.pop(k) for k in self.specs[index].recomputed if k in run.recorder.away}
         made_bytes = sum(saved.size_bytes for saved in wanted.values())
         if not wanted and not makes_output:
             return 0
@@ -214,13 +209,14 @@ class MicroBatchRun:
         params = [part.bound for part in self._params_of(index)]
         there: _There = {"arg": tensors_in((args, kwargs)), "input": inputs, "param": params}
         recipes, key = self.hooks.recipes, (index, form_of(args, kwargs))
-        if not makes_output and (recipe := recipes.get(key)) is not None:
-            self._replay(index, recipe, wanted, there)
-        elif makes_output or key in recipes:
+        values, recipe = recipes.get(key, (None, None))
+        if makes_output or (values is not None and (recipe is None or values != run.values)):
             self._rerun(index, wanted, inputs, makes_output=makes_output)
+        elif recipe is not None:
+            self._replay(index, recipe, wanted, there)
         else:
-            is_as_ever = self.hooks.is_as_ever(self.units[index].block)
-            recipes[key] = self._rerun(index, wanted, inputs, noted=there if is_as_ever else None)
+            assert run.values is not None
+            recipes[key] = run.values, self._rerun(index, wanted, inputs, noted=there)
         return made_bytes
 
     def _replay(self, index: int, recipe: Recipe, wanted: Mapping[int, SavedStorage], there: _There) -> None:
@@ -315,7 +311,11 @@ class MicroBatchRun:
         now = self.device.rng_state()
         self.device.set_rng_state(self.runs[index].rng or now)
         try:
-            with torch.enable_grad(), saved_tensors_hooks(recreator.pack, recreator.unpack):
+            with (
+                self.hooks.with_values(index, self.runs[index].values),
+                torch.enable_grad(),
+                saved_tensors_hooks(recreator.pack, recreator.unpack),
+            ):
                 yield
         except AllRecreated:
             pass
@@ -407,7 +407,7 @@ class MicroBatchRun:
         if key is not None:
             recorders[key] = run.recorder
         if spec.recomputed:
-            run.rng = self.device.rng_state()
+            run.rng, run.values = self.device.rng_state(), self.hooks.values_of(index)
         self._recording = saved_tensors_hooks(run.recorder.pack, run.recorder.unpack)
         self._recording.__enter__()
 

@@ -122,7 +122,7 @@ def observed_workload(model: nn.Module, batch: dict[str, torch.Tensor], training
     changed = ExitStack()
     changed.enter_context(without_cache(model))
     units = split_model(model, batch)
-    hooks = ModelHooks(units)
+    hooks = ModelHooks(model, units)
     batch_run = MicroBatchRun(
         hooks=hooks,
         units=units,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,15 +27,36 @@ from tierplan.sim.step import Action
 
 
 class _Scaled(nn.Module):
-    """A block whose forward depends on a number beside its input: given by position or by name, or set on it."""
+    """A block that computes by a number beside its input: given, told by which of two names is given, or held."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
-        self.inner, self.way, self.scale = nn.Linear(16, 16), way, 0.0
+        self.inner, self.way, self.num_calls = nn.Linear(16, 16), way, 0
+        self.scale, self.scales, self.by_name = 1.0, [1.0], {"one": 1.0}
+        self.config = SimpleNamespace(scales={"one": 1.0})
+
+    def hold(self, t: float) -> None:
+        match self.way:
+            case "attribute":
+                self.scale = t
+            case "list":
+                self.scales[0] = t
+            case "dict":
+                self.by_name = {"one": t}
+            case "config":
+                self.config.scales["one"] = t
 
     def forward(self, x: torch.Tensor, t: float = 0.0, *, a: object = None, b: object = None) -> torch.Tensor:
-        by_name = 1.5 if a is not None else 0.5
-        factor = {"number": t, "name": by_name, "attribute": self.scale}[self.way]
+        self.num_calls += self.way == "count"
+        factor = {
+            "number": t,
+            "name": 1.5 if a is not None else 0.5,
+            "attribute": self.scale,
+            "list": self.scales[0],
+            "dict": self.by_name["one"],
+            "config": self.config.scales["one"],
+            "count": 1.0 + 0.1 * self.num_calls,
+        }[self.way]
         return x + torch.tanh(self.inner(x) * factor)
 
 
@@ -42,25 +64,40 @@ class _OfScaled(nn.Module):
     def __init__(self, way: str) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
-        self.layers = nn.ModuleList(_Scaled(way) for _ in range(2))
+        self.layers, self.way = nn.ModuleList(_Scaled(way) for _ in range(2)), way
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, t: float) -> torch.Tensor:
         x = self.embed(input_ids)
         for layer in self.layers:
-            layer.scale = t
-            x = layer(x, t, **{"a" if int(t) % 2 else "b": x})
+            layer.hold(t)  # type: ignore[operator]
+            told = {"number": {"t": t}, "name": {"a" if int(t) % 2 else "b": x}}
+            x = layer(x, **told.get(self.way, {}))
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.parametrize("way", ["number", "name", "attribute"])
+@pytest.mark.parametrize("way", ["number", "name", "attribute", "list", "dict", "config", "count"])
 def test_what_a_block_is_told_beside_tensors_is_not_that_of_another_micro_batch(way: str, tmp_path: Path) -> None:
-    batches = [{**batch, "t": 1.0 + k} for k, batch in enumerate(make_batches(4))]
+    """The first two are told alike, and as the block was made: what is known of one is used for the next."""
+    batches = [{**batch, "t": t} for t, batch in zip((1.0, 1.0, 2.0, 3.0, 1.0), make_batches(5), strict=True)]
     model = _OfScaled(way)
     plain = copy.deepcopy(model)
     workload = trace_module(copy.deepcopy(model), batches[0], CPU)
     schedule = lower(decide("full-recompute", workload, machine(), {}), workload, machine())
-    result = train(schedule, model, batches, steps=4, nvme_dir=tmp_path)
-    assert list(result.losses) == train_plainly(plain, batches, steps=4)
+    result = train(schedule, model, batches, steps=5, nvme_dir=tmp_path)
+    assert list(result.losses) == train_plainly(plain, batches, steps=5)
+
+
+def test_a_block_that_is_run_again_behind_the_next_micro_batch_has_the_values_of_its_forward(tmp_path: Path) -> None:
+    """With dropout, too, which leaves no other way than to run the block again; and a rerun counts as no call."""
+    model = _OfScaled("count")
+    for layer in model.layers:
+        layer.inner = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.2))
+    plain, batches = copy.deepcopy(model), [{**batch, "t": 1.0} for batch in make_batches(6)]
+    workload = trace_module(copy.deepcopy(model), batches[0], replace(CPU, gradient_accumulation_steps=2))
+    schedule = lower(uniform_plan(workload, UnitPlan(acts="recompute"), order="vertical"), workload, machine())
+    result = train(schedule, model, batches, steps=3, nvme_dir=tmp_path)
+    assert list(result.losses) == train_plainly(plain, batches, steps=3, gradient_accumulation_steps=2)
+    assert [layer.num_calls for layer in model.layers] == [layer.num_calls for layer in plain.layers] == [6, 6]
 
 
 class _Branches(nn.Module):

@@ -50,7 +50,7 @@ def gradients(
         if unit.num_trained:
             flat = torch.cat([p.detach().reshape(-1) for _, p in unit.parameters])
             unit.bind(flat)
-    hooks = ModelHooks(units)
+    hooks = ModelHooks(model, units)
     specs = [spec_of(unit, dropped if i == 2 else frozenset()) for i, unit in enumerate(units)]
     out = []
     for _ in range(repeats):
@@ -72,7 +72,7 @@ def gradients(
             batch_run.run_backward(i)
         out.append([p.grad.clone() for _, p in units[2].parameters if p.grad is not None])
         model.zero_grad()
-    return out, next(iter(hooks.recipes.values()), None)
+    return out, next((recipe for _, recipe in hooks.recipes.values()), None)
 
 
 @pytest.mark.sampled
