@@ -26,7 +26,7 @@ from tierplan.hwmodels.names import COMPUTE, DEVICE, HOST, HOST_ADAM, parse_stre
 from tierplan.runtime.autograd.chunked_loss import loss_in_chunks
 from tierplan.runtime.autograd.hooks import ModelHooks
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun
-from tierplan.runtime.autograd.nests import batch_addresses, shapes_of
+from tierplan.runtime.autograd.nests import outside_storages, shapes_of
 from tierplan.runtime.autograd.units import ModelUnit, split_model
 from tierplan.runtime.checkpoint.durability import Durability, save_copy
 from tierplan.runtime.data.ahead import AheadBatches, Batch
@@ -395,6 +395,7 @@ class Trainer:
         self._set_back.callback(self._hooks.remove)
         self._set_back.callback(self._device.take_buffers(self.model))
         self._buffers = FixedBuffers(self.model, self.schedule, are_committed=self.out_dir is not None)
+        self._hooks.before_rerun = self._buffers.check
         places = Places(
             device_pool=self._device.pool(capacity.get(DEVICE, 0)),
             host_pool=self._device.host_pool(capacity.get(HOST, 0)),
@@ -483,7 +484,7 @@ class Trainer:
             units=self.units,
             specs=specs,
             forward=forward,
-            external=batch_addresses(moved, self._modules),
+            external=outside_storages(moved, self._modules),
             device=self._device,
             own=turn.units,
             flow=self._bodies.flow,

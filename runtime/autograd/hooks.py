@@ -30,6 +30,8 @@ class ModelHooks:
         """How to make what a block has dropped again, by block and how it is called, once it is known, and with which
         plain values of its modules; None where that is run again each time."""
         self.are_replays_timed = are_replays_timed
+        self.before_rerun: Callable[[], None] = lambda: None
+        """Called before a unit is run again."""
         self.results: dict[object, tuple[list[Any], Any]] = {}
         """What blocks give that other ranks run, without the numbers: by block and how it is called."""
         self.recorders: dict[object, Recorder] = {}
@@ -51,6 +53,7 @@ class ModelHooks:
     @contextmanager
     def with_values(self, index: int, values: PlainState | None) -> Iterator[None]:
         """Inside, the unit's modules have these plain values. Behind it, all that run there have those of before."""
+        self.before_rerun()
         changed = set(self._values) if self._values[index] is self._outside else {self._values[index]}
         before = [(of, of.now()) for of in changed]
         if values is not None and values != self.values_of(index):

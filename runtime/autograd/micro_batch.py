@@ -80,8 +80,8 @@ class MicroBatchRun:
     """What happens to the saved tensors of each unit."""
     forward: Callable[[], torch.Tensor]
     """Runs the model on the micro-batch; the loss, divided as backward needs it."""
-    external: set[int]
-    """Addresses of the batch's tensors and the model's buffers."""
+    external: Mapping[int, object]
+    """The storages of the batch's tensors and the model's buffers, by address: held, so that none has theirs."""
     device: Device
     own: range
     """Indices of the units that this process runs."""
@@ -269,7 +269,7 @@ class MicroBatchRun:
         recreator = Recreator(
             self._params_of(index),
             inputs,
-            self.external | addresses((args, kwargs)),
+            self.external.keys() | addresses((args, kwargs)),
             wanted=wanted,
             on_saved=log.saved if log else lambda k, t: None,
             runs_to_end=makes_output,
@@ -286,7 +286,7 @@ class MicroBatchRun:
         """Runs a unit outside of blocks again: the model's forward, in which blocks give what they gave before."""
         inputs = [*self.runs[index].leaves, *self.runs[index].shared]
         recreator = Recreator(
-            self._params_of(index), inputs, self.external, wanted=wanted, runs_to_end=makes_output, is_on=index == 0
+            self._params_of(index), inputs, {*self.external}, wanted=wanted, runs_to_end=makes_output, is_on=index == 0
         )
 
         def echo(i: int, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -400,7 +400,7 @@ class MicroBatchRun:
         run.recorder = self._recorder = Recorder(
             self._params_of(index),
             leaves,
-            self.external | addresses(flat) if flat else self.external,
+            self.external.keys() | addresses(flat),
             recomputed=frozenset(spec.recomputed),
             moved=frozenset(spec.moved),
         )

@@ -67,13 +67,14 @@ PLAIN = {type(None), bool, int, float, str}
 _LEAVES = {torch.Tensor, nn.Parameter, *PLAIN}
 
 
-def batch_addresses(batch: Mapping[str, object], modules: Iterable[nn.Module]) -> set[int]:
-    """Addresses of what exists outside of all units: the batch and the model's buffers, by `model.modules()`.
+def outside_storages(batch: Mapping[str, object], modules: Iterable[nn.Module]) -> dict[int, torch.UntypedStorage]:
+    """What exists outside of all units, by address: the batch and the model's buffers, by `model.modules()`.
 
     To walk through the model for them takes longer than a block's forward that computes next to nothing.
     """
-    buffers = (b for module in modules if module._buffers for b in module._buffers.values() if b is not None)
-    return addresses(dict(batch)) | {b.untyped_storage().data_ptr() for b in buffers}
+    buffers = [b for module in modules if module._buffers for b in module._buffers.values() if b is not None]
+    storages = (t.untyped_storage() for t in (*tensors_in(dict(batch)), *buffers))
+    return {storage.data_ptr(): storage for storage in storages}
 
 
 def look(

@@ -270,17 +270,30 @@ class FixedBuffers:
     def __init__(self, model: nn.Module, schedule: Schedule, *, are_committed: bool) -> None:
         is_again = any(op.kind == "recompute" for op in schedule.ops)
         self._why = "blocks are run again" if is_again else "steps are committed" if are_committed else ""
-        self._looks = {name: (buffer, buffer._version) for name, buffer in model.named_buffers()}
+        self._looks = [
+            (module._buffers, key, buffer, 0 if buffer is None else buffer._version, f"{name}.{key}".lstrip("."))
+            for name, module in model.named_modules()
+            for key, buffer in module._buffers.items()
+        ]
 
     def check(self) -> None:
-        """Raises `TrainingError` where forward has changed some, and that matters."""
-        changed = [name for name, (buffer, version) in self._looks.items() if buffer._version != version]
+        """Raises `TrainingError` where forward has changed some, or put others in their place, and that matters."""
+        changed = [name for buffers, key, *then, name in self._looks if not _is_as_then(buffers.get(key), *then)]
         if changed and self._why:
             raise TrainingError(
                 f"forward changes {changed[0]!r} ({len(changed)} of the model's buffers), but {self._why}, which this "
                 "runtime does with parameters alone; plan without recomputation and run without out_dir, or keep such "
                 "modules (batch norm) from changing theirs: eval() for these"
             )
+
+
+def _is_as_then(buffer: torch.Tensor | None, then: torch.Tensor | None, version: int) -> bool:
+    """Whether this is that buffer, which nobody has written to, or one of the same values in its place."""
+    if then is None or buffer is None:
+        return buffer is then
+    if then._version != version or (buffer.dtype, buffer.device) != (then.dtype, then.device):
+        return False
+    return buffer is then or torch.equal(buffer, then)
 
 
 def refuse_autocast() -> None:

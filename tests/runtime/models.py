@@ -10,7 +10,7 @@ from torch import nn
 
 from tierplan.runtime.autograd.hooks import ModelHooks
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun
-from tierplan.runtime.autograd.nests import batch_addresses
+from tierplan.runtime.autograd.nests import outside_storages
 from tierplan.runtime.autograd.units import ModelUnit, first_trained, split_model
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.reference import loss_of, without_cache
@@ -128,7 +128,7 @@ def observed_workload(model: nn.Module, batch: dict[str, torch.Tensor], training
         units=units,
         specs=[UnitSpec(name=unit.name, num_parameters=unit.num_trained) for unit in units],
         forward=lambda: loss_of(model, batch, None),
-        external=batch_addresses(batch, model.modules()),
+        external=outside_storages(batch, model.modules()),
         device=Device(),
         own=range(len(units)),
         seed=1,

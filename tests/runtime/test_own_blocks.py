@@ -165,36 +165,68 @@ def test_what_is_saved_on_a_branch_that_leads_nowhere_is_not_missed(acts: Action
 
 
 class _Normed(_Scaled):
-    """A block with running means, which are buffers that forward changes."""
+    """A block with running means, which are buffers that forward changes, or puts others in place of."""
 
-    def __init__(self) -> None:
+    mean: torch.Tensor
+
+    def __init__(self, assigns: bool) -> None:
         super().__init__("number")
-        self.norm = nn.BatchNorm1d(16)
+        self.norm = nn.BatchNorm1d(16, track_running_stats=not assigns)
+        self.assigns = assigns
+        self.register_buffer("mean", torch.zeros(16))
 
     def forward(self, x: torch.Tensor, t: float = 0.0, *, a: object = None, b: object = None) -> torch.Tensor:
+        if self.assigns:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
+            x = x - self.mean
         return super().forward(self.norm(x.flatten(0, 1)).view_as(x), t)
 
 
+@pytest.mark.parametrize("assigns", [False, True])
 @pytest.mark.parametrize(
     ("acts", "out", "says"), [("keep", "", ""), ("recompute", "", "run again"), ("keep", "out", "are com")]
 )
 def test_buffers_that_forward_changes_are_refused_where_they_matter(
-    acts: Action, out: str, says: str, tmp_path: Path
+    acts: Action, out: str, says: str, assigns: bool, tmp_path: Path
 ) -> None:
     model = _OfScaled("number")
-    model.layers = nn.ModuleList(_Normed() for _ in range(2))
+    model.layers = nn.ModuleList(_Normed(assigns) for _ in range(2))
     plain, batches = copy.deepcopy(model), [{**batch, "t": 1.0} for batch in make_batches(3)]
     workload = trace_module(copy.deepcopy(model), batches[0], CPU)
     schedule = lower(uniform_plan(workload, UnitPlan(acts=acts)), workload, machine())
     more: dict[str, Any] = {"out_dir": tmp_path / "out"} if out else {}
     if says:
-        with pytest.raises(TrainingError, match=rf"forward changes 'layers\.0\.norm\..*, but .* {says}"):
+        changed = "mean" if assigns else "norm"
+        with pytest.raises(TrainingError, match=rf"forward changes 'layers\.0\.{changed}.*, but .* {says}"):
             train(schedule, model, batches, steps=3, nvme_dir=tmp_path, **more)
         return
     assert list(train(schedule, model, batches, steps=3, nvme_dir=tmp_path).losses) == train_plainly(
         plain, batches, steps=3
     )
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), plain.buffers(), strict=True))
+
+
+class _Anew(_Scaled):
+    """A block that makes its table anew in each forward, with the same values."""
+
+    table: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__("number")
+        self.register_buffer("table", torch.linspace(0, 1, 16))
+
+    def forward(self, x: torch.Tensor, t: float = 0.0, *, a: object = None, b: object = None) -> torch.Tensor:
+        self.table = torch.linspace(0, 1, 16)
+        return super().forward(x * self.table, t)
+
+
+def test_a_buffer_with_the_same_values_in_place_of_another_changes_nothing(tmp_path: Path) -> None:
+    model, batches = _OfScaled("number"), [{**batch, "t": 1.0} for batch in make_batches(3)]
+    model.layers = nn.ModuleList(_Anew() for _ in range(2))
+    plain, workload = copy.deepcopy(model), trace_module(copy.deepcopy(model), batches[0], CPU)
+    schedule = lower(uniform_plan(workload, UnitPlan(acts="recompute")), workload, machine())
+    result = train(schedule, model, batches, steps=3, nvme_dir=tmp_path, out_dir=tmp_path / "out")
+    assert list(result.losses) == train_plainly(plain, batches, steps=3)
 
 
 def test_training_within_autocast_is_refused(tmp_path: Path) -> None:

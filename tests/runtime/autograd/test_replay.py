@@ -17,7 +17,7 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.autograd.hooks import ModelHooks
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun
-from tierplan.runtime.autograd.nests import batch_addresses
+from tierplan.runtime.autograd.nests import outside_storages
 from tierplan.runtime.autograd.replay import Recipe
 from tierplan.runtime.autograd.units import ModelUnit, split_model
 from tierplan.runtime.checkpoint.weights import hollow_model, random_weights
@@ -59,7 +59,7 @@ def gradients(
             units=units,
             specs=specs,
             forward=lambda: loss_of(model, batch, None),
-            external=batch_addresses(batch, model.modules()),
+            external=outside_storages(batch, model.modules()),
             device=Device(),
             own=range(len(units)),
             seed=11,
