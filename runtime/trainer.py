@@ -31,7 +31,7 @@ from tierplan.runtime.autograd.units import ModelUnit, split_model
 from tierplan.runtime.checkpoint.durability import Durability, save_copy
 from tierplan.runtime.data.ahead import AheadBatches, Batch
 from tierplan.runtime.execution.device import TORCH_DTYPES, Device, open_device
-from tierplan.runtime.execution.executable import FixedBuffers, check_units, executable_step, refuse_autocast
+from tierplan.runtime.execution.executable import FixedBuffers, check_units, executable_step, refuse_interference
 from tierplan.runtime.execution.executor import Executor
 from tierplan.runtime.execution.ops import Bodies
 from tierplan.runtime.execution.placement import Placement, TrainingError, open_store
@@ -210,7 +210,7 @@ class Trainer:
 
         A resumed run takes `batches` from the beginning of training and passes over those that were used.
         """
-        refuse_autocast()
+        refuse_interference(self.units)
         before, self._source = self._source, iter(batches)
         source = self._batches.rest() if self._source is before else self._of_rank(self._source)
         if not self._is_set_up:
@@ -227,12 +227,9 @@ class Trainer:
         let_helpers_go()
         wanted = self.num_steps_done + steps
         if self._durability is not None and steps:
-            self._durability.check_room(
-                self._executor.carried.values(),
-                self._bodies.frozen_sums,
-                num_commits=-(-steps // (self.checkpoint_every or steps)),
-                num_ranks=self._num_ranks,
-            )
+            carried, sums = self._executor.carried.values(), self._bodies.frozen_sums
+            num_commits = -(-steps // (self.checkpoint_every or steps))
+            self._durability.check_room(carried, sums, num_commits=num_commits, num_ranks=self._num_ranks)
         try:
             due = self.num_steps_done
             if self.reference_work is not None:

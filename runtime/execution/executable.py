@@ -172,6 +172,32 @@ def check_units(units: Sequence[ModelUnit], step: StepSpec, dtype: torch.dtype) 
                 f"unit {unit.name!r} trains parameters in {unit.dtype}, but the schedule trains in {dtype}; "
                 "convert the model or plan again"
             )
+    refuse_interference(units)
+
+
+def refuse_interference(units: Sequence[ModelUnit]) -> None:
+    """Raises `TrainingError` within `torch.autocast`, which is of a thread, and a schedule's ops have their own; and
+    where a hook of a parameter would get another gradient than in plain training."""
+    if torch._C._is_any_autocast_enabled():
+        raise TrainingError(
+            "training within torch.autocast is not what a schedule does: its types are those that it was planned with; "
+            "leave autocast out, and plan with the dtype that you want"
+        )
+    shared = {unit.shares for unit in units}
+    for unit in units:
+        for name, p in unit.parameters:
+            if p._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+                raise TrainingError(
+                    f"parameter {name!r} has a hook for its accumulated gradient (register_post_accumulate_grad_hook), "
+                    "but a schedule moves and adds up gradients itself; take the hook off (clipping, rates and weight "
+                    "decay are settings of the plan and of the optimizer)"
+                )
+            if p._backward_hooks and unit.name in shared:
+                raise TrainingError(
+                    f"parameter {name!r} has a hook for its gradient (register_hook), which would run once for each "
+                    "unit that uses it and not on their sum, since the embedding's parameters are used again behind "
+                    "the blocks; take the hook off, or untie the parameters"
+                )
 
 
 def check_tokens(schedule: Schedule, step: StepSpec) -> str | None:
@@ -294,12 +320,3 @@ def _is_as_then(buffer: torch.Tensor | None, then: torch.Tensor | None, version:
     if then._version != version or (buffer.dtype, buffer.device) != (then.dtype, then.device):
         return False
     return buffer is then or torch.equal(buffer, then)
-
-
-def refuse_autocast() -> None:
-    """Raises `TrainingError` within `torch.autocast`, which is of a thread, and a schedule's ops have their own."""
-    if torch._C._is_any_autocast_enabled():
-        raise TrainingError(
-            "training within torch.autocast is not what a schedule does: its types are those that it was planned with; "
-            "leave autocast out, and plan with the dtype that you want"
-        )

@@ -17,7 +17,7 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.autograd.units import ModelError
 from tierplan.runtime.execution.placement import TrainingError
-from tierplan.runtime.reference import train_plainly
+from tierplan.runtime.reference import same_weights, train_plainly
 from tierplan.runtime.trainer import Trainer, train
 from tierplan.sim.schedule import Schedule
 
@@ -97,6 +97,45 @@ def test_compiled_modules_inside_of_blocks_work() -> None:
             block.mlp.compile(backend="aot_eager")
     expected = train_plainly(models[1], make_batches(3), steps=3)
     assert train(schedule_of(models[0]), models[0], make_batches(3), steps=3).losses == tuple(expected)
+
+
+def _halve(p: torch.Tensor) -> None:
+    assert p.grad is not None
+    p.grad.mul_(0.5)
+
+
+def _hang(model: nn.Module, way: str) -> None:
+    weight: Any = model.get_input_embeddings().weight  # type: ignore[operator]
+    if way == "its gradient":
+        weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    else:
+        weight.register_post_accumulate_grad_hook(_halve)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("way", ["its gradient", "its accumulated gradient"])
+def test_hooks_of_parameters_run_as_in_plain_training_or_are_refused(way: str, family: str) -> None:
+    """That of a matrix which GPT-2's embedding and head use would run in both, and not on their sum."""
+    model, plain, batches = make_model(family), make_model(family), make_batches(4)
+    schedule = schedule_of(model, gradient_accumulation_steps=2)
+    _hang(model, way)
+    _hang(plain, way)
+    if way == "its accumulated gradient" or family == "gpt2":
+        with pytest.raises(TrainingError, match=rf"parameter '.*weight' has a hook for {way} \("):
+            train(schedule, model, batches, steps=2)
+        assert same_weights(model, plain)
+        return
+    expected = train_plainly(plain, batches, steps=2, gradient_accumulation_steps=2)
+    assert train(schedule, model, batches, steps=2).losses == tuple(expected)
+
+
+def test_a_hook_that_a_parameter_gets_between_two_runs_is_refused() -> None:
+    model = make_model("gpt2")
+    with Trainer(schedule_of(model), model) as trainer:
+        trainer.run(make_batches(1), 1)
+        _hang(model, "its gradient")
+        with pytest.raises(TrainingError, match=r"wte.weight' has a hook for its gradient \(register_hook\)"):
+            trainer.run(make_batches(1), 1)
 
 
 class Source:
