@@ -3,7 +3,7 @@
 Blocks are the elements of the model's outermost lists of equal modules. What lies outside of them belongs to `embed` if
 it is used before the first block, to `between3` if it is used in front of block 3 (the end of an encoder, and the
 decoder's embedding), else to `head`; which of these is found by running a copy of the model on fake tensors and
-watching which modules are called when. A parameter of `embed` that is used again later stays there, and those that use
+watching which parameters are read when. A parameter of `embed` that is used again later stays there, and those that use
 it share it.
 
 A unit's trained parameters lie in one flat buffer, in the model's order, except that those whose size is not a
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tierplan.runtime.memory.arena import Block
-from tierplan.runtime.tracing.record import ExpertsOnFakes
+from tierplan.runtime.tracing.record import ExpertsOnFakes, ReadRecorder
 from tierplan.sim.workloads.optimizers import in_flat_order
 
 _BINDING = threading.Lock()
@@ -270,32 +271,40 @@ def first_trained(units: Sequence[ModelUnit]) -> int:
 
 
 def _used_outside(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, object]) -> dict[int, set[str]]:
-    """Names of the parameters that modules outside of blocks use, by how many blocks have run before."""
+    """Names of the parameters that are used outside of blocks, by how many blocks have run before."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     twin = fake_twin(model, mode)
-    canonical = {id(p): name for name, p in twin.named_parameters()}
-    used: dict[int, set[str]] = {}
-    blocks_run: list[nn.Module] = []
+    inside = {id(p) for name in blocks for p in twin.get_submodule(name).parameters()}
+    outside = {p.untyped_storage()._cdata: name for name, p in twin.named_parameters() if id(p) not in inside}
+    recorder = ReadRecorder(outside)
+    recorder.place, ended = 0, itertools.count(1)
 
-    def enter(module: nn.Module, args: object) -> None:
-        names = [canonical[id(p)] for p in module._parameters.values() if p is not None]
-        if names:
-            used.setdefault(len(blocks_run), set()).update(names)
+    def enter(name: str, module: nn.Module, args: object) -> None:
+        recorder.place = name
 
-    inside = tuple(f"{name}." for name in blocks)
-    for name, module in twin.named_modules():
-        if name in blocks:
-            module.register_forward_hook(lambda module, args, out: blocks_run.append(module))
-        elif not name.startswith(inside):
-            module.register_forward_pre_hook(enter)
+    def leave(module: nn.Module, args: object, out: object) -> None:
+        recorder.place = next(ended)
+
+    for name in blocks:
+        twin.get_submodule(name).register_forward_pre_hook(functools.partial(enter, name))
+        twin.get_submodule(name).register_forward_hook(leave)
     try:
-        with mode, ExpertsOnFakes(), torch.no_grad():
+        with mode, ExpertsOnFakes(), torch.no_grad(), recorder:
             twin(**fake_batch(batch))
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__} could not be run on fake tensors, to see which parameters its embedding and its "
             f"head use: {error}; pass a batch of the form that training uses"
         ) from error
+    used: dict[int, set[str]] = {}
+    for place, names in recorder.reads.items():
+        if isinstance(place, int):
+            used[place] = set(names)
+            continue
+        raise ModelError(
+            f"block {place!r} uses parameter {next(iter(names))!r}, which is not its own; register it in the block, or "
+            "use it outside of blocks"
+        )
     return used
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -154,11 +154,10 @@ class UnitRecorder(Recording, TorchDispatchMode):
         out = result_on(self.training, func, out)
         ins, outs = tensors_in((args, kwargs)), tensors_in(out)
         known = {t.untyped_storage()._cdata for t in ins}
-        is_view = bool(outs) and all(t.untyped_storage()._cdata in known for t in outs) and not func._schema.is_mutable
         for t in outs:
             if t.untyped_storage()._cdata not in known:
                 self.adopt(t)
-        if is_view or not outs:
+        if only_looks(func, known, outs):
             return out
         work = work_of(func, args, kwargs, out, self.training.lora)
         if self.in_backward:
@@ -184,6 +183,32 @@ class UnitRecorder(Recording, TorchDispatchMode):
             ),
             num_kernels=format_of(args[1]).num_kernels if func is DECODED else 1,
         )
+        return out
+
+
+def only_looks(func: Any, known: Collection[int], outs: Sequence[torch.Tensor]) -> bool:
+    """Whether an operation on `known` storages computes nothing: it gives other views of them, or no tensor."""
+    return all(t.untyped_storage()._cdata in known for t in outs) and not (outs and func._schema.is_mutable)
+
+
+class ReadRecorder(TorchDispatchMode):
+    """Notes which of some storages operations compute with, by the place where they are at the time."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        """By the address of each storage, what it is called."""
+        super().__init__()
+        self._names = names
+        self.place: object = None
+        self.reads: dict[object, dict[str, None]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        known = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs or {}))}
+        names = {self._names[address]: None for address in known if address in self._names}
+        if names and not only_looks(func, known, tensors_in(out)):
+            self.reads.setdefault(self.place, {}).update(names)
         return out
 
 

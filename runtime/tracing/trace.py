@@ -384,7 +384,9 @@ class _Tracer:
         """Parameters that no part used belong to the head, so that the count is the model's."""
         head = self.units[-1]
         rest = self._owned(name for name in self.of_name if name not in self.owner)
-        self.units[-1] = replace(head, **{name: getattr(head, name) + more for name, more in rest.items()})
+        whole = {name: getattr(head, name) + more for name, more in rest.items()}
+        whole["shapes"] = tuple(in_flat_order(whole["shapes"], lambda shape: shape))
+        self.units[-1] = replace(head, **whole)
 
     def _owned(self, names: Iterable[str]) -> dict[str, Any]:
         """What a unit says of the parameters that it owns."""

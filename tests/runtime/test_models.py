@@ -20,9 +20,10 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.planner.policies import decide
 from tierplan.runtime.autograd.units import ModelError, split_model
-from tierplan.runtime.reference import train_plainly
+from tierplan.runtime.reference import same_weights, train_plainly
 from tierplan.runtime.tracing.trace import trace_config, trace_module
 from tierplan.runtime.trainer import Trainer, train
+from tierplan.sim.step import Action
 from tierplan.sim.workloads.workload import WorkloadError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -191,6 +192,57 @@ class Late(nn.Module):
         return (x * self.other(labels)).sum()
 
 
+class Rooted(nn.Module):
+    """Has a parameter of its own beside its modules, and uses it there: in front of the blocks, in one, behind them."""
+
+    def __init__(self, *where: str) -> None:
+        super().__init__()
+        self.where, self.scale = where, nn.Parameter(torch.tensor([1.3]))
+        self.table, self.layers = nn.Embedding(VOCABULARY, 12), nn.ModuleList(nn.Linear(12, 12) for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.table(input_ids)
+        x = x * self.scale if "front" in self.where else x
+        for layer in self.layers:
+            x = layer(x)
+        x = x * self.scale if "behind" in self.where else x
+        weight = self.table.weight.T
+        return nn.functional.cross_entropy((x @ weight).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("where", [("front",), ("behind",), ("front", "behind"), ()])
+@pytest.mark.parametrize("acts", ["keep", "host"])
+def test_a_parameter_of_the_model_itself_is_of_the_unit_that_first_uses_it(
+    where: tuple[str, ...], acts: Action, tmp_path: Path
+) -> None:
+    """As it is for the tracer, whichever module has it; so a schedule that was made from the model is for the model."""
+    torch.manual_seed(3)
+    model, batches = Rooted(*where), make_batches(3)
+    plain, workload = copy.deepcopy(model), trace_module(model, batches[0], CPU)
+    units = split_model(model, batches[0])
+    assert [unit.num_trained for unit in units] == [unit.num_parameters for unit in workload.units]
+    assert [unit.name for unit in units if "scale" in dict(unit.parameters)] == [
+        "embed" if "front" in where else "head"
+    ]
+    schedule = lower(uniform_plan(workload, UnitPlan(acts=acts)), workload, machine())
+    if not where:
+        with pytest.raises(ModelError, match="'scale' of unit 'head' had no gradient in step 0"):
+            train(schedule, model, batches, steps=3, nvme_dir=tmp_path)
+        return
+    result = train(schedule, model, batches, steps=3, nvme_dir=tmp_path)
+    assert result.losses == tuple(train_plainly(plain, batches, steps=3))
+    assert same_weights(model, plain)
+
+
+class Borrowing(nn.Linear):
+    """A block that uses a parameter that it does not own."""
+
+    scale: list[nn.Parameter]
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input * self.scale[0])
+
+
 def test_an_encoder_decoder_with_two_types_of_blocks_is_refused() -> None:
     """Its encoder's states are both what the last block of one type hands over, and read by all of the other."""
     import transformers as hf
@@ -217,3 +269,9 @@ def test_models_that_cannot_be_cut_say_why() -> None:
     shared.layers[1].inner = shared.layers[0].inner  # type: ignore[union-attr]
     with pytest.raises(ModelError, match="must not share parameters"):
         split_model(shared, batch)
+    lent = Rooted()
+    lent.layers = nn.ModuleList(Borrowing(12, 12) for _ in range(2))
+    for layer in lent.layers:
+        layer.scale = [lent.scale]  # type: ignore[assignment]
+    with pytest.raises(ModelError, match=r"block 'layers.0' uses parameter 'scale', which is not its own"):
+        split_model(lent, batch)
