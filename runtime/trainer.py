@@ -34,7 +34,7 @@ from tierplan.runtime.execution.device import TORCH_DTYPES, Device, open_device
 from tierplan.runtime.execution.executable import FixedBuffers, check_units, executable_step, refuse_interference
 from tierplan.runtime.execution.executor import Executor
 from tierplan.runtime.execution.ops import Bodies
-from tierplan.runtime.execution.placement import Placement, TrainingError, open_store
+from tierplan.runtime.execution.placement import Placement, TrainingError, check_begun, check_count, open_store
 from tierplan.runtime.execution.threads import let_helpers_go, limit_this_thread
 from tierplan.runtime.execution.values import Places
 from tierplan.runtime.measure.reference_work import ReferenceWork
@@ -132,6 +132,7 @@ class Trainer:
     and take turns: rank r of n trains on micro-batches r, r + n, ... of a step."""
 
     def __post_init__(self) -> None:
+        check_count("checkpoint_every", self.checkpoint_every, least=1)
         self._rank, self._num_ranks = (self.ranks.rank, self.ranks.size) if self.ranks is not None else (0, 1)
         self._step = executable_step(self.schedule, self._rank, self._num_ranks)
         self._stages, self._sends = stages(self.schedule), ends_of_sends(self.schedule)
@@ -210,6 +211,7 @@ class Trainer:
 
         A resumed run takes `batches` from the beginning of training and passes over those that were used.
         """
+        check_count("steps", steps, least=0)
         refuse_interference(self.units)
         before, self._source = self._source, iter(batches)
         source = self._batches.rest() if self._source is before else self._of_rank(self._source)
@@ -324,6 +326,7 @@ class Trainer:
 
     def result(self) -> RunResult:
         """What has been done so far."""
+        check_begun(self._is_set_up)
         ends_ns, num_done = self._executor.step_ends_ns, self.num_steps_done
         before = self._resumed.losses if self._resumed else ()
         per_step = {name: moved / max(1, len(ends_ns)) for name, moved in self._bodies.moved_bytes.items()}
@@ -348,6 +351,7 @@ class Trainer:
 
     def restore_model(self) -> None:
         """Makes the model whole: every parameter is in ordinary memory again. For export and evaluation."""
+        check_begun(self._is_set_up)
         self.placement.restore_model()
 
     @property
@@ -462,9 +466,7 @@ class Trainer:
 
     def _begin_micro_batch(self, step: int, m: int, turn: Turn) -> MicroBatchRun:
         if (batch := self._had.get((step, m)) or self._batches.next()) is None:
-            raise TrainingError(
-                f"the batches ended before micro-batch {m} of step {step}; give more, or run fewer steps"
-            )
+            raise TrainingError(f"batches ended before micro-batch {m} of step {step}; give more, or run fewer steps")
         if turn.is_visit or turn.is_one_of:  # other packs or stages of the device take it in this step, too
             self._had = {key: one for key, one in self._had.items() if key[0] == step} | {(step, m): batch}
         specs = self._step.units

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from xxhash import xxh3_64_hexdigest
@@ -34,6 +35,18 @@ Weights = Callable[[ModelUnit], Sequence[torch.Tensor]]
 
 class TrainingError(ValueError):
     """Schedule, model and settings do not fit together."""
+
+
+def check_count(name: str, num_steps: int | None, least: int) -> None:
+    """Raises `TrainingError` unless this is a whole number of so many steps or more, or None."""
+    if num_steps is not None and (not isinstance(num_steps, Integral) or num_steps < least):
+        raise TrainingError(f"{name} is {num_steps!r}; give a whole number of {least} or more steps")
+
+
+def check_begun(has_begun: bool) -> None:
+    """Raises `TrainingError` before the first `run`."""
+    if not has_begun:
+        raise TrainingError("nothing has been trained yet, and the model is as it was; call run first")
 
 
 def _parts(unit: ModelUnit, weights: Weights | None) -> list[Sequence[torch.Tensor]]:

@@ -297,6 +297,26 @@ def test_bad_settings_say_what_to_do(tmp_path: Path) -> None:
         train(schedule, model, make_batches(2), steps=2, optimizer=OptimizerSettings(name="sgd"))
 
 
+@pytest.mark.parametrize("every", [0, -1, 1.5])
+def test_a_number_of_steps_is_a_whole_one(every: Any, tmp_path: Path) -> None:
+    """With others a run would never end."""
+    model = make_model("gpt2")
+    schedule = schedule_for(model, UnitPlan())
+    with pytest.raises(TrainingError, match=rf"checkpoint_every is {every}; give a whole number of 1 or more steps"):
+        Trainer(schedule, model, out_dir=tmp_path, checkpoint_every=every)
+    if every:
+        with pytest.raises(TrainingError, match=rf"steps is {every}; give a whole number of 0 or more steps"):
+            train(schedule, model, make_batches(2), steps=every)
+
+
+def test_a_trainer_that_has_not_run_has_no_result() -> None:
+    model = make_model("gpt2")
+    with Trainer(schedule_for(model, UnitPlan()), model) as trainer:
+        for ask in (trainer.result, trainer.restore_model, lambda: trainer.save_copy("nowhere")):
+            with pytest.raises(TrainingError, match=r"nothing has been trained yet, .* call run first"):
+                ask()
+
+
 def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     model = make_model("gpt2")
     schedule = schedule_for(model, UnitPlan(states="nvme"))
