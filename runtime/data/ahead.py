@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+
+from tierplan.runtime.autograd.nests import flatten
+
 Batch = Mapping[str, Any]
 
 
@@ -12,6 +16,7 @@ class AheadBatches:
     """An iterator's next micro-batches, one of them before it is wanted; never more than `num_wanted` in all.
 
     They are fetched in the thread that asks, in order, so an iterator that draws random numbers draws the same ones.
+    Each is copied: an iterator may fill the same memory again, while the one before is still used.
     """
 
     def __init__(self, source: Iterator[Batch], num_wanted: int) -> None:
@@ -23,7 +28,8 @@ class AheadBatches:
         if self._waiting is None and self._num_left:
             self._num_left -= 1
             try:
-                self._waiting = next(self._source, None), None
+                batch = next(self._source, None)
+                self._waiting = None if batch is None else _copied(batch), None
             except Exception as error:
                 self._waiting = None, error
 
@@ -41,3 +47,9 @@ class AheadBatches:
         if self._waiting is not None:
             yield self.next()  # type: ignore[misc]
         yield from self._source
+
+
+def _copied(batch: Batch) -> Batch:
+    flat, nested = flatten(dict(batch))
+    copied: Batch = nested([t.clone() if isinstance(t, torch.Tensor) and not t.requires_grad else t for t in flat])
+    return copied

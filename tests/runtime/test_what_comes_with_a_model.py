@@ -203,3 +203,22 @@ def test_a_batch_that_was_fetched_ahead_of_a_stop_is_used_next() -> None:
         while trainer.num_steps_done < 5:
             trainer.run(taking, 5 - trainer.num_steps_done)
         assert trainer.result().losses == tuple(train_plainly(make_model("gpt2"), batches, steps=5))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_batches_that_share_memory_are_those_that_they_were(accumulation: int) -> None:
+    """A source that fills one tensor, or one dictionary, again and again."""
+
+    def of_one_memory(batches: list[Any]) -> Iterator[Any]:
+        memory: dict[str, Any] = {name: torch.empty_like(t) for name, t in batches[0].items()}
+        for k, batch in enumerate(batches):
+            for name, t in batch.items():
+                memory[name].copy_(t) if k % 3 else memory.update({name: t.clone()})
+            yield memory
+
+    schedule = schedule_of(gradient_accumulation_steps=accumulation)
+    expected = train_plainly(
+        make_model("gpt2"), make_batches(8), steps=8 // accumulation, gradient_accumulation_steps=accumulation
+    )
+    source = of_one_memory(make_batches(8))
+    assert train(schedule, make_model("gpt2"), source, steps=8 // accumulation).losses == tuple(expected)
