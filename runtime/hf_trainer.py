@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator, Mapping, Sized
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -179,9 +179,10 @@ class ScheduleTrainer(transformers.Trainer):
             return super()._inner_training_loop(*args, **settings)
         except BaseException:  # between steps the model is whole, as it was after the last one
             if self._engine.is_placed and not self._is_over:
-                with suppress(Exception):
+                try:
                     self._engine.restore_model()
-                self._is_torn = not all(bool(p.isfinite().all()) for p in self._engine.model.parameters())
+                except Exception:
+                    self._is_torn = True
             raise
         finally:
             self._engine.close()

@@ -281,6 +281,7 @@ def save_copy(
     losses: tuple[float, ...],
 ) -> None:
     """Makes a folder that holds all of the state after so many steps, and nothing elsewhere. Nothing runs meanwhile."""
+    bodies.places.check_whole()
     log, run_id = CommitLog(folder), os.urandom(8).hex()
     lock = log.lock()
     try:

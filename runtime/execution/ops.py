@@ -468,10 +468,10 @@ class Bodies:
         else:
             is_cast = isinstance(content_of(call.reads[0]), CastGradients)
             gradient = grads.block.data.view(torch.float32 if is_cast else self.dtype)
-            gradient = gradient[part.start - own.start : part.stop - own.start]
-            gradient = gradient.to(self.dtype)  # exact either way
+            gradient = gradient[part.start - own.start : part.stop - own.start].to(self.dtype)  # exact either way
         clip = next((clip for x in call.reads if (clip := value_of(x).clip) is not None), None)
-        with threads_here(self.num_threads) if layout.optimizer.grain is None else nullcontext():
+        threads = threads_here(self.num_threads) if layout.optimizer.grain is None else nullcontext()
+        with self.places.changing(), threads:
             self.update(unit.name, flat, gradient, views, part, call.step - late, clip)
 
     def _states_in(self, content: States, memory: torch.Tensor) -> tuple[range, list[View]]:

@@ -98,6 +98,11 @@ class Placement:
     late_updates: frozenset[str] = frozenset()
     """Units whose last update is still to come when a step has ended."""
 
+    def run(self, num_steps: int) -> None:
+        """Runs so many steps more; only when all have ended there is a whole model again."""
+        self.executor.run(num_steps)
+        self.bodies.places.is_half_updated = False
+
     # ---- in ----
 
     def begin(self, weights: Weights | None) -> None:
@@ -173,8 +178,10 @@ class Placement:
     def content(self, content: Params | Frozen) -> torch.Tensor:
         """A copy of a unit's parameters, trained or frozen, in host memory; uint8.
 
-        A unit whose last update is still to come is given as it is after that.
+        A unit whose last update is still to come is given as it is after that. Raises `ExecutionError` where a step
+        was half updated.
         """
+        self.bodies.places.check_whole()
         is_to_come = isinstance(content, Params) and content.unit in self.late_updates
         return self._after_late_update(content.unit) if is_to_come else self._as_it_is(content)
 

@@ -14,7 +14,8 @@ import itertools
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 
@@ -24,9 +25,10 @@ from tierplan.hwmodels.names import DEVICE, NVME
 from tierplan.runtime.autograd.saved import SavedStorage
 from tierplan.runtime.autograd.units import placeholder
 from tierplan.runtime.checkpoint.snapshot import Snapshot
-from tierplan.runtime.execution.instances import Instance
+from tierplan.runtime.execution.instances import ExecutionError, Instance
 from tierplan.runtime.memory.arena import Block, Pool, map_host
 from tierplan.runtime.memory.store import Extent, Store
+from tierplan.runtime.optim.adam import NonFiniteGradientError
 from tierplan.sim.contents import Content, SavedActs, States, parse_content
 from tierplan.sim.ranks import COLLECTIVES, SEND
 from tierplan.sim.schedule import Op
@@ -300,6 +302,8 @@ class Places:
     """Extents that the last commit needs, and one that is being made: neither written nor freed."""
     snapshot: Snapshot = field(default_factory=lambda: Snapshot({}))
     """What the last commit has taken from memory, or is to take."""
+    is_half_updated: bool = False
+    """An update has begun that is of no step that has ended."""
 
     @property
     def drives(self) -> Store:
@@ -353,6 +357,27 @@ class Places:
         if instance.outside_bytes:
             self.device_pool.make_room(-instance.outside_bytes)
             instance.outside_bytes = 0
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Around an update: from now on, until the steps under way have ended, there is no whole model."""
+        is_changed = True
+        try:
+            yield
+        except NonFiniteGradientError:  # raised before anything has changed
+            is_changed = False
+            raise
+        finally:
+            if is_changed:
+                self.is_half_updated = True
+
+    def check_whole(self) -> None:
+        """Raises `ExecutionError` where the steps under way have not come to their end, and have updated something."""
+        if self.is_half_updated:
+            raise ExecutionError(
+                "training ended in the middle of a step, when some parameters had been updated and others had not, so "
+                "there is no whole model; go on from the last commit or checkpoint"
+            )
 
     def read(self, instance: Instance) -> torch.Tensor:
         """A copy of the bytes of a buffer that lies in a pool or on a drive, or of gradients on the device, in host

@@ -16,12 +16,20 @@ import transformers as hf
 
 from tests.runtime.models import make_batches, make_model
 from tests.runtime.test_hf_trainer import arguments, examples, schedule_for
+from tests.runtime.test_trainer import CPU, machine
+from tests.toys import uniform_plan
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import UnitPlan
+from tierplan.planner.policies import decide
+from tierplan.runtime.execution.instances import ExecutionError
 from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.execution.values import SizeError
 from tierplan.runtime.hf_arguments import (
     check_epoch,
 )
 from tierplan.runtime.hf_trainer import ScheduleTrainer
+from tierplan.runtime.optim.adam import NonFiniteGradientError
+from tierplan.runtime.tracing.trace import trace_module
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -109,6 +117,43 @@ def test_a_model_that_an_error_tore_apart_is_not_saved(
     else:
         trainer.save_model(str(tmp_path / "saved"))
         assert all(p.isfinite().all() for p in hf.GPT2LMHeadModel.from_pretrained(tmp_path / "saved").parameters())
+
+
+@pytest.mark.parametrize("is_error", [False, True])
+@pytest.mark.parametrize("is_in_backward", [False, True])
+def test_a_model_that_is_half_updated_is_not_saved(is_in_backward: bool, is_error: bool, tmp_path: Path) -> None:
+    """The gradient that comes last in backward is wrong in the third step. By then updates inside backward have made
+    nearly all parameters those of that step, in memory and finite. Updates behind it have not begun: all are those of
+    two steps of the plain Trainer."""
+    plain, model = make_model("gpt2"), make_model("gpt2")
+    workload = trace_module(model, make_batches(1)[0], CPU)
+    plan = uniform_plan(workload, UnitPlan()) if is_in_backward else decide("in-memory", workload, machine(), {})
+    calls: list[torch.Tensor] = []
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        calls.append(gradient)
+        if len(calls) < 3:
+            return gradient
+        return gradient * (1 / 0 if is_error else float("nan"))
+
+    model.transformer.wpe.weight.register_hook(spoil)
+    args = arguments(tmp_path, 1, None, lr_scheduler_type="constant", warmup_steps=0)
+    trainer = ScheduleTrainer(
+        schedule=lower(plan, workload, machine()), model=model, args=args, train_dataset=examples(40)
+    )
+    with pytest.raises(ZeroDivisionError if is_error else NonFiniteGradientError):
+        trainer.train()
+    if is_in_backward:
+        for refused in (lambda: trainer.save_model(str(tmp_path / "saved")), lambda: trainer.evaluate(examples(2))):
+            with pytest.raises(TrainingError, match="left no whole model; load the last checkpoint"):
+                refused()
+        with pytest.raises(ExecutionError, match="some parameters had been updated and others had not"):
+            trainer._engine.save_copy(tmp_path / "copy")
+        return
+    trainer.save_model(str(tmp_path / "saved"))
+    expected = hf.Trainer(model=plain, args=dataclasses.replace(args, max_steps=2), train_dataset=examples(40))
+    expected.train()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
 @pytest.mark.parametrize(
