@@ -13,7 +13,7 @@ Settings that a schedule does not honour are refused (`hf_arguments`). The Train
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -42,24 +42,49 @@ STATES_NAME = "tierplan"
 """In a checkpoint, the folder with what outlives a step."""
 
 
+FIXED = frozenset({"betas", "eps", "momentum", "weight_decay"})
+"""Settings of an optimizer's groups that nobody can change while it trains."""
+
+
 class _Update(torch.optim.Optimizer):
-    """Carries the learning rate for the scheduler; the schedule's own ops update the parameters.
+    """Carries the learning rate for the scheduler, in the Trainer's two groups; the schedule's own ops update the
+    parameters.
 
     `rates` has it by step, since an update may be made during the next one, and comes into checkpoints this way.
     """
 
-    def __init__(self, lr: float) -> None:
-        super().__init__([nn.Parameter(torch.zeros(1))], {"lr": lr, "rates": {}})
+    def __init__(self, lr: float, groups: Iterable[tuple[float, Iterable[nn.Parameter]]]) -> None:
+        """Each group by its weight decay and its parameters."""
+        own = [(decay, any(p.requires_grad for p in parameters)) for decay, parameters in groups]
+        super().__init__(
+            [{"params": [nn.Parameter(torch.zeros(1))], "weight_decay": decay} for decay, _ in own], {"lr": lr}
+        )
+        self.param_groups[0]["rates"] = {}
+        self._fixed = [{"weight_decay": decay} for decay, _ in own]
+        self._has_trained = [has_trained for _, has_trained in own]
+
+    def rate(self) -> float:
+        """Of the next step. Raises `TrainingError` where somebody has set what the schedule cannot take over."""
+        for group, fixed in zip(self.param_groups, self._fixed, strict=True):
+            now = {name: value for name, value in group.items() if name in FIXED}
+            if changed := sorted(name for name in {**now, **fixed} if now.get(name) != fixed.get(name)):
+                raise TrainingError(
+                    f"the optimizer's groups have other {', '.join(changed)}, which the schedule has from the "
+                    "beginning; only lr can change: give these to TrainingArguments"
+                )
+        own = [float(group["lr"]) for group, has in zip(self.param_groups, self._has_trained, strict=True) if has]
+        if len(set(own)) > 1:
+            raise TrainingError(
+                f"the optimizer's groups have learning rates {' and '.join(f'{lr:g}' for lr in own)}, but the schedule "
+                "has one for all parameters; set lr of both groups alike"
+            )
+        return own[0]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Done already, by the schedule."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Gradients are the schedule's."""
-
-
-FIXED = frozenset({"betas", "eps", "momentum", "weight_decay"})
-"""Settings of an optimizer's groups that nobody can change while it trains."""
 
 
 class ScheduleTrainer(transformers.Trainer):
@@ -108,7 +133,10 @@ class ScheduleTrainer(transformers.Trainer):
     def create_optimizer(self, *unused: Any, **ignored: Any) -> torch.optim.Optimizer:
         self.optimizer: Any
         if self.optimizer is None:
-            self.optimizer = _Update(self.args.learning_rate)
+            named, decayed = dict(self.model.named_parameters()), set(self.get_decay_parameter_names(self.model))
+            both = [[p for name, p in named.items() if (name in decayed) == is_decayed] for is_decayed in (True, False)]
+            groups = zip((self.args.weight_decay, 0.0), both, strict=True)
+            self.optimizer = self._update = _Update(self.args.learning_rate, groups)
         return self.optimizer  # type: ignore[no-any-return]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **settings: Any) -> Any:
@@ -151,13 +179,7 @@ class ScheduleTrainer(transformers.Trainer):
         self._engine.divides_loss = not is_scaled
         done = self._engine.num_steps_done
         self._rates.pop(done - 2, None)
-        (group,) = self.optimizer.param_groups
-        if changed := sorted(FIXED.intersection(group)):
-            raise TrainingError(
-                f"the optimizer's groups have {', '.join(changed)}, which the schedule has from the beginning; only lr "
-                "can change: give these to TrainingArguments"
-            )
-        self._rates[done] = float(group["lr"])
+        self._rates[done] = self._update.rate()
         with stop_on_interrupt(numbers=[signal.SIGINT]) as is_interrupted:  # between steps, where the model is whole
             self._engine.run(batches, 1)
         if is_interrupted():

@@ -29,13 +29,14 @@ from tierplan.runtime.hf_arguments import (
 )
 from tierplan.runtime.hf_trainer import ScheduleTrainer
 from tierplan.runtime.optim.adam import NonFiniteGradientError
+from tierplan.runtime.reference import same_weights
 from tierplan.runtime.tracing.trace import trace_module
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Sets(hf.TrainerCallback):
-    """Sets something of the optimizer's groups, or ends training by an error, after the second step."""
+    """Sets something of the first of the optimizer's groups, or ends training by an error, after the second step."""
 
     def __init__(self, **values: float) -> None:
         self.values = values
@@ -48,7 +49,12 @@ class Sets(hf.TrainerCallback):
 
 
 @pytest.mark.parametrize(
-    ("values", "says"), [({"weight_decay": 0.1}, "groups have weight_decay, .* only lr"), ({}, "^$")]
+    ("values", "says"),
+    [
+        ({"weight_decay": 0.1}, "groups have other weight_decay, .* only lr"),
+        ({"lr": 0.5}, r"groups have learning rates 0\.5 and 0\.01, .* both groups alike"),
+        ({}, "^$"),
+    ],
 )
 def test_where_training_ends_by_an_error_the_model_is_whole(
     values: dict[str, float], says: str, tmp_path: Path
@@ -69,6 +75,29 @@ def test_where_training_ends_by_an_error_the_model_is_whole(
     )  # the same rates, since they are constant
     expected.train()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+class SetsRates(hf.TrainerCallback):
+    """A learning rate of its own in each step, in all groups."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **settings: Any) -> None:
+        for group in settings["optimizer"].param_groups:
+            group["lr"] = 1e-3 * (state.global_step + 1)
+
+
+def test_a_learning_rate_that_a_callback_sets_in_all_groups(tmp_path: Path) -> None:
+    """The groups are those of the plain Trainer, and training with their rates gives its weights."""
+    models, decays = [], []
+    for build in (hf.Trainer, ScheduleTrainer):
+        own = {"schedule": schedule_for(1, None), "nvme_dir": tmp_path} if build is ScheduleTrainer else {}
+        hf.set_seed(1)
+        model, args = make_model("gpt2", dropout=0.1), arguments(tmp_path, 1, None, weight_decay=0.1)
+        trainer = build(**own, model=model, args=args, train_dataset=examples(40), callbacks=[SetsRates()])  # type: ignore[arg-type]
+        trainer.train()
+        models.append(model)
+        decays.append([group["weight_decay"] for group in trainer.optimizer.param_groups])  # type: ignore[union-attr]
+    assert decays == [[0.1, 0.0]] * 2
+    assert same_weights(*models)
 
 
 def test_ctrl_c_in_the_middle_of_a_step_comes_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
