@@ -48,6 +48,8 @@ _OPTIMS = ("adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "adamw_torch_
 EXECUTED = {name: OF_TRANSFORMERS[name] for name in _OPTIMS}
 """What the Trainer's `optim` has to be, for each optimizer of a schedule; AdamW has the bits of `AdamW(fused=True)`, in
 8 and 4 bits those of torchao's steps uncompiled."""
+_OF_BF16 = "adamw:states=bf16"
+"""What the Trainer's AdamW does with a model in bf16: states in bf16, and no other copy of the weights."""
 _LOSS = "a step of the schedule takes the loss that the model returns"
 _MEMORY = "where tensors are, and what is computed again, is in the schedule"
 _NOT_COMPILED = ("ops of a schedule are executed eagerly", "leave out all of torch_compile*")
@@ -137,11 +139,13 @@ def check_arguments(args: Any, training: Training) -> None:
                 "set it so, or plan again"
             )
     optim = getattr(args.optim, "value", args.optim)
-    if EXECUTED.get(optim) != training.optimizer:
-        known = " or ".join(repr(name) for name, spec in EXECUTED.items() if spec == training.optimizer) or "any"
+    spec = "adamw" if training.optimizer == _OF_BF16 else training.optimizer
+    if EXECUTED.get(optim) != spec:
+        remedies = [f"set optim={name!r}" for name, executed in EXECUTED.items() if executed == spec]
+        remedies += [f"plan with --optimizer {EXECUTED[optim]}"] if optim in EXECUTED else []
         raise TrainingError(
-            f"TrainingArguments have optim={optim!r}, not {known}, but the schedule updates with {training.optimizer}; "
-            "set one of these, plan with --optimizer, or use the plain Trainer"
+            f"TrainingArguments have optim={optim!r}, but the schedule updates with {training.optimizer}; "
+            f"{', or '.join([*remedies, 'use the plain Trainer'])}"
         )
     for field in dataclasses.fields(args):
         name = field.name

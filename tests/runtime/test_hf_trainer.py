@@ -30,9 +30,11 @@ from tierplan.runtime.hf_arguments import (
     OF_THE_SCHEDULE,
     REFUSED,
     REFUSED_SETTINGS,
+    check_arguments,
 )
 from tierplan.runtime.hf_trainer import ScheduleTrainer
 from tierplan.runtime.optim.groups import without_decay
+from tierplan.runtime.reference import same_weights
 from tierplan.runtime.tracing.trace import trace_module
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Training
@@ -109,6 +111,49 @@ def test_against_the_plain_trainer(accumulation: int, clip: float | None, decay:
     trainer.save_model(str(tmp_path / "saved"))
     loaded = hf.GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
     assert torch.equal(loaded.transformer.wte.weight, plain.transformer.wte.weight)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("accumulation", "clip"), [(1, None), (2, 0.5)])
+def test_a_model_in_bf16_against_the_plain_trainer(accumulation: int, clip: float | None, tmp_path: Path) -> None:
+    """With states in bf16 and no master copy of the weights: losses, norms and weights are the plain Trainer's."""
+    training = dataclasses.replace(
+        CPU, dtype="bf16", optimizer="adamw:states=bf16", gradient_accumulation_steps=accumulation, max_grad_norm=clip
+    )
+    workload = observed_workload(make_model("gpt2", dtype="bf16"), make_batches(1)[0], training)
+    choice = UnitPlan(params="host", grads="host", states="nvme", acts="recompute")
+    plan = uniform_plan(workload, choice, semantics="exact-clip" if clip else "in-backward")
+    own = {"schedule": lower(plan, workload, machine()), "nvme_dir": tmp_path / "nvme"}
+    models, logs = [], []
+    for build in (hf.Trainer, ScheduleTrainer):
+        args = arguments(tmp_path, accumulation, clip, weight_decay=0.1, logging_steps=1)
+        model = make_model("gpt2", dtype="bf16")
+        hf.set_seed(1)
+        trainer = build(**(own if build is ScheduleTrainer else {}), model=model, args=args, train_dataset=examples(40))  # type: ignore[arg-type]
+        if build is hf.Trainer and clip:
+            trainer._clip_grad_norm = lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), clip, foreach=False)
+        trainer.train()
+        models.append(model)
+        logs.append([{k: v for k, v in entry.items() if k in KEYS[bool(clip)]} for entry in trainer.state.log_history])
+    assert logs[1] == logs[0]
+    assert same_weights(*models)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "optim", "says"),
+    [
+        (
+            "adamw:states=bf16",
+            "sgd",
+            "set optim='adamw_torch', or set optim='adamw_torch_fused', or plan with --optimizer sgd, or",
+        ),
+        ("muon", "adamw_torch", "updates with muon; plan with --optimizer adamw, or use the plain Trainer"),
+        ("muon", "adafactor", "updates with muon; use the plain Trainer"),
+    ],
+)
+def test_what_is_to_be_done_about_another_optimizer(optimizer: str, optim: str, says: str, tmp_path: Path) -> None:
+    training = dataclasses.replace(CPU, dtype="bf16", optimizer=optimizer)
+    with pytest.raises(TrainingError, match=says):
+        check_arguments(arguments(tmp_path, 1, None, optim=optim), training)
 
 
 @pytest.mark.filterwarnings("ignore::Warning:peft")
