@@ -46,6 +46,10 @@ FIXED = frozenset({"betas", "eps", "momentum", "weight_decay"})
 """Settings of an optimizer's groups that nobody can change while it trains."""
 
 
+BESIDE_STATES = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
+"""What else a checkpoint has that numbers depend on, and that the plain Trainer goes on without."""
+
+
 class _Update(torch.optim.Optimizer):
     """Carries the learning rate for the scheduler, in the Trainer's two groups; the schedule's own ops update the
     parameters.
@@ -249,6 +253,11 @@ class ScheduleTrainer(transformers.Trainer):
             raise TrainingError(
                 f"{checkpoint} has no {STATES_NAME}, which holds the optimizer states: it was saved with "
                 "save_only_model=True, or by another Trainer. Resume where it was made, or begin anew from its weights"
+            )
+        if missing := [name for name in BESIDE_STATES if not (Path(checkpoint) / name).is_file()]:
+            raise TrainingError(
+                f"{checkpoint} has no {' and no '.join(missing)}, without which training would go on with other "
+                "numbers; resume from a checkpoint that is complete"
             )
         super()._load_optimizer_and_scheduler(checkpoint)
         self._engine = replace(self._engine, start=folder)

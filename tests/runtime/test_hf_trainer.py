@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import inspect
 import re
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -431,6 +432,19 @@ def test_a_checkpoint_that_cannot_be_resumed_is_refused(what: str, tmp_path: Pat
     trainer = ScheduleTrainer(**own, model=make_model("gpt2", dropout=0.1), args=args, **data)
     with pytest.raises(ValueError, match=match):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_a_checkpoint_in_which_a_file_is_missing_is_refused(tmp_path: Path) -> None:
+    own = {"schedule": SCHEDULE, "nvme_dir": tmp_path / "nvme", "train_dataset": examples(4)}
+    args = arguments(tmp_path, 1, None, save_strategy="steps", save_steps=1, max_steps=1)
+    ScheduleTrainer(**own, model=make_model("gpt2", dropout=0.1), args=args).train()
+    args = arguments(tmp_path, 1, None, max_steps=2)
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        folder = shutil.copytree(tmp_path / "checkpoint-1", tmp_path / name / "checkpoint-1")
+        (folder / name).unlink()
+        trainer = ScheduleTrainer(**own, model=make_model("gpt2", dropout=0.1), args=args)
+        with pytest.raises(TrainingError, match=f"checkpoint-1 has no {name}, without which"):
+            trainer.train(resume_from_checkpoint=str(folder))
 
 
 def test_the_model_is_not_moved_to_the_device(tmp_path: Path) -> None:
