@@ -233,8 +233,8 @@ class ScheduleTrainer(transformers.Trainer):
         try:
             yield
         finally:
-            for part in (p for unit in self._engine.units if is_taken_apart for p in unit.parts):
-                part.unbind()
+            if is_taken_apart:
+                self._engine.placement.take_back()
 
     def evaluation_loop(self, *args: Any, **settings: Any) -> Any:
         with self._whole_model():

@@ -82,7 +82,7 @@ def train(
 class Trainer:
     """A model placed into the tiers of a schedule; a context manager that gives everything back.
 
-    `run` may be called several times. `restore_model` makes the model whole again.
+    `run` may be called several times. `restore_model` makes the model whole again, to be read and not to be changed.
     """
 
     schedule: Schedule
@@ -440,7 +440,7 @@ class Trainer:
             first_step=self._resumed.num_steps if self._resumed else 0,
         )
         self._set_back.callback(self._executor.close)
-        self.placement = Placement(self._executor, self._bodies, self._step.late_updates)
+        self.placement = Placement(self._executor, self._bodies, self.model, self._step.late_updates)
         self._is_set_up = True
         if self._origin is None or self._resumed is None:
             self.placement.begin(self.weights)

@@ -8,10 +8,11 @@ TrainingError(ValueError)   schedule, model and settings do not fit together
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 
 import torch
+from torch import nn
 from xxhash import xxh3_64_hexdigest
 
 from tierplan.hwmodels.names import NVME
@@ -47,6 +48,10 @@ def check_begun(has_begun: bool) -> None:
     """Raises `TrainingError` before the first `run`."""
     if not has_begun:
         raise TrainingError("nothing has been trained yet, and the model is as it was; call run first")
+
+
+def _bytes_sum(tensor: torch.Tensor) -> str:
+    return xxh3_64_hexdigest(tensor.detach().to("cpu").reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _parts(unit: ModelUnit, weights: Weights | None) -> list[Sequence[torch.Tensor]]:
@@ -95,11 +100,15 @@ class Placement:
 
     executor: Executor
     bodies: Bodies
+    model: nn.Module
     late_updates: frozenset[str] = frozenset()
     """Units whose last update is still to come when a step has ended."""
+    _restored: dict[str, str] = field(default_factory=dict, repr=False)
+    """By name of a parameter that was put back into the model, the checksum of its bytes."""
 
     def run(self, num_steps: int) -> None:
         """Runs so many steps more; only when all have ended there is a whole model again."""
+        self.take_back()
         self.executor.run(num_steps)
         self.bodies.places.is_half_updated = False
 
@@ -172,8 +181,23 @@ class Placement:
                 if part.size_bytes:
                     flat = self.content(kind(unit.name))
                     part.unbind()
-                    for (_, p), view in zip(part.parameters, part.views(flat), strict=True):
+                    for (name, p), view in zip(part.parameters, part.views(flat), strict=True):
                         p.data = view.clone()
+                        self._restored[name] = _bytes_sum(p)
+
+    def take_back(self) -> None:
+        """Parameters are in the schedule's tiers alone again, where they were restored. Raises `TrainingError` where
+        somebody has changed them meanwhile, and leaves them so."""
+        named = dict(self.model.named_parameters()) if self._restored else {}
+        for name, restored in self._restored.items():
+            if name not in named or _bytes_sum(named[name]) != restored:
+                raise TrainingError(
+                    f"parameter {name!r} was changed after restore_model, but training goes on from the schedule's own "
+                    "weights; call restore_model again to drop the change, or make a new Trainer of the changed model"
+                )
+        for part in (part for unit in self.bodies.units if self._restored for part in unit.parts):
+            part.unbind()
+        self._restored.clear()
 
     def content(self, content: Params | Frozen) -> torch.Tensor:
         """A copy of a unit's parameters, trained or frozen, in host memory; uint8.

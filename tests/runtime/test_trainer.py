@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from tierplan.runtime.execution.rules import TierFullError
 from tierplan.runtime.execution.values import SizeError
 from tierplan.runtime.memory.files import StoreError
 from tierplan.runtime.optim.adam import NonFiniteGradientError, OptimizerSettings
-from tierplan.runtime.reference import train_plainly
+from tierplan.runtime.reference import same_weights, train_plainly
 from tierplan.runtime.run_result import RunResult
 from tierplan.runtime.tracing.trace import trace_config
 from tierplan.runtime.trainer import Trainer, train
@@ -404,3 +405,40 @@ def test_running_on_continues(tmp_path: Path) -> None:
         trainer.restore_model()
         assert trainer.result().losses == tuple(expected)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def _scaled(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: 0.5 * value for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.transformer.wpe.weight.data.mul_(0.5),
+        lambda model: model.load_state_dict(_scaled(model)),
+        lambda model: model.load_state_dict(_scaled(model), assign=True),
+    ],
+)
+def test_weights_that_are_changed_between_two_runs_are_refused(
+    change: Callable[[nn.Module], object], tmp_path: Path
+) -> None:
+    """And they stay changed; restored again, training goes on as if nothing had been."""
+    model = make_model("gpt2")
+    batches, plain = make_batches(4), copy.deepcopy(model)
+    workload = observed_workload(model, batches[0], CPU)
+    with Trainer(lower(uniform_plan(workload, MIXED), workload, machine()), model, nvme_dir=tmp_path) as trainer:
+        trainer.run(batches[:2], 2)
+        trainer.restore_model()
+        before, parameters = model.transformer.wpe.weight.clone(), model.transformer.wpe.weight
+        change(model)
+        with pytest.raises(TrainingError, match=r"changed after restore_model, .* new Trainer of the changed model"):
+            trainer.run(batches[2:], 2)
+        assert torch.equal(model.transformer.wpe.weight, before / 2)
+        if model.transformer.wpe.weight is not parameters:  # there is no way back from others
+            return
+        trainer.restore_model()
+        trainer.run(batches[2:], 2)
+        trainer.restore_model()
+        losses = trainer.result().losses
+    assert losses == tuple(train_plainly(plain, batches, steps=4))
+    assert same_weights(model, plain)
