@@ -3,7 +3,7 @@
 An ordinary loop with PyTorch's own optimizer (`fused=True`), clipping and gradient accumulation. bf16 training keeps
 an fp32 master copy that the optimizer updates and the model's parameters are rounded from. The only departure from the
 shortest possible loop is that each micro-batch's random numbers are seeded, so that dropout does not depend on the
-order in which micro-batches are computed.
+order in which micro-batches are computed; and that batches go on with the random numbers that they had.
 """
 
 from __future__ import annotations
@@ -94,10 +94,13 @@ def train_plainly(
     optimizers = _optimizers(dict(zip(names, masters, strict=True)), settings, hidden)
     num_updates = 0
     waiting: list[torch.Tensor] | None = None
-    source, losses = iter(batches), []
+    source, losses, drawn = iter(batches), [], torch.get_rng_state()
     with without_cache(model):
         for step in range(steps):
+            if seed is not None:
+                torch.set_rng_state(drawn)
             total, batches_of_step = 0.0, [next(source) for _ in range(gradient_accumulation_steps)]
+            drawn = torch.get_rng_state()
             apart: list[list[torch.Tensor | None]] = []
             for m, batch in enumerate(batches_of_step):
                 if seed is not None:

@@ -29,7 +29,7 @@ from tierplan.runtime.autograd.micro_batch import MicroBatchRun
 from tierplan.runtime.autograd.nests import outside_storages, shapes_of
 from tierplan.runtime.autograd.units import ModelUnit, split_model
 from tierplan.runtime.checkpoint.durability import Durability, save_copy
-from tierplan.runtime.data.ahead import AheadBatches, Batch
+from tierplan.runtime.data.ahead import AheadBatches, Batch, passed_over, with_own_draws
 from tierplan.runtime.execution.device import TORCH_DTYPES, Device, open_device
 from tierplan.runtime.execution.executable import FixedBuffers, check_units, executable_step, refuse_interference
 from tierplan.runtime.execution.executor import Executor
@@ -222,7 +222,7 @@ class Trainer:
             first = next(source, None)
             if first is None:
                 raise TrainingError("there are no batches to train on; give at least one micro-batch")
-            source = itertools.islice(itertools.chain([first], source), used // self._num_turns, None)
+            source = passed_over(itertools.chain([first], source), used // self._num_turns)
             self._set_up(first)
         self._batches = AheadBatches(source, steps * self._num_micro_batches // self._num_turns)
         torch.set_num_threads(self._threads)
@@ -368,6 +368,7 @@ class Trainer:
     # ---- setting up ----
 
     def _of_rank(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        batches = batches if self.seed is None else with_own_draws(batches)
         return itertools.islice(batches, self._turn, None, self._num_turns) if self._num_turns > 1 else batches
 
     def _set_up(self, first: Batch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,6 +12,29 @@ import torch
 from tierplan.runtime.autograd.nests import flatten
 
 Batch = Mapping[str, Any]
+
+
+def with_own_draws(source: Iterator[Batch]) -> Iterator[Batch]:
+    """The same, with PyTorch's random numbers on the CPU for itself, from where they are now: what it draws depends on
+    no forward between two micro-batches, nor on whether there was one, and no forward depends on that."""
+    own = torch.get_rng_state()
+    while True:
+        before = torch.get_rng_state()
+        torch.set_rng_state(own)
+        try:
+            batch = next(source, None)
+        finally:
+            own = torch.get_rng_state()
+            torch.set_rng_state(before)
+        if batch is None:
+            return
+        yield batch
+
+
+def passed_over(source: Iterator[Batch], num_used: int) -> Iterator[Batch]:
+    """The same behind so many, which are fetched now: before what they draw from is put back to where it was."""
+    deque(itertools.islice(source, num_used), maxlen=0)
+    return source
 
 
 class AheadBatches:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -241,6 +241,36 @@ def test_global_random_numbers(tmp_path: Path) -> None:
     torch.manual_seed(5)
     result = train(schedule, model, batches, steps=STEPS, seed=None, nvme_dir=tmp_path)
     assert result.losses == tuple(expected)
+
+
+class Masked:
+    """Micro-batches whose tokens are masked by PyTorch's own random numbers, as they are asked for."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for batch in make_batches(12):
+            ids = batch["input_ids"]
+            yield {**batch, "input_ids": torch.where(torch.rand(ids.shape) < 0.3, 5, ids)}
+
+
+@pytest.mark.parametrize("acts", ["keep", "host"])
+@pytest.mark.parametrize(("accumulation", "seed"), [(1, 0), (2, 0), (1, None)])
+def test_batches_that_draw_random_numbers(accumulation: int, seed: int | None, acts: Any, tmp_path: Path) -> None:
+    """They are those of plain training in any plan, and in a run that is resumed, which passes over some."""
+    training = replace(CPU, gradient_accumulation_steps=accumulation)
+    workload = observed_workload(make_model("gpt2", dropout=0.1), make_batches(1)[0], training)
+    schedule = lower(uniform_plan(workload, UnitPlan(acts=acts)), workload, machine())
+    torch.manual_seed(9)
+    plain = make_model("gpt2", dropout=0.1)
+    torch.manual_seed(9)
+    expected = train_plainly(plain, Masked(), steps=6, gradient_accumulation_steps=accumulation, seed=seed)
+    for resume, end in ((False, 4), (True, 6)):
+        model = make_model("gpt2", dropout=0.1)
+        torch.manual_seed(9)
+        with Trainer(schedule, model, seed=seed, out_dir=tmp_path / "out", resume=resume) as trainer:
+            trainer.run(Masked(), end - trainer.num_steps_done)
+            trainer.restore_model()
+            assert trainer.result().losses == tuple(expected[:end])
+    assert same_weights(model, plain)
 
 
 def test_in_a_device_too_small_for_plain_training(tmp_path: Path) -> None:
