@@ -11,6 +11,7 @@ import hashlib
 import io
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ from tierplan.sim.trace import write_atomically
 log = logging.getLogger(__name__)
 
 ARRAY_SUFFIXES = (".npy", ".bin")
+KEPT = re.compile(r"tokens-[0-9a-f]+-([0-9a-f]+)\.npy")
+"""What is kept of a text, by name: which files and tokenizer, and the fingerprint of the tokens."""
 PIECE = 1 << 22
 """Tokens that are looked at together."""
 
@@ -92,6 +95,7 @@ def read_tokens(
     for k in range(0, len(tokens), PIECE):
         for token in (int(tokens[k : k + PIECE].min()), int(tokens[k : k + PIECE].max())):
             if not 0 <= token < vocab_size:
+                fingerprint(tokens)
                 raise DataError(
                     f"{path} has token {token}, but the model knows 0 to {vocab_size - 1}; use the tokenizer that "
                     "belongs to it"
@@ -112,20 +116,33 @@ def _array(path: Path) -> np.ndarray:
 
 
 def fingerprint(tokens: np.ndarray) -> str:
-    """The same for the same tokens, wherever they come from."""
+    """The same for the same tokens, wherever they come from. Raises `DataError` for what was kept of a text and is not
+    what was written any more."""
     digest = hashlib.blake2b(digest_size=16)
     for k in range(0, len(tokens), PIECE):
         digest.update(np.asarray(tokens[k : k + PIECE], dtype=np.int64).tobytes())
+    kept = KEPT.fullmatch(Path(getattr(tokens, "filename", None) or "").name)
+    if kept is not None and kept[1] != digest.hexdigest():
+        raise DataError(_damaged(Path(tokens.filename)))  # type: ignore[attr-defined]
     return digest.hexdigest()
+
+
+def _damaged(cache: Path) -> str:
+    return (
+        f"{cache} is damaged: its tokens are not those that were made of the text; delete it, and they are made again"
+    )
 
 
 def _from_text(path: Path, tokenizer: Any, cache_dir: Path | None) -> np.ndarray:
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     if cache_dir is not None:  # a run's own files are not its data
         files = [f for f in files if not f.resolve().is_relative_to(cache_dir.resolve())]
-    cache = None if cache_dir is None else cache_dir / f"tokens-{_listing(files, tokenizer)}.npy"
-    if cache is not None and cache.exists():
-        return _array(cache)
+    listing = _listing(files, tokenizer) if cache_dir is not None else ""
+    for cache in cache_dir.glob(f"tokens-{listing}-*.npy") if cache_dir is not None else ():
+        try:
+            return _array(cache)
+        except DataError as error:
+            raise DataError(_damaged(cache)) from error
     encode, end = _encoder(tokenizer)
     parts: list[np.ndarray] = []
     others: list[str] = []
@@ -145,9 +162,10 @@ def _from_text(path: Path, tokenizer: Any, cache_dir: Path | None) -> np.ndarray
             "%s: %d of %d files hold no text in UTF-8 and are left out: %s", path, len(others), len(files), named
         )
     tokens = np.concatenate(parts)
-    if cache is not None:
+    if cache_dir is not None:
         header = io.BytesIO()
         np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(tokens))
+        cache = cache_dir / f"tokens-{listing}-{fingerprint(tokens)}.npy"
         write_atomically(cache, header.getvalue(), tokens.data.cast("B"))
     return tokens
 

@@ -53,6 +53,24 @@ def test_what_was_kept_of_other_text_is_not_taken(tmp_path: Path) -> None:
     assert fingerprint(after) != fingerprint(before)
 
 
+@pytest.mark.parametrize("at", ["magic", "type", "shape", "token", "token beyond the vocabulary"])
+def test_damage_of_what_was_kept_is_named(at: str, tmp_path: Path) -> None:
+    """And not blamed on the text, wherever in the file it is; without the file, tokens are made again."""
+    text, out = tmp_path / "a.txt", tmp_path / "out"
+    text.write_text("some text")
+    before = read_tokens(text, vocab_size=128, cache_dir=out).tolist()
+    (kept,) = out.glob("tokens-*.npy")
+    content = bytearray(kept.read_bytes())
+    places = {"magic": 0, "type": content.index(b"<i4") + 1, "shape": content.index(b"(10,)") + 2}
+    position = places.get(at, len(content) - 4)
+    content[position] ^= 8 if at == "shape" else 128 if at.endswith("vocabulary") else 1
+    kept.write_bytes(content)
+    with pytest.raises(DataError, match=f"{kept.name} is damaged: .* delete it"):
+        fingerprint(read_tokens(text, vocab_size=128, cache_dir=out))
+    kept.unlink()
+    assert read_tokens(text, vocab_size=128, cache_dir=out).tolist() == before
+
+
 class Letters:
     """A tokenizer of two letters."""
 
