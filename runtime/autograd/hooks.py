@@ -13,7 +13,7 @@ from torch import nn
 from tierplan.runtime.autograd.plain_values import PlainState, PlainValues
 from tierplan.runtime.autograd.replay import Recipe
 from tierplan.runtime.autograd.saved import Recorder
-from tierplan.runtime.autograd.units import ModelUnit
+from tierplan.runtime.autograd.units import ModelError, ModelUnit
 
 RunsBlock = Callable[[int, Callable[..., Any], tuple, dict], Any]
 """Stands for the forward of the unit with this index; it is given the original one and its arguments."""
@@ -45,6 +45,13 @@ class ModelHooks:
             if (block := unit.block) is not None:
                 self._blocks.append((block, {name: own for name, own in vars(block).items() if name == "forward"}))
                 block.forward = partial(self._forward, index, block.forward)
+
+    def __deepcopy__(self, memo: object) -> ModelHooks:
+        raise ModelError(
+            "the model is held by a Trainer that is open, which stands for its blocks' forward: it can be neither "
+            "copied nor traced nor trained by another one. Call restore_model, then close the Trainer, or use another "
+            "model"
+        )
 
     def values_of(self, index: int) -> PlainState:
         """The plain values, now, by which the unit's modules may compute."""

@@ -19,6 +19,7 @@ from tierplan.hwmodels.machine import Machine, Rate, Stream, TierSpec
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.prediction import predict_plan
+from tierplan.runtime.autograd.units import ModelError
 from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.execution.rules import TierFullError
 from tierplan.runtime.execution.values import SizeError
@@ -26,7 +27,7 @@ from tierplan.runtime.memory.files import StoreError
 from tierplan.runtime.optim.adam import NonFiniteGradientError, OptimizerSettings
 from tierplan.runtime.reference import same_weights, train_plainly
 from tierplan.runtime.run_result import RunResult
-from tierplan.runtime.tracing.trace import trace_config
+from tierplan.runtime.tracing.trace import trace_config, trace_module
 from tierplan.runtime.trainer import Trainer, train
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule
@@ -422,6 +423,26 @@ def test_a_trainer_that_could_not_begin_leaves_the_model_alone(tmp_path: Path) -
     with pytest.raises(ZeroDivisionError):
         train_plainly(model, make_batches(1), steps=1, loss=lambda out, batch: out.loss / (1 // 0))
     assert model.config.use_cache
+
+
+def test_a_model_that_an_open_trainer_holds_is_not_taken_by_another(tmp_path: Path) -> None:
+    """Nor traced nor copied; closed, the Trainer lets it go."""
+    model, batches = make_model("gpt2"), make_batches(4)
+    plain = copy.deepcopy(model)
+    schedule = schedule_for(model, UnitPlan())
+    with Trainer(schedule, model) as first:
+        first.run(batches[:2], 2)
+        first.restore_model()
+        for take in (
+            lambda: trace_module(model, batches[0], CPU),
+            lambda: copy.deepcopy(model),
+            lambda: train(schedule, model, batches, steps=1),
+        ):
+            with pytest.raises(ModelError, match="held by a Trainer that is open"):
+                take()
+    trace_module(model, batches[0], CPU)
+    train_plainly(plain, batches, steps=2)
+    assert same_weights(model, plain)
 
 
 def test_running_on_continues(tmp_path: Path) -> None:
