@@ -55,6 +55,11 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, s
         ([*SIMULATE, "--bacth", "4"], "no option --bacth"),
         (["compare-policies", *SCENARIO, "--plot", "x.txt"], "end it with .png or .svg or .pdf"),
         (["compare-policies", *SCENARIO, "--plot", "a-folder"], "a-folder is a folder"),
+        (["plan", *SCENARIO, "--seed", "9" * 23], "give a whole number of 4,294,967,295 or fewer"),
+        (
+            ["run", __file__, "--model", ".", "--data", ".", "--out", "x", "--steps", "1", "--seed", "9" * 23],
+            "--seed: 99,999,999,999,999,999,999,999 is too large; give a whole number of 4,294,967,295 or fewer",
+        ),
         (["plan", *SCENARIO, "--sequences", "0"], "--sequences: 0 is too small"),
         (["plan", *SCENARIO, "--time-limit", "0"], "--time-limit: 0 is out of range; give a number above 0"),
         (["plan", *SCENARIO, "--time-limit=-1"], "--time-limit: -1 is out of range; give a number above 0"),

@@ -15,7 +15,7 @@ import argparse
 import sys
 
 from tierplan.commands.options import scenario
-from tierplan.commands.options.arguments import PICTURES, add_timeline, finite, new_file, option, whole
+from tierplan.commands.options.arguments import PICTURES, add_timeline, finite, new_file, option, seed
 from tierplan.commands.options.terminal import nameplate_lines, tell, told_anyway, working
 
 EXIT_INFEASIBLE = 3
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "-o --output FILE", "write plan and schedule, for `tierplan run`", new_file())
     add_timeline(parser)
     option(parser, "--time-limit S", "seconds of each division's search (default: 2 to 5, at most 10)", finite(above=0))
-    option(parser, "--seed N", "of the search's random changes", whole(0), 0)
+    option(parser, "--seed N", "of the search's random changes", seed, 0)
     option(
         parser, "--drive-lifetime-years Y", "the drives are to last this long, training without pause, by their rated "
         "endurance (nvme.endurance): plans whose steps write more are left out", finite(above=0),

@@ -19,7 +19,7 @@ import argparse
 import os
 from pathlib import Path
 
-from tierplan.commands.options.arguments import add_device, existing_file, finite, new_folder, option, whole
+from tierplan.commands.options.arguments import add_device, existing_file, finite, new_folder, option, seed, whole
 from tierplan.commands.options.terminal import tell
 
 
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(training, "--eps EPS", "of AdamW", finite(above=0), 1e-8)
     option(training, "--weight-decay D", "per unit of rate", finite(least=0), 0.01)
     option(training, "--no-decay-on-norms", "no weight decay for biases and the parameters of norms")
-    option(training, "--seed N", "of weights, order of data, and dropout", whole(0), 0)
+    option(training, "--seed N", "of weights, order of data, and dropout", seed, 0)
     machine = parser.add_argument_group("machine")
     add_device(machine)
     option(machine, "--devices N", "execute a plan of N devices, each in a process of its own (CPUs)", whole(1))

@@ -109,6 +109,10 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
     return read
 
 
+seed = whole(0, 2**32 - 1)
+"""Of random numbers: no larger than generators take, also where others are made of it."""
+
+
 def optimizer(text: str) -> str:
     """An optimizer with its options, in the one form for each."""
     try:
