@@ -209,6 +209,8 @@ class ScheduleTrainer(transformers.Trainer):
                     self._engine.restore_model()
                 except Exception:
                     self._is_torn = True
+                    for part in (part for unit in self._engine.units for part in unit.parts):
+                        part.unbind()  # else those that are on the device would look whole
             raise
         finally:
             self._engine.close()

@@ -173,6 +173,7 @@ def test_a_model_that_is_half_updated_is_not_saved(is_in_backward: bool, is_erro
     with pytest.raises(ZeroDivisionError if is_error else NonFiniteGradientError):
         trainer.train()
     if is_in_backward:
+        assert all(p.isnan().all() for p in model.parameters())
         for refused in (lambda: trainer.save_model(str(tmp_path / "saved")), lambda: trainer.evaluate(examples(2))):
             with pytest.raises(TrainingError, match="left no whole model; load the last checkpoint"):
                 refused()
