@@ -61,6 +61,39 @@ def test_costs_are_electricity_depreciation_and_wear() -> None:
     assert unworn.wear_frac is None
 
 
+def test_a_rented_machine_costs_the_rent_of_its_hours_and_nothing_else() -> None:
+    cloud = load_description("cloud-h100")
+    costs = costs_of(row(1000.0, drive_lifetime_s=5e4), cloud, PriceList(), 3.6e7)
+    assert costs.total_usd == pytest.approx(10 * 2.95)
+    assert costs.texts == {"cost": "29.50 USD", "rent": "29.50 USD"}
+    assert (costs.energy_usd, costs.machine_usd, costs.drives_usd, costs.machine_price_usd) == (0, None, 0, None)
+    assert costs.energy_kwh > 0
+    with_prices = load_description("cloud-h100", ["gpu.price=20000", "host.price=5000"])
+    assert costs_of(row(1000.0), with_prices, PriceList(), 3.6e7).total_usd == pytest.approx(10 * 2.95)
+    owned = costs_of(row(1000.0), load_description("cloud-h100", ["host.rent=0"]), PriceList(), 3.6e7)
+    assert owned.energy_usd > 0
+    assert owned.rent_usd is None
+
+
+def test_a_rented_machine_is_not_compared_with_itself(point: Point) -> None:
+    cloud = advise(replace(point, machine="cloud-h100", overrides={}), quick=True, num_workers=1)
+    assert cloud.rented is None
+    assert cloud.costs is not None
+    said = " ".join(" ".join(advice_lines(cloud)).split())
+    assert f"cost {cloud.costs.total_usd:,.2f} USD: rent" in said
+    assert "or rented" not in said
+    assert "electricity costs" not in said
+    assert "cloud-h100 costs 2.95 USD an hour" in said
+
+
+def test_parts_of_the_costs_add_up_as_they_are_shown() -> None:
+    for tokens in (1e5, 1.23e7, 4.56e8, 7.89e10):
+        texts = dict(costs_of(row(1000.0), load_description("desktop-4090"), PriceList(), tokens).texts)
+        whole, *parts = (float(text.removesuffix(" USD").replace(",", "")) for text in texts.values())
+        assert whole == pytest.approx(sum(parts), abs=1e-9)
+        assert len(parts) == 3
+
+
 def test_a_job_is_at_least_one_step(advice: Advice) -> None:
     assert costs_of(row(1000.0), load_description("desktop-4090"), PriceList(), 10).seconds == 10.0
     rented = rental_of(row(1000.0), 10)

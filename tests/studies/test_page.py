@@ -122,6 +122,7 @@ def test_a_machine_without_drives_can_be_chosen(tmp_path: Path) -> None:
         (dict(gpus=["rtx-4091"]), "rtx-4091"),
         (dict(policies=["fuyuo"]), "fuyuo"),
         (dict(models=["no-such-model"]), "no-such-model"),
+        (dict(machine="cloud-h100", dram_gib=[512]), "'cloud-h100' is rented as it is, at 2.95 USD an hour"),
     ],
 )
 def test_what_no_machine_can_be_is_refused_before_anything_is_planned(choices: dict[str, Any], message: str) -> None:
@@ -140,6 +141,13 @@ def test_what_is_not_named_is_what_shops_sell() -> None:
     through_the_host = grid_of(machine="laptop", num_gpus=[1, 2])
     assert through_the_host.overrides["gpu.count"] == [1, 2]
     assert "gpu.part" not in grid_of(machine="laptop").overrides
+
+
+def test_nothing_is_bought_for_a_machine_that_is_rented() -> None:
+    study = grid_of(machine="cloud-h100")
+    assert {key: len(values) for key, values in study.overrides.items()} == dict.fromkeys(study.overrides, 1)
+    assert study.overrides["gpu.part"] == ["h100-sxm-80gb"]
+    assert len(grid_of(machine="cloud-h100", drives=[2, 4], overrides={"host.rent": 0}).overrides["nvme.drives"]) == 2
 
 
 def test_in_a_browser(page: tuple[Study, Path], tmp_path: Path) -> None:

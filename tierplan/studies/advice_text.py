@@ -79,7 +79,7 @@ def write_advice(path: str | os.PathLike[str], advice: Advice) -> None:
             ("Step", format_s(answer["step_s"]), f"micro-batch {answer['micro_batch']} x {answer['accumulation']}"),
             ("Speed", f"{answer['tokens_per_s']:,.0f} tokens/s", f"{flops} model FLOP/s"),
             ("Limited by", str(answer["limited_by"]), limited_text(_limits(advice)).partition(": ")[2]),
-            (f"{format_count(costs.tokens)} tokens", format_s(costs.seconds), f"{_usd(costs.total_usd)} USD"),
+            (f"{format_count(costs.tokens)} tokens", format_s(costs.seconds), costs.texts["cost"]),
         ]
         parts += [
             cards(figures),
@@ -147,9 +147,7 @@ def _figures(advice: Advice) -> list[tuple[str, str]]:
     figures = []
     costs, answer = advice.costs, advice.answer
     if costs is not None:
-        machine = "of unknown price" if costs.machine_usd is None else _usd(costs.machine_usd)
-        money = f"{_usd(costs.total_usd)} USD: electricity {_usd(costs.energy_usd)}, machine {machine}"
-        money += f", drives {_usd(costs.drives_usd)}" if costs.drives_usd else ""
+        money, *parts = (text if name == "cost" else f"{name} {text}" for name, text in costs.texts.items())
         held = alike_rows((tier, format_bytes(size)) for tier, size in answer["peak_bytes"].items())
         peaks = ", ".join(map(" ".join, held))
         step_tokens = answer["tokens_per_s"] * answer["step_s"]
@@ -158,7 +156,7 @@ def _figures(advice: Advice) -> list[tuple[str, str]]:
         figures += [
             ("parameters", format_count(answer["num_parameters"])),
             (f"{format_count(costs.tokens)} tokens", job),
-            ("  cost", money),
+            ("  cost", f"{money}: {', '.join(parts)}"),
             *_rent(advice),
             ("peak memory", peaks),
         ]
@@ -187,7 +185,7 @@ def _rent(advice: Advice) -> list[tuple[str, str]]:
 
 
 def _usd(amount: float) -> str:
-    """Cents where they matter, so that parts add up."""
+    """Cents where they matter."""
     return f"{amount:,.2f}" if amount < 100 else f"{amount:,.0f}"
 
 

@@ -113,7 +113,7 @@ class Advice:
     costs: Costs | None = None
     """Of the job; None where nothing fits."""
     rented: Rental | None = None
-    """The same job on `RENTED`; None where it does not fit there."""
+    """The same job on `RENTED`; None where it does not fit there, or where that is the machine."""
     assumptions: tuple[str, ...] = ()
 
     @property
@@ -159,7 +159,8 @@ def advise(
             most_s = point.planner_s or QUICK_TODAY_S
             point, like = (replace(point, planner_s=s, policy=QUICK) for s in (most_s, min(most_s, QUICK_S)))
         today = ask([point], answer_point)
-        rented = ask([replace(like, machine=RENTED, overrides={}, devices=None)], partial(figures_of, names=SPEED))
+        elsewhere = [] if description.name == RENTED else [replace(like, machine=RENTED, overrides={}, devices=None)]
+        rented = ask(elsewhere, partial(figures_of, names=SPEED))
         largest = [] if quick else ask([point], largest_model_of)
         kinds = Counter(b.kind for b in bought if not b.machine)
         # what a further drive brings no bound knows so well
@@ -182,7 +183,7 @@ def advise(
         rows = [ask([b.applied(like if b.machine else changed)], anew if b.machine else how)[0] for b in asked]
         row_of = dict(zip([b.what for b in asked], rows, strict=True))
         answers = [row_of[b.what]() for b in bought]
-        rental = rental_of(rented[0](), tokens)
+        rental = rental_of(rented[0](), tokens) if rented else None
         largest_model = "".join(worth_telling(row(), answer) for row in largest)
     answer.pop("known", None)
     if "error" in answer:
@@ -309,6 +310,13 @@ def largest_model_of(point: Point) -> dict[str, object]:
 
 def _assumptions(description: Description, prices: PriceList, bought: Sequence[Purchase]) -> tuple[str, ...]:
     """What was assumed for want of a number in the description."""
+    rents = [
+        f"{name} costs {rent.value:g} USD an hour ({rent.source})"
+        for name, rent in {d.name: d.quantity("host.rent") for d in (load_description(RENTED), description)}.items()
+        if rent and rent.value
+    ]
+    if description.number("host.rent"):
+        return (*rents, "the rent is all that the job costs: its owner pays for electricity, parts and worn drives")
     assumptions = [
         f"electricity costs {prices.electricity_usd_per_kwh:g} USD per kWh; the machine's price is written off over "
         f"{prices.years:g} years of continuous training"
@@ -330,5 +338,4 @@ def _assumptions(description: Description, prices: PriceList, bought: Sequence[P
     for section, names in named.items():
         prices_of = {name: load_part(section, name).quantity(f"{section}.price") for name in names}
         assumptions += [f"{name} costs {q.value:g} USD ({q.source})" for name, q in prices_of.items() if q]
-    rent = load_description(RENTED).quantity("host.rent")
-    return (*assumptions, *([f"{RENTED} costs {rent.value:g} USD an hour ({rent.source})"] if rent else []))
+    return (*assumptions, *rents)

@@ -85,6 +85,14 @@ def grid_of(
         "nvme.drives": _first(own_drives, [n for n in (2, 4) if n <= form.drives]) if own_drives else [],
     }
     named = (gpus, num_gpus, [f"{gib} GiB" for gib in dram_gib], drives)
+    if own.number("host.rent"):
+        if any(named):
+            raise MachineError(
+                f"{own.name!r} is rented as it is, at {own.number('host.rent'):g} USD an hour: no other parts can be "
+                "chosen for it; leave out --gpu, --gpus, --dram and --drives, or take a machine that is bought "
+                "(--set host.rent=0)"
+            )
+        offered = {key: values[:1] for key, values in offered.items()}
     axes = {
         key: list(wanted) or given.get(key) or default[:most]
         for (key, default), wanted in zip(offered.items(), named, strict=True)
@@ -124,7 +132,7 @@ def write_what_if(
     prices, points = PriceList(), list(study.points())
     rows = sweep(points, page_point, out_dir=keep_in, num_workers=num_workers, progress=progress)
     shown = [shown_row(point, row, prices, tokens) for point, row in zip(points, rows, strict=True)]
-    machine = load_description(points[0].machine)
+    machine = load_description(points[0].machine, points[0].settings)
     data = {
         "axes": _axes(study),
         "rows": shown,
@@ -133,12 +141,17 @@ def write_what_if(
     }
     embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     style, script = (files("tierplan.studies").joinpath(f"what_if.{end}").read_text("utf-8") for end in ("css", "js"))
+    rent_usd_per_hour = machine.number("host.rent")
+    money = (
+        f"Rented at {rent_usd_per_hour:g} USD an hour, with its electricity and drives."
+        if rent_usd_per_hour
+        else f"Electricity at {prices.electricity_usd_per_kwh:g} USD per kWh, machines written off over "
+        f"{prices.years:g} years, DRAM at {prices.dram_usd_per_gib:g} USD per GiB more or less than the machine has."
+    )
     about = (
         f"{machine.summary or machine.name}; {points[0].seq} tokens a sequence. {len(points):,} answers, all computed "
         "beforehand: nothing is asked of a network. "
-        f"{_short_search(points[0].planner_s)}"
-        f"Electricity at {prices.electricity_usd_per_kwh:g} USD per kWh, machines written off over {prices.years:g} "
-        f"years, DRAM at {prices.dram_usd_per_gib:g} USD per GiB more or less than the machine has."
+        f"{_short_search(points[0].planner_s)}{money}"
     )
     body = (
         f"<style>{style}</style>\n"
@@ -191,10 +204,8 @@ def shown_row(point: Point, row: Row, prices: PriceList, tokens: float) -> dict[
         "note": row["devices_note"] or "",
         "costs": [
             ("time", format_s(costs.seconds)),
-            ("cost", f"{costs.total_usd:,.2f} USD"),
-            ("electricity", f"{costs.energy_usd:,.2f} USD, {costs.energy_kwh:,.1f} kWh"),
-            ("machine", "of unknown price" if costs.machine_usd is None else f"{costs.machine_usd:,.2f} USD"),
-            ("drives", f"{costs.drives_usd:,.2f} USD"),
+            *costs.texts.items(),
+            ("energy", f"{costs.energy_kwh:,.1f} kWh"),
             *wear,
         ],
         "command": _command(point, row),

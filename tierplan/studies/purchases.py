@@ -214,10 +214,25 @@ class Costs:
     """Of training without pause; None where nothing wears them, or their endurance is not known."""
     machine_price_usd: float | None
     """New, with GPUs and drives; None where a price is not known."""
+    rent_usd: float | None = None
+    """Of a machine that is rented, whose owner pays for all else."""
 
     @property
     def total_usd(self) -> float:
-        return self.energy_usd + (self.machine_usd or 0.0) + self.drives_usd
+        return self.energy_usd + (self.machine_usd or 0.0) + self.drives_usd + (self.rent_usd or 0.0)
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """The whole `cost` and its parts, for people: parts are rounded first, so that they add up."""
+        num_digits = 2 if self.total_usd < 100 else 0
+        if self.rent_usd is not None:
+            parts = {"rent": self.rent_usd}
+        else:
+            parts = {"electricity": self.energy_usd, "machine": self.machine_usd or 0.0}
+            parts |= {"drives": self.drives_usd} if self.drives_usd else {}
+        rounded = {name: round(usd, num_digits) for name, usd in parts.items()}
+        texts = {name: f"{usd:,.{num_digits}f} USD" for name, usd in {"cost": sum(rounded.values()), **rounded}.items()}
+        return {**texts, "machine": "of unknown price"} if "machine" in texts and self.machine_usd is None else texts
 
 
 def job_s(answer: Mapping[str, Any], tokens: float) -> float:
@@ -233,6 +248,8 @@ def costs_of(answer: Mapping[str, Any], description: Description, prices: PriceL
         return otherwise if value is None else value
 
     seconds = job_s(answer, tokens)
+    rent_usd = seconds / 3600 * rent if (rent := number("host.rent")) else None
+    is_own = rent_usd is None
     price_usd = computer_price_usd(description)
     gpus, drives = number("gpu.count", 1.0), number("nvme.drives")
     power_w = gpus * number("gpu.power") + number("host.power", prices.host_power_w) + drives * number("nvme.power")
@@ -246,10 +263,11 @@ def costs_of(answer: Mapping[str, Any], description: Description, prices: PriceL
         tokens=tokens,
         seconds=seconds,
         energy_kwh=energy_kwh,
-        energy_usd=energy_kwh * prices.electricity_usd_per_kwh,
-        machine_usd=computer_usd * written_off_frac if computer_usd else None,
-        drives_usd=drives_usd * max(wear_frac or 0.0, written_off_frac),
+        energy_usd=is_own * energy_kwh * prices.electricity_usd_per_kwh,
+        machine_usd=computer_usd * written_off_frac if computer_usd and is_own else None,
+        drives_usd=is_own * drives_usd * max(wear_frac or 0.0, written_off_frac),
         wear_frac=wear_frac,
         drive_life_s=life_s,
-        machine_price_usd=computer_usd + drives_usd if price_usd is not None else None,
+        machine_price_usd=computer_usd + drives_usd if price_usd is not None and is_own else None,
+        rent_usd=rent_usd,
     )
