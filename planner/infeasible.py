@@ -138,10 +138,13 @@ class InfeasiblePlan(PlanError):
         return f"{self.what}; sequences per micro-batch that fit{steps}: {self.largest_batch}"
 
 
-def logits_note(workload: Workload, of_bytes: int) -> str:
-    """What to do about logits and loss, where they take more than half of so many bytes on the device; else nothing."""
+def logits_note(workload: Workload, of_bytes: int, *, parts: int = 1) -> str:
+    """What to do about logits and loss, where they take more than half of so many bytes on the device; else nothing.
+
+    `parts` are those that sub-batches and devices cut the last unit of one micro-batch into.
+    """
     head, chunks = workload.units[-1], workload.training.loss_chunks
-    loss_bytes = head.saved_bytes + max(head.forward_work_bytes, head.backward_work_bytes)
+    loss_bytes = (head.saved_bytes + max(head.forward_work_bytes, head.backward_work_bytes)) // parts
     if head.kind != "head" or 2 * loss_bytes <= of_bytes:
         return ""
     note = f"{format_bytes(loss_bytes)} are logits and loss: fewer tokens in a micro-batch need less (--seq, --batch)"

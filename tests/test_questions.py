@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -85,6 +86,21 @@ def test_long_sequences_say_that_logits_are_what_does_not_fit(capsys: pytest.Cap
     assert "a loss in chunks (--loss-chunks 8)" in reason
     assert planned(capsys, *LARGE, "--seq", "32768", "--sequences", "1", "--loss-chunks", "16")["step_s"]
     assert "short by" in planned(capsys, "--model", "gpt-175b", "--machine", "laptop", "--sequences", "1")["reason"]
+
+
+def test_no_device_is_said_to_hold_more_logits_than_its_peak(capsys: pytest.CaptureFixture[str]) -> None:
+    """Eight GPUs divide the last unit, too; and sub-batches do."""
+    asked = ["plan", "--time-limit", "1", "--model"]
+    eight = [*asked, "llama-3.1-8b", "--machine", "server-8xh100", "--seq", "131072", "--sequences", "8"]
+    parts = [*asked, "gpt2", "--machine", "desktop-4090", "--batch", "256", "--set", "gpu.capacity=12 GiB"]
+    for words, how in ((eight, "which divide every operator"), (parts, "sub-batches")):
+        assert main(words) == 0
+        told = " ".join(capsys.readouterr().out.split())
+        assert how in told
+        peak = re.search(r"peak gpu\S* ([\d.]+) GiB", told)
+        assert peak
+        for loss in re.findall(r"([\d.]+) GiB are logits and loss", told):
+            assert float(loss) <= float(peak[1])
 
 
 def test_a_card_without_bf16_says_so_in_the_first_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,7 +81,9 @@ def answer_lines(best: BestPlan) -> list[str]:
         *devices_rows(result.plan),
         *(("peak" if k == 0 else "", " ".join(row)) for k, row in enumerate(peaks)),
     ]
-    if 2 * (peak := result.steady.peak_bytes[DEVICE]) > capacity[DEVICE] and (note := logits_note(best.workload, peak)):
+    peak, plan = result.steady.peak_bytes[DEVICE], result.plan
+    cut = plan.sub_batches * plan.devices // plan.num_batches if isinstance(plan, UnitwisePlan) else 1
+    if 2 * peak > capacity[DEVICE] and (note := logits_note(best.workload, peak, parts=cut)):
         rows.append(("of " + DEVICE, note))
     searched = f"{result.num_simulated} plans in {result.total_s:.1f} s{ENDED[result.status]}"
     limits = columns(limit_rows(p.limits), right=(1, 2))
