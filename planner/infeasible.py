@@ -38,7 +38,7 @@ class LargestBatch:
     num_sequences: int
     """0 where none fits, not even one."""
     is_least: bool = False
-    """More may fit: no more are looked for, or the clock ended the search of one."""
+    """More may fit: no more were looked for, or the clock ended the search of one."""
 
     def __str__(self) -> str:
         if self.is_least:
@@ -106,7 +106,8 @@ class InfeasiblePlan(PlanError):
     @cached_property
     def largest_batch(self) -> LargestBatch:
         """Sequences per micro-batch that would fit. Found when first asked for, which takes a while."""
-        below = self.workload.training.per_device_train_batch_size
+        training = self.workload.training  # in steps of one, all sequences of a step may be in it
+        below = training.per_device_train_batch_size * training.gradient_accumulation_steps
         return largest_batch(lambda batch: with_batch(self.workload, batch), self.machine, below=below)
 
     @property
@@ -196,4 +197,4 @@ def largest_batch(make: Callable[[int], Workload], machine: Machine, *, below: i
         batch = largest + 2**bit
         if batch <= below and fits(batch):
             largest = batch
-    return LargestBatch(largest, is_least=is_cut or largest == MANY)
+    return LargestBatch(largest, is_least=is_cut or largest == below)

@@ -252,6 +252,16 @@ def test_what_does_not_fit_says_the_largest_batch_that_does():
         assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
+def test_in_steps_of_one_micro_batch_more_sequences_may_fit_than_in_each_of_many():
+    """Micro-batches of one that lack room for their gradients say nothing of a larger one alone."""
+    machine = small_machine(device_mb=100, host_mb=60, nvme_mb=0)
+    largest = largest_batch(make, machine, below=100).num_sequences
+    assert largest > 1
+    assert str(InfeasiblePlan(make(1, accumulation=1000), machine, ())).endswith(f"in steps of one: up to {largest}")
+    few = InfeasiblePlan(make(1, accumulation=2), machine, ())
+    assert str(few).endswith("in steps of one: 2 or more"), "of a step that has two, three are not looked for"
+
+
 def test_a_largest_batch_that_the_clock_ended_says_that_more_may_fit(monkeypatch: pytest.MonkeyPatch):
     """A busy computer searches for less: what it has not found is not called impossible."""
     machine = small_machine(device_mb=100, host_mb=60, nvme_mb=0)
