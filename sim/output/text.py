@@ -60,9 +60,12 @@ def format_error(frac: float | None) -> str:
 
 
 def in_short(reason: str) -> str:
-    """Why something does not fit, for a table: sizes to three digits, and without the list of what holds the memory."""
+    """Why something does not fit, for a table: sizes to three digits, and without the list of what holds the memory.
+
+    A size is followed by its unit, or by what says that it is one like those before.
+    """
     text = re.sub(r"; held by [^.]*(?=\.)", "", reason)
-    sizes = r"\d{1,3}(?:,\d{3}){2,}(?: bytes| B)?"
+    sizes = r"\d{1,3}(?:,\d{3}){2,}(?!,\d)(?: bytes| B|(?= of \d| are free| too |[;),]|\.(?: |$)|$))"
     return re.sub(sizes, lambda match: format_bytes(float(re.sub(r"[^\d]", "", match[0]))), text)
 
 
