@@ -48,6 +48,9 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, s
         ([*SIMULATE, "--batch", "-1"], "-1 is too small; give a whole number of 1 or more"),
         ([*SIMULATE, "--batch", "x"], "'x' is no whole number; give 1 or more"),
         ([*SIMULATE, "--seq", "0"], "sequence_length: 0 is too small"),
+        ([*SIMULATE, "--lora", ""], "--lora: '' says nothing, as a variable of the shell that is not set"),
+        ([*SIMULATE, "--freeze", " "], "--freeze: ' ' says nothing"),
+        (["plan", "--model", "", "--machine", "laptop"], "--model: '' says nothing"),
         ([*SIMULATE, "--accumulation", "0"], "gradient_accumulation_steps: 0 is too small"),
         ([*SIMULATE, "--max-grad-norm", "nan"], "max_grad_norm: nan is out of range; give a number above 0"),
         ([*SIMULATE, "-o", "a-folder"], "a-folder is a folder; give the name of a file"),
@@ -172,6 +175,14 @@ def test_an_answer_that_took_a_while_is_said_though_its_file_cannot_be_written(
     assert "/dev/full: cannot be written: no space left on device" in told.err
     assert main([*command, "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["fits"]
+
+
+def test_an_output_that_is_closed_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by the shell's `>&-`."""
+    with monkeypatch.context() as closed:
+        closed.setattr("sys.stdout", None)
+        assert main(SIMULATE) == 1
+    assert capsys.readouterr().err.startswith("tierplan: the standard output is closed; send it to a file")
 
 
 def test_systems_of_which_none_runs_are_an_answer(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from shutil import get_terminal_size
 from typing import NoReturn
 
@@ -50,6 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser()
     args, unknown = parser.parse_known_args(argv)
     args.given = list(sys.argv[1:] if argv is None else argv)
+    if sys.stderr is None:  # closed, too: nobody wants to know
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+    if sys.stdout is None:
+        told = "the standard output is closed; send it to a file, or to /dev/null if nobody wants it"
+        print(f"tierplan: {told}", file=sys.stderr)
+        return 1
     if args.command is None:
         parser.print_help(sys.stderr)
         return 2

@@ -35,6 +35,8 @@ def option(
         As the help shows it: `--nvme --nvme-dir DIR`. Without a word for a value, and without choices: a switch.
     help
         What it means; a default is added.
+    type
+        What reads a value; for texts, what refuses an empty one.
     more
         As for `add_argument`; `repeat` for one that may be given several times.
     """
@@ -49,8 +51,8 @@ def option(
         more["default"] = default
         shown = f"{default:g}" if isinstance(default, int | float) else default
         help += "" if "default" in help or default == () else f" (default {shown})"
-    if type is not None:
-        more["type"] = type
+    if more.get("action") != "store_true" and "choices" not in more:
+        more["type"] = type or not_empty
     action = parser.add_argument(*names, help=help, **more)
     if completed := {"DIR": shtab.DIRECTORY, "FILE": shtab.FILE}.get(str(more.get("metavar")).partition(".")[0]):
         action.complete = completed  # type: ignore[attr-defined]
@@ -90,6 +92,13 @@ def add_timeline(parser: _ActionsContainer) -> None:
     """Adds `--timeline`, for `studies.answer.write_timeline`."""
     what = "draw what each stream does in one step: HTML to zoom into, PNG, SVG, PDF, or JSON for ui.perfetto.dev"
     option(parser, "--timeline FILE", what, new_file(".html", *PICTURES, ".json"))
+
+
+def not_empty(text: str) -> str:
+    """A text that says something."""
+    if not text.strip():
+        raise ArgumentTypeError(f"{text!r} says nothing, as a variable of the shell that is not set; leave it out")
+    return text
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:
