@@ -106,8 +106,9 @@ def test_no_device_is_said_to_hold_more_logits_than_its_peak(capsys: pytest.Capt
 def test_a_card_without_bf16_says_so_in_the_first_lines(capsys: pytest.CaptureFixture[str]) -> None:
     for card, dtype in (("v100-sxm2-32gb", "fp16"), ("gtx-1080-ti", "fp32")):
         assert main(["plan", *SMALL, "--set", f"gpu.part={card}"]) == 0
-        first = "".join(capsys.readouterr().out.splitlines()[:3])
-        assert f"in {dtype} since this machine has no bf16" in first
+        first = capsys.readouterr().out.splitlines()[:3]
+        assert f"in {dtype} since this machine has no bf16" in " ".join(" ".join(first).split())
+        assert max(map(len, first)) <= 80
     assert main(["plan", *SMALL]) == 0
     assert "since this machine" not in capsys.readouterr().out
 

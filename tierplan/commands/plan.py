@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     record = answer_record(best)
     lines = [
         *wrapped(f"{workload.name} on {result.prediction.where}"),
-        question_text(point, batch, accumulation, training.dtype),
+        *wrapped(question_text(point, batch, accumulation, training.dtype)),
         *answer_lines(best),
     ]
     if args.explain:
