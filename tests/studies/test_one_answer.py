@@ -22,7 +22,7 @@ from tierplan.planner.search.batches import Division, plan_sequences
 from tierplan.sim.workloads.workload import Workload
 from tierplan.studies import evaluate
 from tierplan.studies.advise import QUICKER_FRAC, advise
-from tierplan.studies.answer import answer_record, placements
+from tierplan.studies.answer import answer_lines, answer_record, placements
 from tierplan.studies.evaluate import BestPlan, best_plan, evaluate_point, machine_of, predict_point
 from tierplan.studies.purchases import purchases
 from tierplan.studies.study import Point
@@ -107,6 +107,17 @@ def test_the_commands_print_the_same(
     assert len({tuple(one[name] for name in FIGURES[:-1]) for one in found}) == 1
     limits = [[(limit["name"], limit["busy_frac"], limit["gain_frac"]) for limit in one["limits"]] for one in found]
     assert limits[0] == limits[1] == limits[2]
+
+
+def test_what_is_used_in_full_is_no_part_of_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quotient of two rates may be a little below 1."""
+    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 2_000)
+    best = best_plan(question(random.Random(1), tmp_path / "0"))
+    parts = (("gpu0", "capacity", 1 - 1e-9), ("host", "capacity", 0.5))
+    plan = replace(best.result.plan, parts=parts)  # type: ignore[call-arg]
+    result = replace(best.result, prediction=replace(best.result.prediction, plan=plan))
+    told = [line.split(maxsplit=2)[-1] for line in answer_lines(replace(best, result=result)) if "uses only" in line]
+    assert told == ["50 % of host (capacity)"]
 
 
 def test_policies_are_shown_in_the_division_that_suits_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

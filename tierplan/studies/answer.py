@@ -76,6 +76,7 @@ def answer_lines(best: BestPlan) -> list[str]:
         *(
             ("uses only", f"{format_frac(part)} of {of} ({kind})")
             for of, kind, part in getattr(result.plan, "parts", ())
+            if format_frac(part) != format_frac(1.0)
         ),
         *placements(result),
         *devices_rows(result.plan),
