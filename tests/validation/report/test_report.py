@@ -139,8 +139,8 @@ def test_a_reason_in_short_keeps_sizes_and_drops_the_holders() -> None:
         ". This schedule completes with 9 GiB there or more"
     )
     assert in_short("1,024 tokens of 10,000,000 bytes") == "1,024 tokens of 9.54 MiB"
-    assert in_short("needs 2,147,483,648 bytes, but has 1,073,741,824; use less") == "needs 2 GiB, but has 1 GiB; use less"
-    other = "87,400,000,000 times what the drives may take, of 1,000,000 sequences; at most 1,000,000 turns are simulated"
+    assert in_short("has 2,147,483,648 bytes and 1,073,741,824; use less") == "has 2 GiB and 1 GiB; use less"
+    other = "87,400,000,000 times what the drives may take; 1,000,000 sequences; at most 1,000,000 turns are simulated"
     assert in_short(other) == other, "no sizes"
 
 
