@@ -100,6 +100,32 @@ def test_a_study_with_a_mistake_names_it(tmp_path: Path, change: tuple[str, str]
         load_study(path)
 
 
+@pytest.mark.parametrize(
+    ("axis", "message"),
+    [
+        ({"optimizer": ["adamw", "foo"]}, "foo"),
+        ({"dtype": ["bf16", "bf61"]}, "bf61"),
+        ({"lora": ["r=8", "rank=8"]}, "rank=8"),
+        ({"base": ["nf5"], "lora": ["", "r=8"]}, "nf5"),
+        ({"attention": ["flash", "flesh"]}, "flesh"),
+        ({"semantics": ["", "exact"]}, "semantics is 'exact'; choose among in-backward, exact-clip"),
+        ({"gpu.part": ["rtx-4090", "rtx-4091"]}, "rtx-4091"),
+    ],
+)
+def test_a_name_that_does_not_exist_is_refused_before_anything_is_planned(
+    axis: dict[str, list[object]], message: str
+) -> None:
+    changes = {key: axis.pop(key) for key in list(axis) if "." in key}
+    study = Study(name="x", scenario={"model": ["gpt2"], "machine": ["desktop-4090"], **axis}, overrides=changes)
+    with pytest.raises(ValueError, match=message):
+        study.check_names()
+
+
+def test_what_only_some_combinations_cannot_do_is_not_refused() -> None:
+    axes = {"base": ["", "nf4"], "lora": ["", "r=8"], "dtype": ["auto", "fp32", "bf16"], "autocast": ["", "bf16"]}
+    Study(name="x", scenario={"model": ["gpt2"], "machine": ["laptop"], **axes}).check_names()
+
+
 def test_rows_are_in_the_order_of_the_points_and_errors_are_results(tmp_path: Path) -> None:
     rows = sweep(grid(20), cost, out_dir=tmp_path, num_workers=1)
     assert [r["batch"] for r in rows] == list(range(1, 21))

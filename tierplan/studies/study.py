@@ -25,13 +25,16 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import get_args
 
 from tierplan import __version__
 from tierplan.hwmodels import load_machine
+from tierplan.hwmodels.catalog import load_part
 from tierplan.hwmodels.description import find_key
 from tierplan.planner.plan_rules import PLANNER
 from tierplan.planner.training_files.reading import flat
-from tierplan.sim.workloads.workload import Training
+from tierplan.sim.step import Semantics
+from tierplan.sim.workloads.workload import Training, WorkloadError
 
 
 class StudyError(ValueError):
@@ -119,6 +122,11 @@ KEYS: Mapping[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("batch", "accumulation", "sequences", "seq", "loss_chunks"), int),
     **dict.fromkeys(("max_grad_norm", "planner_s", "drive_lifetime_years"), (int, float)),
 }
+OF_TRAINING = {
+    "dtype", "autocast", "optimizer", "lora", "freeze", "base", "activation_format", "attention", "loss_chunks",
+    "max_grad_norm", "batch", "accumulation", "seq",
+}  # fmt: skip
+"""Keys that say how is trained, wherever that is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +177,8 @@ class Study:
             yield Point(**settings, overrides=overrides)  # type: ignore[arg-type]
 
     def check_names(self) -> None:
-        """Raises what is wrong with a model, a machine, a policy or a key of the machine, each looked at alone.
+        """Raises what is wrong with a model, a machine, a policy or a key of the machine, each looked at alone, and
+        with a setting that no training can have, alone or with any of the others.
 
         A typo would otherwise be an error in every row. What only some combinations cannot do stays their row's error.
         """
@@ -183,8 +192,35 @@ class Study:
             read_config(str(model), Training())
         for machine in self.scenario["machine"]:
             load_machine(str(machine))
-        for key in self.overrides:
+        for key, values in self.overrides.items():
             find_key(key)
+            section, _, name = key.partition(".")
+            for part in values if name == "part" else ():
+                load_part(section, str(part))
+        for semantics in self.scenario.get("semantics", ()):
+            if semantics and semantics not in (known := get_args(Semantics)):
+                raise StudyError(f"study {self.name!r}: semantics is {semantics!r}; choose among {', '.join(known)}")
+        self._check_training()
+
+    def _check_training(self) -> None:
+        """Raises what is wrong with a setting of training that none can have."""
+        from tierplan.studies.evaluate import training_of
+
+        axes = {key: values for key, values in self.scenario.items() if key in OF_TRAINING}
+        alone = [{key: value} for key, values in axes.items() for value in values]
+        together = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+        wrong: dict[tuple[str, object], WorkloadError] = {}
+        right: set[tuple[str, object]] = set()
+        for settings in (*alone, *together):
+            try:
+                training_of(Point(model="", machine="", **settings), None)  # type: ignore[arg-type]
+            except WorkloadError as error:
+                wrong = dict.fromkeys(settings.items(), error) | wrong
+            else:
+                right |= settings.items()
+        for setting, why in wrong.items():
+            if setting not in right:
+                raise StudyError(f"study {self.name!r}: {why}")
 
     def relative_to(self, folder: Path) -> Study:
         """The study with models and machines that are files in `folder` found from anywhere."""
