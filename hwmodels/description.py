@@ -328,25 +328,25 @@ def _plausible(amount: float, value: object, key: Key, what: str) -> float:
 
 
 def override(description: Description, settings: Sequence[str]) -> Description:
-    """The description with `key=value` settings applied in turn.
+    """The description with `key=value` settings, in any order; of one key, the last.
 
     Choosing another part drops what the file says about the old one (the same part again changes nothing), and a basic
-    number drops those derived from it (`Key.replaces`), so that each setting has an effect. Raises `MachineError` for
-    an unknown key or a bad value.
+    number drops those derived from it (`Key.replaces`), so that each setting has an effect. Neither drops another
+    setting. Raises `MachineError` for an unknown key or a bad value.
     """
     if isinstance(settings, (str, Mapping)):
         raise MachineError(f'settings are {settings!r}; give a list of texts such as ["nvme.drives=3"]')
-    values = dict(description.values)
+    values, given = dict(description.values), dict[str, Quantity]()
     for name, text in pairs_of(settings):
         key = find_key(name)
-        quantity = parse_quantity(key, _points_or_text(name, text), where="--set")
-        chosen = values.get(key.name)
-        if key.name.endswith(".part") and (chosen is None or chosen.value != quantity.value):
+        given[key.name] = parse_quantity(key, _points_or_text(name, text), where="--set")
+    for name, quantity in given.items():
+        key, chosen = KEYS[name], values.get(name)
+        if name.endswith(".part") and (chosen is None or chosen.value != quantity.value):
             values = {k: v for k, v in values.items() if KEYS[k].section != key.section or KEYS[k].whole}
         for void in key.replaces:
             values.pop(void, None)
-        values[key.name] = quantity
-    return replace(description, values=values)
+    return replace(description, values=values | given)
 
 
 def pairs_of(settings: Sequence[str]) -> Iterator[tuple[str, str]]:

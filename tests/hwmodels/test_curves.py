@@ -145,7 +145,9 @@ def test_what_is_kept_up_may_be_set_and_leaves_what_the_machine_says_itself() ->
     assert fastest("gpu.sustained_frac=0.5") == pytest.approx(396e12)
     assert fastest() == pytest.approx(0.77 * 792e12)
     assert fastest("gpu.matmul_bf16=750 TFLOP/s", "gpu.sustained_frac=0.5") == 750e12
-    assert fastest("gpu.sustained_frac=0.5", "gpu.part=a100-sxm-80gb") == pytest.approx(253e12)
+    assert fastest("gpu.part=a100-sxm-80gb") == pytest.approx(253e12)
+    for order in (1, -1):
+        assert fastest(*("gpu.sustained_frac=0.5", "gpu.part=a100-sxm-80gb")[::order]) == pytest.approx(126.5e12)
 
 
 def test_what_a_machine_says_itself_goes_before_its_parts_curves() -> None:

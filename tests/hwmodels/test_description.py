@@ -377,6 +377,20 @@ def test_nameplate_names_only_what_the_machine_depends_on() -> None:
     assert not [name for name in own.nameplate if name.startswith("nvme")]
 
 
+def test_settings_have_their_effect_in_any_order() -> None:
+    settings = [
+        "gpu.capacity=12 GiB", "gpu.part=rtx-3090", "gpu.matmul_bf16=50 TFLOP/s", "gpu.peak_bf16=71 TFLOP/s",
+        "nvme.read=1 GB/s", "nvme.part=990-pro", "gpu.memory_bandwidth=800 GB/s",
+    ]  # fmt: skip
+    there, back = (load_description("fuyou-4090", order) for order in (settings, settings[::-1]))
+    assert there.values == back.values
+    assert there.number("gpu.capacity") == 12 * 2**30
+    assert there.number("gpu.matmul_bf16") == 50e12
+    assert there.number("nvme.read") == 1e9
+    assert "nvme.mixed" not in there.values
+    assert load_description("laptop", ["nvme.drives=2", "nvme.drives=3"]).number("nvme.drives") == 3
+
+
 def test_another_part_drops_what_was_said_of_the_old_one() -> None:
     description = load_description("fuyou-4090", ["gpu.part=h100-sxm-80gb", "nvme.part=990-pro"])
     assert "gpu.matmul_fp16" not in description.values  # the calibration of the RTX 4090

@@ -140,6 +140,15 @@ def test_what_shops_sell() -> None:
     assert next(p.price_usd for p in laptop if p.machine) == 1500 + 1599 + drive_usd
 
 
+def test_another_card_has_its_own_numbers_and_not_those_that_were_set_for_the_one_that_is_there() -> None:
+    now = Point(model="gpt2", machine="desktop-4090", overrides={"gpu.capacity": "12 GiB", "gpu.launch": "9 us"})
+    card, module = (Purchase(what="", price_usd=1.0, overrides={k: v}) for k, v in (
+        ("gpu.part", "rtx-5090"), ("host.capacity", "128 GiB"),
+    ))  # fmt: skip
+    assert card.applied(now).overrides == {"gpu.part": "rtx-5090", "gpu.launch": "9 us"}
+    assert module.applied(now).overrides == {**now.overrides, "host.capacity": "128 GiB"}
+
+
 def test_a_first_drive_is_for_sale(tmp_path: Path) -> None:
     """`laptop` without drives could train gpt-6.7b with one, and was advised to be another machine."""
     laptop = {p.what: p for p in purchases(load_description("laptop", ["nvme.drives=0"]), PriceList())}

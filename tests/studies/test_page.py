@@ -30,7 +30,7 @@ HOST_USD = load_description("desktop-4090").number("host.price")
 def small_grid(folder: Path) -> Study:
     (folder / "config.json").write_text(json.dumps({**SMALL, "n_layer": 2}))
     return grid_of(
-        models=[str(folder)], policies=["planner", "in-memory"], gpus=["rtx-3090", "rtx-4090"],
+        models=[str(folder)], policies=["planner", "zero-offload", "in-memory"], gpus=["rtx-3090", "rtx-4090"],
         dram_gib=[64, 128], drives=[1, 2], sequences=[4], seq=64, planner_s=10.0, overrides=SMALLER,
     )  # fmt: skip
 
@@ -53,7 +53,7 @@ def test_every_figure_is_what_a_sweep_says(page: tuple[Study, Path]) -> None:
     study, path = page
     grid = embedded(path)
     points = list(study.points())
-    assert len(grid["rows"]) == len(points) == 2 * 2 * 2 * 2
+    assert len(grid["rows"]) == len(points) == 3 * 2 * 2 * 2
     for place, point in enumerate(points):
         row = grid["rows"][place]
         for axis in grid["axes"]:
