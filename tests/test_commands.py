@@ -45,6 +45,7 @@ def test_help_fits_80_columns_and_its_examples_can_be_typed(name: str, monkeypat
     parser = next(sub for sub in SUBPARSERS.choices.values() if sub.prog == f"tierplan {name}")
     described = parser.format_help().partition("\n\n")[2].split("\npositional arguments:")[0].split("\noptions:")[0]
     assert max(map(len, described.splitlines())) <= 80
+    assert not re.search("^(?! {4}(?! ))tierplan ", described, re.MULTILINE), "examples are indented alike"
     for typed in re.findall(r"^ *(tierplan (?:.*\\\n)*.*)$", described, re.MULTILINE):
         command = " ".join(typed.replace("\\\n", " ").split("  ")[0].split())
         assert command.split("...")[0].strip() in " ".join((parser.description or "").split())

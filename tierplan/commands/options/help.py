@@ -8,6 +8,8 @@ import textwrap
 
 EXAMPLE = re.compile(r"(?P<command>\s*(?:tierplan|torchrun) \S.*?)(?P<gap>\s{2,}|$)(?P<says>.*)")
 """A command, and behind a gap what it does."""
+INDENT = " " * 4
+"""Of every command."""
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
@@ -26,6 +28,8 @@ def filled(paragraph: str, width: int) -> str:
 
 
 def _example(line: str, width: int) -> list[str]:
+    if EXAMPLE.fullmatch(line):
+        line = INDENT + line.strip()
     found = EXAMPLE.fullmatch(line)
     if len(line) <= width or found is None:
         return [line]
@@ -34,6 +38,6 @@ def _example(line: str, width: int) -> list[str]:
         says = textwrap.wrap(found["says"], width - begin)
         return [line[:begin] + says[0], *(" " * begin + more for more in says[1:])]
     words = re.sub(r" (?!-)", "\0", found["command"].strip())
-    parts = textwrap.wrap(words, width - 2, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False)
+    parts = textwrap.wrap(words, width - 2, initial_indent=INDENT, subsequent_indent=" " * 8, break_on_hyphens=False)
     command = " \\\n".join(parts).replace("\0", " ")
     return [command, *textwrap.wrap(found["says"], width, initial_indent=" " * 8, subsequent_indent=" " * 8)]
