@@ -86,9 +86,12 @@ def of_deepspeed(
 def _left_out(raw: Mapping[str, object], base: Training, devices: int, path: str) -> dict[str, int]:
     """What DeepSpeed makes of the batch of all GPUs where the file does not say how it is divided.
 
-    Raises `WorkloadError` where it cannot be divided so. What is `auto` is said elsewhere.
+    Raises `WorkloadError` where it cannot be divided so. What is `auto` is said by `base`; where that has no more than
+    the default, it follows from the rest, and of two such sizes the accumulation does.
     """
-    said = [key for key in PER_GPU if raw.get(key) is not None]
+    sizes = zip(PER_GPU, OF_STEP, strict=True)
+    follows = [key for key, ours in sizes if raw.get(key) == AUTO and getattr(base, ours) == getattr(Training(), ours)]
+    said = [key for key in PER_GPU if raw.get(key) is not None and key not in follows[-1:]]
     batch = count(raw, "train_batch_size", 0)
     if not batch or len(said) == len(PER_GPU):
         return {}

@@ -10,6 +10,7 @@ import pytest
 
 from tierplan.planner.policies import POLICIES
 from tierplan.planner.training_files import read_training_file
+from tierplan.planner.training_files.deepspeed import PER_GPU
 from tierplan.sim.workloads.workload import Training, WorkloadError
 
 BASE = Training(sequence_length=512, per_device_train_batch_size=3)
@@ -95,6 +96,31 @@ def test_of_three_batch_sizes_the_one_left_out_is_what_deepspeed_makes_it(
     assert not found.left_open
     gpus = "1 GPU" if devices == 1 else f"{devices} GPUs"
     assert f"train_batch_size 24 on {gpus} makes {filled_in}, as in DeepSpeed" in found.notes
+
+
+@pytest.mark.parametrize(
+    ("says", "base", "devices", "batch", "accumulation"),
+    [
+        (("auto", "auto"), (1, 1), 1, 1, 64),
+        (("auto", "auto"), (1, 1), 4, 1, 16),
+        (("auto", "auto"), (8, 1), 2, 8, 4),
+        (("auto", "auto"), (1, 8), 2, 4, 8),
+        (("auto", 4), (1, 1), 2, 8, 4),
+        ((4, "auto"), (1, 1), 2, 4, 8),
+    ],
+)
+def test_auto_leaves_the_division_of_a_batch_open(
+    tmp_path: Path, says: tuple[object, object], base: tuple[int, int], devices: int, batch: int, accumulation: int
+) -> None:
+    content = {"train_batch_size": 64, **dict(zip(PER_GPU, says, strict=True))}
+    given = Training(per_device_train_batch_size=base[0], gradient_accumulation_steps=base[1])
+    found = read_training_file(written(tmp_path, content), given, devices=devices)
+    t = found.training
+    assert (t.per_device_train_batch_size, t.gradient_accumulation_steps, found.devices) == (
+        batch,
+        accumulation,
+        devices,
+    )
 
 
 def test_accelerate_says_how_many_gpus_share_deepspeeds_batch(tmp_path: Path) -> None:
