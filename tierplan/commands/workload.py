@@ -136,7 +136,8 @@ def table_lines(workload: Workload) -> list[str]:
         f"{workload.name} ({workload.model_type}): {n:,} parameters, {len(workload.blocks)} blocks",
         *wrapped(
             f"micro-batch {t.per_device_train_batch_size} x {t.sequence_length} tokens, {t.precision}"
-            f"{' with fp32 master copy' if t.has_master else ''}, {t.optimizer}, {t.attention} attention, {t.backend}"
+            f"{' with fp32 master copy' if t.has_master else ''}, {t.optimizer}, "
+            f"{attention_text(workload)}, {t.backend}"
         ),
         f"parameters {format_bytes(workload.params_bytes)}, states {format_bytes(workload.states_bytes)}",
         *(wrapped(f"{n - frozen:,} are trained; {frozen:,} are frozen, in {held}{base}") if frozen else ()),
@@ -151,8 +152,19 @@ def table_lines(workload: Workload) -> list[str]:
         ),
     ]
     if not is_measured:
-        lines.append(f"Forward and backward: {workload.flops / tokens / n:.2f} FLOPs per parameter and token.")
+        each = f"{workload.flops / tokens / n:.2f} FLOPs per parameter and token"
+        remade = ", without the logits that are made again for a loss in chunks" if t.loss_chunks > 1 else ""
+        lines += wrapped(f"Forward and backward: {each}{remade}.")
     return lines
+
+
+def attention_text(workload: Workload) -> str:
+    """Which attention the work is of: a class that is traced may have no fused one, whatever was asked for."""
+    asked = workload.training.attention
+    is_known = asked == "plain" or "s" in workload.units[0].forward
+    if is_known or any(kind.startswith("attention_") for unit in workload.units for kind in unit.forward):
+        return f"{asked} attention"
+    return "attention in matrix products (no fused one for this model)"
 
 
 def unit_lines(unit: Unit) -> list[str]:

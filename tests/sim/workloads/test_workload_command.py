@@ -38,6 +38,27 @@ def test_a_table_has_eighty_columns_whatever_is_large(argv: list[str], capsys: p
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
+def test_what_is_said_of_attention_is_what_the_work_is_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """GPT-OSS's class has attention in matrix products alone, whose squares are kept."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 100}
+    sizes |= {"intermediate_size": 64, "num_hidden_layers": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss", **sizes}))
+    for argv, is_fused in (([str(tmp_path)], False), (["gpt2"], True)):
+        assert main(["workload", "show", *argv, "--seq", "32"]) == 0
+        told = " ".join(capsys.readouterr().out.split())
+        assert ("flash attention" in told) == is_fused
+        assert ("attention in matrix products (no fused one" in told) != is_fused
+        assert main(["workload", "show", *argv, "--seq", "32", "--unit", "L0"]) == 0
+        assert ("softmax" in capsys.readouterr().out) != is_fused
+
+
+def test_flops_per_parameter_say_what_they_leave_out(capsys: pytest.CaptureFixture[str]) -> None:
+    for chunks in ("1", "8"):
+        assert main(["workload", "show", "gpt2", "--loss-chunks", chunks]) == 0
+        told = " ".join(capsys.readouterr().out.split())
+        assert ("FLOPs per parameter and token, without the logits that are made again" in told) == (chunks == "8")
+
+
 def test_json_has_every_amount(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config_of("llama")))
