@@ -147,7 +147,8 @@ def _figures(advice: Advice) -> list[tuple[str, str]]:
     figures = []
     costs, answer = advice.costs, advice.answer
     if costs is not None:
-        money, *parts = (text if name == "cost" else f"{name} {text}" for name, text in costs.texts.items())
+        money, *parts = costs.texts.items()
+        spent = ", ".join(f"{name} {text.removesuffix(' USD')}" for name, text in parts)
         held = alike_rows((tier, format_bytes(size)) for tier, size in answer["peak_bytes"].items())
         peaks = ", ".join(map(" ".join, held))
         step_tokens = answer["tokens_per_s"] * answer["step_s"]
@@ -156,7 +157,7 @@ def _figures(advice: Advice) -> list[tuple[str, str]]:
         figures += [
             ("parameters", format_count(answer["num_parameters"])),
             (f"{format_count(costs.tokens)} tokens", job),
-            ("  cost", f"{money}: {', '.join(parts)}"),
+            ("  cost", f"{money[1]}: {spent}"),
             *_rent(advice),
             ("peak memory", peaks),
         ]
