@@ -193,9 +193,8 @@ class Study:
         for machine in self.scenario["machine"]:
             load_machine(str(machine))
         for key, values in self.overrides.items():
-            find_key(key)
-            section, _, name = key.partition(".")
-            for part in values if name == "part" else ():
+            section = find_key(key).section
+            for part in values if key == f"{section}.part" else ():
                 load_part(section, str(part))
         for semantics in self.scenario.get("semantics", ()):
             if semantics and semantics not in (known := get_args(Semantics)):
