@@ -39,7 +39,7 @@ from tierplan.hwmodels.names import (
     parse_stream,
     ring,
 )
-from tierplan.hwmodels.scaling import times
+from tierplan.hwmodels.scaling import scaled
 from tierplan.hwmodels.units import format_amount
 
 DTYPES = ("fp32", "bf16", "fp16")
@@ -267,7 +267,7 @@ def _gpu(draft: _Draft, index: int) -> None:
             fastest = max(rate for _, rate in rates[matmul].points)
             rates[attention] = Rate.constant(fastest * draft.number("gpu.attention_frac"))
         if attention in rates:
-            rates[attention] = times(rates[attention], draft.number("gpu.attention_scale"))
+            rates[attention] = scaled(rates[attention], draft.number("gpu.attention_scale"))
     bandwidth = draft.description.number("gpu.memory_bandwidth")
     for kind, name, traffic in (
         ("elementwise_bytes", "gpu.elementwise", 1.0),

@@ -35,7 +35,7 @@ def with_faster(machine: Machine, names: Collection[str], factor: float) -> Mach
     shares = {CORES_LIMIT, *map(kernels_limit, range(machine.num_devices))}
 
     def faster(stream: Stream) -> Stream:
-        quick = replace(stream, rates={kind: times(rate, factor) for kind, rate in rates_of(stream).items()})
+        quick = replace(stream, rates={kind: scaled(rate, factor) for kind, rate in rates_of(stream).items()})
         return with_demand(quick, shares, 1 / factor)
 
     streams = tuple(faster(s) if s.name in names else s for s in machine.streams)
@@ -51,7 +51,7 @@ def own_limits(machine: Machine, streams: Collection[str]) -> set[str]:
 
 def with_rate_factors(stream: Stream, factors: Mapping[str, float]) -> Stream:
     """The stream with its rates multiplied, by kind of work; at full speed it takes as much of limits as before."""
-    rates = {kind: times(rate, factors.get(kind, 1.0)) for kind, rate in stream.rates.items()}
+    rates = {kind: scaled(rate, factors.get(kind, 1.0)) for kind, rate in stream.rates.items()}
     return replace(stream, rates=rates, takes=_takes(stream, lambda _, kind, weight: weight / factors.get(kind, 1.0)))
 
 
@@ -149,6 +149,6 @@ def rates_of(stream: Stream) -> dict[str, Rate]:
     return {SECONDS: A_SECOND, **stream.rates}
 
 
-def times(rate: Rate, factor: float) -> Rate:
+def scaled(rate: Rate, factor: float) -> Rate:
     """So many times the rate, whatever the amount."""
     return Rate(tuple((amount, per_s * factor) for amount, per_s in rate.points))

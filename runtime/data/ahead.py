@@ -54,7 +54,7 @@ class AheadBatches:
             self._num_left -= 1
             try:
                 batch = next(self._source, None)
-                self._waiting = None if batch is None else _copied(batch), None
+                self._waiting = None if batch is None else _own_copy(batch), None
             except Exception as error:
                 self._waiting = None, error
 
@@ -74,7 +74,7 @@ class AheadBatches:
         yield from self._source
 
 
-def _copied(batch: Batch) -> Batch:
+def _own_copy(batch: Batch) -> Batch:
     flat, nested = flatten(dict(batch))
     copied: Batch = nested([t.clone() if isinstance(t, torch.Tensor) and not t.requires_grad else t for t in flat])
     return copied
