@@ -14,6 +14,7 @@ from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import PackPlan, Packs
 from tierplan.planner.planning import plan
+from tierplan.planner.policies import POLICIES
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.several_devices.packs.estimate import PackEstimate
@@ -172,3 +173,15 @@ def test_a_search_for_plans_of_one_device_on_all_ends_with_its_budget(monkeypatc
     result = plan(workload, load_machine("desktop-4090", ["gpu.count=2", "link.p2p=10 GB/s"]), batches="each")
     assert (result.status, result.plan.devices) == ("searched", 2)
     assert result.num_simulated < 100
+
+
+def test_packs_whose_parameters_and_states_have_no_room_are_known_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They live in host memory, whatever the packs."""
+    workload = load_workload("gpt-6.7b", Training(gradient_accumulation_steps=4))
+    machine = load_machine("desktop-4090", ["gpu.count=2"])
+    monkeypatch.setattr(PlanSimulator, "_posed", lambda *_: pytest.fail("simulates"))
+    for name in ("harmony-dp", "harmony-pp", "mobius", "roundpipe-sync"):
+        tried = PlanSimulator(workload, machine, Budget.of(1.0))(POLICIES[name](workload, machine, {}))
+        assert not tried.fits
+        assert tried.short_tier == "host"
+        assert "parameters and optimizer states need" in tried.reason
