@@ -457,7 +457,7 @@ def test_updates_that_are_late_and_pipelines_are_resumed(case: Case, tmp_path: P
 @pytest.mark.nightly
 def test_a_rank_that_fails_is_named() -> None:
     first, second = run_ranks(train_and_fail, 2)
-    assert str(first).startswith("rank 1 of 2 has failed: TrainingError: the batches ended before micro-batch 0")
+    assert str(first).startswith("rank 1 of 2 has failed: TrainingError: batches ended before micro-batch 0 of step 1;")
     assert isinstance(second, TrainingError)
 
 
