@@ -173,9 +173,9 @@ def workload_of(name: str, raw: Mapping[str, object], training: Training) -> Wor
             f"save={family.words}+lm_head; use tracing (--exact)"
         )
     if training.autocast:
-        raise NotCovered("autocast is not covered by the closed forms; use tracing (--exact)")
+        raise NotCovered("autocast is not covered by the closed forms; use tracing (--exact, tp.trace_workload)")
     if training.padded:
-        raise NotCovered("padded batches are not covered by the closed forms; use tracing (--exact)")
+        raise NotCovered("padded batches are not covered by the closed forms; use tracing (--exact, tp.trace_workload)")
     if training.attention == "plain":
         raise NotCovered("plain attention is not covered by the closed forms; use flash, or tracing (--exact)")
     family.check(config, training)
