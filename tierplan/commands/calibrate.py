@@ -53,6 +53,10 @@ def run(args: argparse.Namespace) -> int:
 
     wanted_s = args.budget_s or (QUICK_S if args.quick else BUDGET_S)
     point = replace(scenario.read_point(args), accumulation=1, max_grad_norm=None)
+    if point.padded:
+        raise ValueError(
+            "--padded: a calibration runs batches without padding, and padded ones are predicted from it; leave it out"
+        )
     machine = machine_of(point)
     if (of_machine := machine.num_devices) > 1:
         point = replace(point, devices=1)

@@ -88,7 +88,7 @@ def _deepspeed(args: argparse.Namespace) -> int:
         flag = "--acts" if name == "activation_format" else f"--{name.replace('_', '-')}"
         words += [flag, value] if value != getattr(scenario.DEFAULTS, name) else []
     words += [] if deepspeed.devices is None else ["--devices", deepspeed.devices]
-    words += ["--no-master-weights"] * (not t.master_weights) + ["--exact"] * args.exact
+    words += ["--no-master-weights"] * (not t.master_weights) + ["--exact"] * args.exact + ["--padded"] * t.padded
     words += [word for pattern in args.freeze or () for word in ("--freeze", pattern)]
     simulate = (
         f"To simulate it: tierplan simulate --policy {deepspeed.policy}{options} --model {args.model} "
