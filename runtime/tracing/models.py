@@ -115,8 +115,6 @@ def _with_adapters(model: Any, adapters: Adapters) -> Any:
         import peft
     except ImportError as error:
         raise WorkloadError("adapters are those of peft, which is not installed; install tierplan[adapters]") from error
-    if adapters.autocast:
-        raise WorkloadError("autocast=on of adapters is planned, and not executed; leave it out")
     targets = (adapters.targets[0] if adapters.targets == ("all-linear",) else list(adapters.targets)) or None
     common: dict[str, Any] = {"target_modules": targets, "modules_to_save": list(adapters.save) or None}
     if not model.config.is_encoder_decoder and type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):

@@ -11,8 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 METHODS = ("lora", "dora", "ia3")
-SWITCHES = {"on": True, "off": False}
-FORM = "r=16,alpha=32,targets=all-linear,dropout=0.05,method=lora,save=embed_tokens+lm_head,autocast=on"
+FORM = "r=16,alpha=32,targets=all-linear,dropout=0.05,method=lora,save=embed_tokens+lm_head"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +26,6 @@ class Adapters:
     dropout: float = 0.0
     feedforward: tuple[str, ...] = ()
     """Those of IA3's targets whose input is scaled, not their output; none for PEFT's choice for the family."""
-    autocast: bool = False
-    """Adapters in fp32 on a base in 16 bits, whose products run in 16 bits (Trainer's `bf16=True`): what they read is
-    cast to fp32 and back, and their weights where they are used. This is planned, and not executed."""
     save: tuple[str, ...] = ()
     """Names of modules (PEFT's `modules_to_save`) of which a copy is trained in full, in the type of the model, and
     saved; the original is kept beside it, and the adapters are of that type too."""
@@ -40,7 +36,7 @@ def read_adapters(text: str) -> Adapters:
     """The adapters of a text such as `r=16,targets=q_proj+v_proj`. Raises `ValueError` for any other text."""
     given: dict[str, Any] = {}
     kinds: dict[str, Callable[[str], Any]] = {"r": int, "alpha": float, "dropout": float}
-    kinds |= {"targets": _names, "feedforward": _names, "save": _names, "method": str, "autocast": SWITCHES.__getitem__}
+    kinds |= {"targets": _names, "feedforward": _names, "save": _names, "method": str}
     for part in text.split(","):
         key, _, value = (word.strip() for word in part.partition("="))
         try:

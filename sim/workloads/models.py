@@ -172,7 +172,7 @@ def workload_of(name: str, raw: Mapping[str, object], training: Training) -> Wor
             f"words and output saved: of {raw['model_type']}, on {', '.join(sorted(family.layers)) or 'none'}, and "
             f"save={family.words}+lm_head; use tracing (--exact)"
         )
-    if training.autocast:
+    if training.autocast and not (family.casts and training.lora):
         raise NotCovered("autocast is not covered by the closed forms; use tracing (--exact, tp.trace_workload)")
     if training.padded:
         raise NotCovered("padded batches are not covered by the closed forms; use tracing (--exact, tp.trace_workload)")

@@ -64,8 +64,8 @@ class Training:
     """Of the parameters that are trained and of their gradients, where it is another; None for `dtype`, and for fp32
     where there are adapters, as PEFT has them, and no modules of the model are saved beside them."""
     autocast: Literal["", "bf16", "fp16"] = ""
-    """In which products of an fp32 model run, whose weights are cast for each (`torch.autocast`, the Trainer's `bf16`);
-    empty for those of `dtype`. Simulated only."""
+    """In which products run that have weights in fp32, those of the model or of adapters on it: these are cast for each
+    (`torch.autocast`, the Trainer's `bf16`). Empty for products of weights as they are. Simulated only."""
     master_weights: bool = True
     """An fp32 master copy of the parameters is among the optimizer states. Has no use in fp32."""
     optimizer: str = "adamw"
@@ -100,11 +100,10 @@ class Training:
                 read_adapters(self.lora)
         except ValueError as error:
             raise WorkloadError(str(error)) from None
-        if self.autocast and (self.dtype != "fp32" or self.lora or self.base):
+        if self.autocast and (self.base or self.dtype not in ("fp32", self.lora and self.autocast)):
             raise WorkloadError(
-                f"autocast is {self.autocast!r}, which casts the weights of a model in fp32 for each product, but the "
-                f"model is in {self.base or self.dtype!r}{' with adapters' if self.lora else ''}; give dtype fp32 "
-                "without adapters, or leave out autocast"
+                f"autocast is {self.autocast!r}, which casts weights in fp32 for each product, but the model is in "
+                f"{self.base or self.dtype!r}; give dtype fp32, or with adapters {self.autocast}, or leave out autocast"
             )
         if self.base and self.base not in bases():
             raise WorkloadError(

@@ -94,7 +94,7 @@ def calibration_workload(point: Point, machine: Machine) -> Workload:
 
 def training_of(point: Point, machine: Machine | None) -> Training:
     """The training settings of a point; `auto` is what the machine has, and without one bf16 and CUDA's kernels."""
-    dtype = "fp32" if point.autocast else "bf16" if machine is None else default_precision(machine)
+    dtype = "fp32" if point.autocast and not point.lora else "bf16" if machine is None else default_precision(machine)
     backend = "cuda" if machine is None else default_backend(machine)
     return Training(
         per_device_train_batch_size=point.batch,

@@ -26,7 +26,9 @@ def linear(tape: Tape, x: Value, width: int, name: str = "", *, bias: bool = Tru
     adapters, dtype = read_adapters(tape.training.lora), out.dtype
     if not {name, "all-linear"} & {*adapters.targets}:
         return out
-    casts = adapters.autocast
+    casts = bool(
+        tape.training.autocast
+    )  # what adapters in fp32 read is cast to fp32 and back, and so are their weights
     x = to_dtype(tape, x, "fp32" if casts else tape.training.dtype_of_trained)
 
     def given() -> Value:

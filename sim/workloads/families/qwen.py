@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tierplan.sim.workloads.adapters import read_adapters
 from tierplan.sim.workloads.families.ops import (
     activation,
     add,
@@ -80,8 +79,7 @@ def head(tape: Tape, config: Config, x: Value, labels: Value) -> Value:
         return [whole]
 
     shifted = tape.connect(shifted, [logits], backward)
-    wide = bool(training.lora) and read_adapters(training.lora).autocast
-    return cross_entropy(tape, to_dtype(tape, shifted, "fp32") if wide else shifted, labels)
+    return cross_entropy(tape, to_dtype(tape, shifted, "fp32") if training.autocast else shifted, labels)
 
 
 def check(config: Config, training: Training) -> None:
@@ -99,4 +97,4 @@ def check(config: Config, training: Training) -> None:
 
 
 LAYERS = {"c_attn", "c_proj", "w1", "w2"}
-FAMILY = Family(embed=embed, block=block, head=head, check=check, layers=LAYERS, words="wte")
+FAMILY = Family(embed=embed, block=block, head=head, check=check, layers=LAYERS, words="wte", casts=True)

@@ -81,6 +81,8 @@ class Family:
     """Names of linear layers that may have adapters."""
     words: str = ""
     """The embedding of which, as of `lm_head`, a copy may be trained beside adapters."""
+    casts: bool = False
+    """Adapters are covered under autocast, too."""
 
 
 def position_ids(tape: Tape, length: int) -> Value:

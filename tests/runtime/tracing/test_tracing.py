@@ -121,6 +121,17 @@ def test_saved_tensors_are_those_of_a_real_step(family: str, size: int, precisio
         assert traced == expected, unit.name
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_adapters_under_autocast_save_what_pefts_do(family: str) -> None:
+    pytest.importorskip("peft")
+    raw, training = config_of(family, 1), training_of("bf16", lora="r=4,dropout=0.1", autocast="bf16")
+    workload, model = trace_config(family, raw, training), build_model(raw, training)
+    with saved_by_block(model) as real, autocast_of(training):
+        model(**next(random_batches(model.config, training)))
+    for unit, expected in zip([u for u in workload.blocks if u.name.startswith("L")], real, strict=True):
+        assert [(t.size_bytes, TORCH_NAMES.get(t.dtype, f"torch.{t.dtype}")) for t in unit.saved] == expected
+
+
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "mixtral"])
 def test_matmul_flops_are_those_of_pytorchs_counter(family: str) -> None:
     raw, training = config_of(family, 1), training_of("fp32")
@@ -232,7 +243,7 @@ def test_what_autocast_has_in_fp32_on_cuda_is_so() -> None:
     assert dtypes == {"cpu": {"bf16"}, "cuda": {"bf16", "fp32"}}
 
 
-def test_autocast_is_of_a_model_in_fp32_and_not_executed() -> None:
-    for wrong in ({"dtype": "bf16"}, {"dtype": "fp32", "lora": "r=8"}):
-        with pytest.raises(WorkloadError, match="give dtype fp32 without adapters, or leave out autocast"):
+def test_autocast_is_of_weights_in_fp32() -> None:
+    for wrong in ({"dtype": "bf16"}, {"dtype": "fp16", "lora": "r=8"}, {"dtype": "bf16", "lora": "r=8", "base": "nf4"}):
+        with pytest.raises(WorkloadError, match="give dtype fp32, or with adapters bf16, or leave out autocast"):
             training_of(**wrong, autocast="bf16")

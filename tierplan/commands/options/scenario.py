@@ -72,8 +72,8 @@ def add_training(what: _ActionsContainer, divided: str = "1") -> None:
         f"machine knows, if one is given (default {DEFAULTS.dtype})", choices=("auto", "bf16", "fp16", "fp32"),
     )  # fmt: skip
     option(
-        what, "--autocast", "products of a model in fp32 run in this dtype, as with the Trainer's bf16: true: its "
-        "weights are cast for each; simulated only, and by --exact", choices=("bf16", "fp16"),
+        what, "--autocast", "products of weights in fp32, of a model or of adapters on it, run in this dtype, as with "
+        "the Trainer's bf16: true: weights are cast for each; simulated only, and by --exact", choices=("bf16", "fp16"),
     )  # fmt: skip
     kept = f"whose states are kept: {', '.join(OPTIMIZERS)}, with options as in adamw:states=8bit, sgd:momentum=0.9"
     option(what, "--optimizer NAME[:OPTIONS]", f"{kept} (default {DEFAULTS.optimizer})", optimizer)

@@ -217,7 +217,7 @@ def changes(setup: Setup, says: Mapping[str, object]) -> Iterator[SetupChange]:
         yield instead("no offloading, with gradient checkpointing", "everything fits on the GPU", "full-recompute")
     if setup.policy != "in-memory":
         yield instead("no offloading and no recomputation", "everything fits on the GPU", "in-memory")
-    if cast := training.autocast:
+    if (cast := training.autocast) and training.dtype == "fp32":
         narrow = replace(training, dtype=cast, autocast="")
         what = f"a model in {cast} with an fp32 copy, as DeepSpeed and FSDP have it"
         yield change(what, "nothing is cast, and gradients take half the bytes", training=narrow)
