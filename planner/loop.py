@@ -255,10 +255,8 @@ class Search:
         if self.num_devices > 1:
             able = (c for c in self.simulate_plan.seen.values() if c.fits and is_same(c.plan, self.semantics))
             behind = sorted(able, key=per_batch_s)
-            rivals += [
-                *behind[:NEXT_IN_FULL],
-                *(behind[2**k] for k in range(2, len(behind).bit_length()) if 2**k < len(behind)),
-            ]
+            further = (behind[2**k] for k in range(2, (len(behind) - 1).bit_length()))
+            rivals += [*behind[:NEXT_IN_FULL], *further]
         for rival in rivals:
             if full.best is None or per_batch_s(rival) < per_batch_s(full.best) * (1 - SAME_FRAC):
                 full.consider(self.simulate_plan.in_full(rival.plan))
