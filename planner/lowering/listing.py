@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tierplan.sim.columns import Bool, Float64, Int64
-from tierplan.sim.compiled.compiler import compiled
+from tierplan.sim.compiled.compiler import compiled, compiled_in_place
 
 (
     DECLARE,
@@ -122,7 +122,7 @@ def compute_order(is_vertical: bool, num_units: int, num_batches: int, below: in
     return backward[:n], unit[:n], batch[:n]
 
 
-@compiled
+@compiled_in_place
 def _place(t: Making, kind: int, u: int, m: int, flag: int, at: float) -> int:
     """Adds a turn; its number."""
     n, turns = int(t.num[TURNS]), t.turns
@@ -132,7 +132,7 @@ def _place(t: Making, kind: int, u: int, m: int, flag: int, at: float) -> int:
     return n
 
 
-@compiled
+@compiled_in_place
 def _ref(t: Making, op: int) -> None:
     """Has the turn that was added last come after an op, or after nothing (`EMPTY`)."""
     end, turns = t.num[TURNS], t.turns
@@ -140,7 +140,7 @@ def _ref(t: Making, op: int) -> None:
     turns.begins[end] += 1
 
 
-@compiled
+@compiled_in_place
 def _before(a: Asked, t: Making, step: int, num: int) -> None:
     """What a turn's fetches of parameters come after, and those of activations: in strict windows, the compute ops that
     have to end before a fetch for `step`, and an early one, start."""
@@ -150,7 +150,7 @@ def _before(a: Asked, t: Making, step: int, num: int) -> None:
         _ref(t, 3 * t.compute[turn] + COMPUTE if a.strict_windows and turn >= 0 else EMPTY)
 
 
-@compiled
+@compiled_in_place
 def _go_home(t: Making, after: int) -> None:
     """Sends what an update has written to where it lives, if that waits."""
     u, index = t.waiting[0], t.waiting[2]
@@ -161,7 +161,7 @@ def _go_home(t: Making, after: int) -> None:
         t.waiting[0] = EMPTY
 
 
-@compiled
+@compiled_in_place
 def _update(a: Asked, t: Making, u: int, step: float, is_old: bool, apart: float, upload_at: float) -> None:
     """The optimizer step of one unit, with what it reads brought to it and what it writes taken home.
 
@@ -199,7 +199,7 @@ def _update(a: Asked, t: Making, u: int, step: float, is_old: bool, apart: float
             _go_home(t, EMPTY)
 
 
-@compiled
+@compiled_in_place
 def _backward(a: Asked, t: Making, u: int, m: int, first: int, end: int) -> None:
     """With the units from `first` to `end` that are recomputed together with it, if it is the last of them."""
     step = t.num[COMPUTES]
@@ -217,7 +217,7 @@ def _backward(a: Asked, t: Making, u: int, m: int, first: int, end: int) -> None
         _update(a, t, u, float(step), False, float(a.num_batches if a.is_vertical else 1), -1.0)
 
 
-@compiled
+@compiled_in_place
 def _after(a: Asked, t: Making, owners: Int64) -> None:
     """Updates that wait for all gradients (exact clipping), or that use those of the step before (delayed)."""
     end = float(t.num[COMPUTES])

@@ -13,7 +13,7 @@ import numpy as np
 
 from tierplan.planner.lowering.listing import Turns
 from tierplan.sim.columns import Bool, Float64, Int32, Int64, Lists
-from tierplan.sim.compiled.compiler import compiled
+from tierplan.sim.compiled.compiler import compiled, compiled_in_place
 
 COMPUTE, READ, HOME = range(3)
 """As in `listing`: marked ops of a turn, which others come after."""
@@ -107,7 +107,7 @@ class Step(NamedTuple):
     """By cell: what it holds, and its form."""
 
 
-@compiled
+@compiled_in_place
 def _slot(keys: Rows, slots: Int64, key: Int64) -> int:
     """Where the template of this key is, or would be."""
     hashed = 0
@@ -127,19 +127,18 @@ def _slot(keys: Rows, slots: Int64, key: Int64) -> int:
     return at
 
 
-@compiled
+@compiled_in_place
 def enter(keys: Rows, slots: Int64, first: int, end: int) -> None:
     """Puts these templates into slots; there are always more slots than templates, a power of two."""
     for t in range(first, end):
         slots[_slot(keys, slots, keys.items[keys.begins[t] : keys.begins[t + 1]])] = t
 
 
-@compiled
-def walk(start: int, end: int, step: Step, table: Table, key: Int64) -> int:
+@compiled_in_place
+def walk(start: int, end: int, step: Step, table: Table, key: Int64, cells: Int64) -> int:
     """Finds the templates of turns from `start` to `end`. The first turn that has none, whose key is in `key`, of the
-    length that `key[-1]` says; `end` if all have one."""
+    length that `key[-1]` says; `end` if all have one. `cells` is room to work in, as long as `key`."""
     ids, forms, held, first_op, turns = step.ids, step.forms, step.held, step.first_op, step.turns
-    cells = np.empty(len(key), np.int64)
     for p in range(start, end):
         h, num = step.first_held[p], 2
         key[0], key[1] = step.turn[p], turns.flag[p]

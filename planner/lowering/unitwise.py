@@ -93,9 +93,9 @@ class UnitwiseStep:
         ids, forms = cells
         where = (turns, turn, pattern, chain.owner_of)
         step = Step(*where, template[:num], first_op, first_buffer, first_held, held, ids, forms)
-        key, start = np.empty(chain.longest_key + 1, np.int64), 0
+        (key, room), start = np.empty((2, chain.longest_key + 1), np.int64), 0
         for end in (int(chain.has_any.sum()), num):  # what exists before the step comes first
-            while (start := walk(start, end, step, chain.table, key)) < end:
+            while (start := walk(start, end, step, chain.table, key, room)) < end:
                 found = key[: key[-1]].copy()
                 chain.add_template(found, self._sketch(start, pattern[start], found.tolist()).rows())
             if start < num:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierplan.sim.columns import Int32, Int64, Lists
-from tierplan.sim.compiled.compiler import compiled
+from tierplan.sim.compiled.compiler import compiled_in_place
 
 Table = npt.NDArray[np.void]
 """Rows with the named columns of one of the types below."""
@@ -153,7 +153,7 @@ class Dividing(NamedTuple):
     """By work, whether it is cut into parts, and device behind that of all: its number."""
 
 
-@compiled
+@compiled_in_place
 def _shard_bytes(d: Dividing, b: int, r: int) -> int:
     """A device's share, of whole values where there is one for each parameter, as the runtime cuts them."""
     num, cuts_tensors = d.terms.num, d.terms.cuts_tensors
@@ -172,7 +172,7 @@ def _shard_bytes(d: Dividing, b: int, r: int) -> int:
     return -(-size_bytes // num)
 
 
-@compiled
+@compiled_in_place
 def _held_bytes(size_bytes: int, grain_bytes: int) -> int:
     """As `machine.held_bytes`: exact where the grain is 0, powers of two where it is negative."""
     if size_bytes <= 0 or grain_bytes == 0:
@@ -185,13 +185,13 @@ def _held_bytes(size_bytes: int, grain_bytes: int) -> int:
     return held
 
 
-@compiled
+@compiled_in_place
 def _on(d: Dividing, b: int, r: int) -> int:
     """The number of a whole's stand-in on device r, or of the one that all share."""
     return int(d.whole[b]["first"]) + (r if d.whole[b]["is_everywhere"] else 0)
 
 
-@compiled
+@compiled_in_place
 def _add_buffer(d: Dividing, tier: int, size_bytes: int, reuses: int, what: int, task: int, b: int, r: int) -> int:
     """Adds one that does not outlive the step; its number."""
     i = int(d.num[NUM_BUFFERS])
@@ -202,7 +202,7 @@ def _add_buffer(d: Dividing, tier: int, size_bytes: int, reuses: int, what: int,
     return i
 
 
-@compiled
+@compiled_in_place
 def _refer(d: Dividing, which: int, item: int) -> None:
     """Adds an item to a list of the op that is being made, unless it is there."""
     begins, items = d.lists[which]
@@ -213,14 +213,14 @@ def _refer(d: Dividing, which: int, item: int) -> None:
     d.num[which] += 1
 
 
-@compiled
+@compiled_in_place
 def _come_after(d: Dividing, task: int) -> None:
     """Has the op that is being made come after all parts of a task."""
     for k in range(d.num_parts[task]):
         _refer(d, AFTER, d.parts[task, k])
 
 
-@compiled
+@compiled_in_place
 def _add_op(d: Dividing, work: int, what: int, task: int, b: int, r: int) -> int:
     """Ends the op that is being made; its number."""
     i = int(d.num[NUM_OPS])
@@ -232,7 +232,7 @@ def _add_op(d: Dividing, work: int, what: int, task: int, b: int, r: int) -> int
     return i
 
 
-@compiled
+@compiled_in_place
 def _number(d: Dividing, kind: int, of: int, times: int, r: int, is_new: bool) -> int:
     """The number of some work, which may have one already unless it `is_new`."""
     for i in range(0 if is_new else d.num[NUM_WORKS]):
@@ -246,7 +246,7 @@ def _number(d: Dividing, kind: int, of: int, times: int, r: int, is_new: bool) -
     return i
 
 
-@compiled
+@compiled_in_place
 def _collective(d: Dividing, kind: int, out: int, what: int, task: int, b: int, r: int) -> None:
     """Ends the collective of a whole that is being made."""
     _refer(d, WRITES, out)
@@ -257,7 +257,7 @@ def _collective(d: Dividing, kind: int, out: int, what: int, task: int, b: int, 
         d.num_awaited[r] += 1
 
 
-@compiled
+@compiled_in_place
 def _exchanged(d: Dividing, kind: int, size_bytes: int, after: int, what: int, task: int, b: int, r: int) -> int:
     """A new buffer on device r, of what all devices have."""
     out = _add_buffer(d, d.tiers[r], size_bytes, NONE, what, task, b, r)
@@ -269,7 +269,7 @@ def _exchanged(d: Dividing, kind: int, size_bytes: int, after: int, what: int, t
     return out
 
 
-@compiled
+@compiled_in_place
 def _gather(d: Dividing, task: int, b: int, r: int) -> int:
     """The whole parameters on device r for one turn of one unit, one ahead of compute."""
     unit, turn = d.tasks[task]["unit"], 0 if d.tasks[task]["kind"] == FORWARD else 1
@@ -294,7 +294,7 @@ def _gather(d: Dividing, task: int, b: int, r: int) -> int:
     return out
 
 
-@compiled
+@compiled_in_place
 def _scatter(d: Dividing, task: int, b: int, r: int) -> int:
     """Device r's shard of the sum of all devices' gradients, or the whole where nothing is divided."""
     if d.scattered[b, r] < 0:
@@ -305,7 +305,7 @@ def _scatter(d: Dividing, task: int, b: int, r: int) -> int:
     return int(d.scattered[b, r])
 
 
-@compiled
+@compiled_in_place
 def _own_part(d: Dividing, task: int, b: int, r: int, computes: bool) -> int:
     """What a device has made by itself, before the others' shares are added: a gradient, or updated parameters."""
     row = d.whole[b]
@@ -318,7 +318,7 @@ def _own_part(d: Dividing, task: int, b: int, r: int, computes: bool) -> int:
     return part
 
 
-@compiled
+@compiled_in_place
 def _complete(d: Dividing, task: int, b: int, place: int, r: int, is_sum: bool) -> None:
     """Adds all devices' shares: sums gradients onto those of earlier micro-batches, or gathers new parameters."""
     row = d.whole[b]
@@ -335,7 +335,7 @@ def _complete(d: Dividing, task: int, b: int, place: int, r: int, is_sum: bool) 
     _collective(d, kind, _on(d, b, r), what, task, b, r)
 
 
-@compiled
+@compiled_in_place
 def _sum_activations(d: Dividing, task: int, reads: Int32, writes: Int32) -> None:
     """Megatron's all-reduces: after each half of a block, and where the vocabulary is cut."""
     most_bytes = NONE
@@ -354,7 +354,7 @@ def _sum_activations(d: Dividing, task: int, reads: Int32, writes: Int32) -> Non
         d.num_awaited[r] += 1
 
 
-@compiled
+@compiled_in_place
 def _declare(d: Dividing) -> None:
     """All wholes, on each device that has one."""
     for b in range(len(d.whole)):
@@ -380,7 +380,7 @@ def _declare(d: Dividing) -> None:
             new["becomes"] = _on(d, row["becomes"], r) if row["becomes"] >= 0 else NONE
 
 
-@compiled
+@compiled_in_place
 def divide(d: Dividing, reads: Lists, writes: Lists, after: Lists) -> None:
     """Makes all of it, from tasks and what they refer to."""
     _declare(d)

@@ -72,9 +72,20 @@ def is_kept(function: Callable[..., Any]) -> bool:
 
 def compiled(function: F) -> F:
     """The function, compiled when it is first called."""
+    return _compiled(function)
+
+
+def compiled_in_place(function: F) -> F:
+    """As `compiled`, of a function that makes no array: none is counted as in use, which takes most of the time where
+    functions pass many to each other."""
+    return _compiled(function, _nrt=False)
+
+
+def _compiled(function: F, **options: object) -> F:
     if numba is None:
         return function
+    options["error_model"] = "numpy"
     try:
-        return numba.njit(cache=True, error_model="numpy")(function)  # type: ignore[no-any-return]
+        return numba.njit(cache=True, **options)(function)  # type: ignore[no-any-return]
     except RuntimeError:  # there is nowhere to keep it: a read-only place, no home
-        return numba.njit(function)  # type: ignore[no-any-return]
+        return numba.njit(**options)(function)  # type: ignore[no-any-return]
