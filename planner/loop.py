@@ -240,7 +240,9 @@ class Search:
         bounds = [bound for chain in self.chains for bound in chain.bounds]
         if self.incumbents.best is None:
             raise self._infeasible(problems or [self.posed("horizontal", 1)], bounds)
-        best = self._spares_drives(self._in_full(self.incumbents.best))
+        if (in_full := self._in_full(self.incumbents.best)) is None:
+            raise self._infeasible(problems, bounds)
+        best = self._spares_drives(in_full)
         if self.known is not None and self.known.is_cut:
             self.is_interrupted = True
             self.notes.append(self.known.note)
@@ -249,8 +251,9 @@ class Search:
         status: Status = "within-gap" if close else "time-limit" if self.budget.is_out_of_time else "searched"
         return self._result(best, bound, "interrupted" if self.is_interrupted else status)
 
-    def _in_full(self, best: Candidate[Plan]) -> Candidate[Plan]:
-        """The best with every device drawn: where one stands for all, memory may be granted in another order."""
+    def _in_full(self, best: Candidate[Plan]) -> Candidate[Plan] | None:
+        """The best with every device drawn: where one stands for all, memory may be granted in another order. None
+        where none of those that are drawn fits."""
         full, rivals = self._no_incumbents(), [best]
         if self.num_devices > 1:
             able = (c for c in self.simulate_plan.seen.values() if c.fits and is_same(c.plan, self.semantics))
@@ -260,7 +263,7 @@ class Search:
         for rival in rivals:
             if full.best is None or per_batch_s(rival) < per_batch_s(full.best) * (1 - SAME_FRAC):
                 full.consider(self.simulate_plan.in_full(rival.plan))
-        return full.best or best
+        return full.best
 
     def _spares_drives(self, best: Candidate[Plan]) -> Candidate[Plan]:
         """What host memory has room for, at no cost in time, stays off the drives: they wear, and may not be there.

@@ -26,6 +26,7 @@ from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.incumbents import Batches
 from tierplan.planner.search.lesser import Known, lesser_of_catalog
 from tierplan.sim.digest import digest
+from tierplan.sim.output.text import format_bytes
 from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import Workload
 
@@ -128,7 +129,15 @@ def plan(
 
 
 def refuse_lacking(workload: Workload, machine: Machine) -> None:
-    """Raises `InfeasiblePlan` where several devices have no room for parameters and states, before any search."""
+    """Raises `InfeasiblePlan` where several devices have no room for parameters and states, before any search, and
+    `PlanError` where they are unequal: one stands for all."""
+    sizes = {t.name: t.capacity_bytes for t in machine.tiers if t.kind == "device"}
+    if len(set(sizes.values())) > 1:
+        have = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
+        raise PlanError(
+            f"the GPUs of machine {machine.name!r} have unequal memory ({have}), and plans are made for equal ones: "
+            "give all of them the memory of the smallest (with_capacity)"
+        )
     if lacking := lacking_in_all(workload, machine):
         raise InfeasiblePlan(workload, machine, lacking)
 

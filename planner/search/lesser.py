@@ -69,20 +69,22 @@ def lesser_of_catalog(machine: Machine) -> Machine | None:
 def without_excess(machine: Machine, workload: Workload) -> Machine:
     """The machine with no more host and device memory than all that a step makes and holds.
 
-    What is beyond changes no plan, but numbers in the planning program, and so which of equal plans it finds.
+    What is beyond changes no plan, but numbers in the planning program, and so which of equal plans it finds. A tier
+    that rounds what it holds may need more.
     """
-    most = most_bytes(workload, machine.num_devices)
-    return with_capacity(machine, {t.name: min(t.capacity_bytes, most) for t in machine.tiers if t.kind != "nvme"})
+    most, tiers = most_bytes(workload, machine.num_devices), machine.tiers
+    some = (t for t in tiers if t.kind != "nvme" and t.rounding == "exact")
+    return with_capacity(machine, {t.name: min(t.capacity_bytes, most) for t in some})
 
 
 def needs_no_drives(machine: Machine, workload: Workload) -> bool:
     """Whether host memory has room for all that a step makes and holds: then drives are only a longer way to it."""
     most = most_bytes(workload, machine.num_devices)
-    return any(t.kind == "host" and t.capacity_bytes >= most for t in machine.tiers)
+    return any(t.kind == "host" and t.rounding == "exact" and t.capacity_bytes >= most for t in machine.tiers)
 
 
 def most_bytes(workload: Workload, num_devices: int) -> int:
-    """No less than all that a step makes and holds at a time."""
+    """No less than all that a step makes and holds at a time, where each device may have all states (paged)."""
     training = workload.training
     passes = training.gradient_accumulation_steps * num_devices
     held = sum(u.num_trained * (2 * training.param_bytes + 4) + u.frozen_bytes for u in workload.units)
@@ -90,4 +92,4 @@ def most_bytes(workload: Workload, num_devices: int) -> int:
         u.saved_bytes + 2 * u.input_bytes + u.output_bytes + u.forward_work_bytes + u.backward_work_bytes
         for u in workload.units
     )
-    return num_devices * held + workload.states_bytes + passes * made
+    return num_devices * (held + workload.states_bytes) + passes * made

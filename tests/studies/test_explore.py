@@ -35,3 +35,13 @@ def test_every_control_changes_the_machine_that_is_predicted() -> None:
     by_name["method"].value = "in-memory"
     shown = predict("in-memory", workload, with_capacity(machine, {"gpu0": machine.tier("gpu0").capacity_bytes // 4}))
     assert shown.fits or (not picture.value and "does not run" in figures.value)
+
+
+def test_all_gpus_have_one_slider() -> None:
+    pytest.importorskip("ipywidgets")
+    machine, workload = tp.load_machine("fsdp-qlora-2x3090"), toy_workload(4)
+    controls, figures, _ = tp.explore(workload, machine).children
+    by_name = {control.description: control for control in controls.children}
+    assert "gpu1" not in by_name
+    by_name["gpu0"].value = 0.25
+    assert "fits" in figures.value or "tokens" in figures.value

@@ -34,11 +34,13 @@ def explore(workload: Workload, machine: Machine, *, time_limit_s: float = 0.4) 
         return widgets.SelectionSlider(options=options, value=1.0, description=name, continuous_update=False)
 
     method = widgets.Dropdown(options=[PLANNER, *POLICIES], description="method")
-    memories = {
-        tier: slider(tier.name, [format_bytes(factor * tier.capacity_bytes) for factor in FACTORS])
-        for tier in machine.tiers
-        if tier.kind != "nvme"
-    }
+    # GPUs have one for all: no plan is made for unequal ones
+    alike = {kind: [t for t in machine.tiers if t.kind == kind] for kind in ("device", "host")}
+    memories = [
+        (tiers, slider(tiers[0].name, [format_bytes(factor * tiers[0].capacity_bytes) for factor in FACTORS]))
+        for tiers in alike.values()
+        if tiers
+    ]
     parts = {
         name: slider(name, [f"{factor:g} x" for factor in FACTORS])
         for name in dict.fromkeys(part_of(stream.name) for stream in machine.streams)
@@ -46,7 +48,7 @@ def explore(workload: Workload, machine: Machine, *, time_limit_s: float = 0.4) 
     figures, picture = widgets.HTML(), widgets.Image(format="png")
 
     def show(_: object = None) -> None:
-        capacity = {tier.name: int(control.value * tier.capacity_bytes) for tier, control in memories.items()}
+        capacity = {t.name: int(control.value * t.capacity_bytes) for tiers, control in memories for t in tiers}
         changed = with_capacity(machine, capacity)
         for name, control in parts.items():
             streams = {s.name for s in machine.streams if part_of(s.name) == name}
@@ -55,7 +57,7 @@ def explore(workload: Workload, machine: Machine, *, time_limit_s: float = 0.4) 
         figures.value = prediction._repr_html_()
         picture.value = _drawn(prediction)
 
-    controls = [method, *memories.values(), *parts.values()]
+    controls = [method, *(control for _, control in memories), *parts.values()]
     for control in controls:
         control.observe(show, names="value")
     show()

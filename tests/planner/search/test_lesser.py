@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,15 @@ from tierplan.planner.milp.bounds import lower_bound
 from tierplan.planner.plan import UnitwisePlan
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.planning import plan
+from tierplan.planner.prediction import predict
 from tierplan.planner.search import budget
 from tierplan.planner.search.lesser import Known, lesser_of_catalog, most_bytes, needs_no_drives, without_excess
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training, Workload
+from tierplan.studies.evaluate import machine_of, workload_at
+from tierplan.studies.study import Point
 
 GPT = dict(
     architectures=["GPT2LMHeadModel"],
@@ -289,3 +293,27 @@ def test_the_lesser_machines_search_takes_none_of_the_clock(gpt: Workload, monke
     monkeypatch.setattr(budget, "computing_s", lambda: now_s[0])
     monkeypatch.setattr(planning, "known_of_lesser", slowly)
     assert plan(gpt, load_machine("laptop", ["host.capacity=64 GiB"]), policies=[]).status != "time-limit"
+
+
+@pytest.mark.parametrize("sizes", [{"host.capacity": "4096 GiB", "nvme.drives": 0}, {}])
+def test_a_tier_that_rounds_keeps_all_that_it_has(sizes: dict[str, object]) -> None:
+    """As many bytes as the buffers have are not enough there: no plan fitted where a published one does."""
+    changes = {"host.rounding": "power-of-two", "gpu.capacity": "4 GiB", **sizes}
+    point = Point(model="gpt-6.7b", machine="fuyou-4090", overrides=changes, accumulation=1)
+    machine = machine_of(point)
+    workload = workload_at(point, machine)
+    assert without_excess(machine, workload).tier("host") == machine.tier("host")
+    assert not needs_no_drives(machine, workload)
+    found = plan(workload, machine, time_limit_s=0.5)
+    least_s = min(predict(name, workload, machine).step_s or inf for name in ("vertical", "sliding-window", "harmony"))
+    assert found.step_s <= least_s < inf
+
+
+def test_paged_devices_have_all_states_each() -> None:
+    point = Point(
+        model="gpt2", machine="desktop-4090", seq=8, accumulation=1, overrides={"gpu.count": 2, "link.p2p": "9 GB/s"}
+    )
+    workload = workload_at(point, machine := machine_of(point))
+    found = predict("virtual-memory", workload, machine)
+    assert found.steady is not None
+    assert found.steady.peak_bytes["host"] <= most_bytes(workload, 2)

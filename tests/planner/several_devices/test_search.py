@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner import loop
 from tierplan.planner.compared import is_same
 from tierplan.planner.infeasible import InfeasiblePlan
@@ -290,3 +291,19 @@ def test_what_several_devices_cannot_hold_is_refused_before_any_search(monkeypat
         short = {s.tier: s.short_bytes for s in caught.value.shortages}
         assert short == {"device": -(-short_bytes // 8), "host": short_bytes}
         assert caught.value.largest_batch.num_sequences == 0
+
+
+def test_what_fits_by_one_device_for_all_and_never_with_each_drawn_is_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload, machine = own_micro_batches()
+    fails = Candidate(plan(workload, machine, time_limit_s=0.1).plan, None)
+    monkeypatch.setattr(PlanSimulator, "in_full", lambda *_: fails)
+    with pytest.raises(InfeasiblePlan):
+        plan(workload, machine, batches="each", time_limit_s=0.2)
+
+
+def test_gpus_with_unequal_memory_are_refused() -> None:
+    """One of them stands for all: plans that had no room on the smaller one ended in the simulator's error."""
+    workload, machine = own_micro_batches()
+    least = with_capacity(machine, {"gpu1": machine.tier("gpu0").capacity_bytes // 2})
+    with pytest.raises(PlanError, match=r"unequal memory \(gpu0 .* gpu1 .*equal ones"):
+        plan(workload, least)
