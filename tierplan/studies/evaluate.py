@@ -32,14 +32,9 @@ from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.workloads.models import read_config
 from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.studies.defaults import default_backend, default_precision, load_or_trace, workload_or_traced
-from tierplan.studies.study import Point
+from tierplan.studies.study import OF_TRAINING, Point
 from tierplan.validation.calibration.known import CalibratedPlace, calibration_config, place_for
 
-ALIKE = (
-    "master_weights", "optimizer", "attention", "max_grad_norm", "loss_chunks", "lora", "freeze", "base",
-    "activation_format", "autocast", "padded",
-)  # fmt: skip
-"""Training settings that a point has by the same names."""
 LEFT_OUT = ("policy", "model", "machine", "options", "semantics", "shortage", "limits", "interval_s", "basis")
 """Of a prediction's record: columns of the point, and what is no figure."""
 
@@ -96,14 +91,9 @@ def training_of(point: Point, machine: Machine | None) -> Training:
     """The training settings of a point; `auto` is what the machine has, and without one bf16 and CUDA's kernels."""
     dtype = "fp32" if point.autocast and not point.lora else "bf16" if machine is None else default_precision(machine)
     backend = "cuda" if machine is None else default_backend(machine)
-    return Training(
-        per_device_train_batch_size=point.batch,
-        gradient_accumulation_steps=point.accumulation,
-        sequence_length=point.seq,
-        dtype=dtype if point.dtype == "auto" else point.dtype,  # type: ignore[arg-type]
-        backend=backend if point.backend == "auto" else point.backend,  # type: ignore[arg-type]
-        **{name: getattr(point, name) for name in ALIKE},
-    )
+    known: dict[str, Any] = {"dtype": dtype, "backend": backend}
+    asked = {its: getattr(point, name) for name, its in OF_TRAINING.items()}
+    return Training(**{name: known.get(name, value) if value == "auto" else value for name, value in asked.items()})
 
 
 def workload_at(point: Point, machine: Machine) -> Workload:

@@ -122,11 +122,15 @@ KEYS: Mapping[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("batch", "accumulation", "sequences", "seq", "loss_chunks"), int),
     **dict.fromkeys(("max_grad_norm", "planner_s", "drive_lifetime_years"), (int, float)),
 }
-OF_TRAINING = {
+ALIKE = (
     "dtype", "autocast", "optimizer", "lora", "freeze", "base", "activation_format", "attention", "loss_chunks",
-    "max_grad_norm", "batch", "accumulation", "seq",
+    "max_grad_norm", "master_weights", "padded", "backend",
+)  # fmt: skip
+OF_TRAINING: Mapping[str, str] = {
+    "batch": "per_device_train_batch_size", "accumulation": "gradient_accumulation_steps", "seq": "sequence_length",
+    **{name: name for name in ALIKE},
 }  # fmt: skip
-"""Keys that say how is trained, wherever that is."""
+"""Settings of a point that say how is trained, wherever that is, and their names in `Training`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 from argparse import _ActionsContainer
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 from tierplan.commands.options.arguments import add_set, finite, optimizer, option, whole
 from tierplan.hwmodels.description import pairs_of
@@ -13,17 +14,15 @@ from tierplan.planner.training_files.configured import Configured
 from tierplan.sim.workloads.formats import act_formats, bases
 from tierplan.sim.workloads.optimizers import OPTIMIZERS
 from tierplan.sim.workloads.workload import Training, WorkloadError
-from tierplan.studies.study import SEQUENCES, Point
+from tierplan.studies.study import OF_TRAINING, SEQUENCES, Point
 
 MODEL = "config.json, a folder that holds one, or a name such as gpt-13b"
 SEMANTICS = ("in-backward", "exact-clip", "delayed-1")
-NAMED = ("seq", "dtype", "autocast", "optimizer", "max_grad_norm", "loss_chunks", "attention", "backend")
-"""Options that `Point` has by the same names, and configuration files too."""
-NAMED_TOO = ("batch", "accumulation", "lora", "base", "semantics", "drive_lifetime_years", "seed", "exact", "padded")
-"""Those that files do not have, or by other names."""
-OF_TRAINING = {
-    "batch": "per_device_train_batch_size", "accumulation": "gradient_accumulation_steps", "seq": "sequence_length",
-}  # fmt: skip
+OF_FILES = (
+    "batch", "accumulation", "seq", "dtype", "autocast", "optimizer", "max_grad_norm", "loss_chunks", "attention",
+    "backend",
+)  # fmt: skip
+"""Settings that a configuration file and an option may both say."""
 DEFAULTS = Point(model="", machine="")
 
 
@@ -88,7 +87,7 @@ def add_training(what: _ActionsContainer, divided: str = "1") -> None:
     option(what, "--base", "linear layers of the frozen model are in this format, as in QLoRA", choices=bases())
     option(
         what, "--acts", "activations that leave the device do so in this format: other numbers than plain training's",
-        choices=act_formats(),
+        choices=act_formats(), dest="activation_format",
     )  # fmt: skip
     option(what, "--no-master-weights", "no fp32 copy of the parameters in the optimizer states")
     fused = f"fused, or written out in matrix products, which needs --exact (default {DEFAULTS.attention})"
@@ -112,19 +111,17 @@ def add_training(what: _ActionsContainer, divided: str = "1") -> None:
 def read_point(args: argparse.Namespace) -> Point:
     """The question that the arguments ask."""
     given = vars(args)
-    return Point(
-        model=args.model or "",
-        machine=given.get("machine", ""),
-        sequences=_sequences(args),
-        freeze=",".join(given.get("freeze") or ()),
-        activation_format=given.get("acts") or "",
-        master_weights=not args.no_master_weights,
-        planner_s=given.get("time_limit"),
-        calibration=given.get("calibration", "none") or "auto",
-        overrides=dict(pairs_of(given.get("overrides", ()))),
-        devices=given.get("devices"),
-        **{name: given[name] for name in (*NAMED, *NAMED_TOO) if given.get(name) is not None},
-    )
+    named: dict[str, Any] = {f.name: given[f.name] for f in fields(Point) if given.get(f.name) is not None}
+    others = {
+        "policy": DEFAULTS.policy,
+        "sequences": _sequences(args),
+        "freeze": ",".join(args.freeze),
+        "master_weights": not args.no_master_weights,
+        "planner_s": given.get("time_limit"),
+        "calibration": given.get("calibration", "none") or "auto",
+        "overrides": dict(pairs_of(given.get("overrides", ()))),
+    }
+    return Point(**{"model": "", "machine": "", **named, **others})
 
 
 def read_configured(args: argparse.Namespace, file: str, base: Training, *, devices: int = 1) -> Configured:
@@ -142,8 +139,8 @@ def read_configured(args: argparse.Namespace, file: str, base: Training, *, devi
 
 def _check_agreement(args: argparse.Namespace, file: str, training: Training) -> None:
     """Refuses an option that contradicts what a configuration file says."""
-    for name in ("batch", "accumulation", *NAMED):
-        said = getattr(training, OF_TRAINING.get(name, name))
+    for name in OF_FILES:
+        said = getattr(training, OF_TRAINING[name])
         if (given := getattr(args, name)) not in (None, "auto", said):
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag} is {given}, but {file} says {said}; leave one of them out")

@@ -33,7 +33,7 @@ from tierplan.studies.slow_step.setups import (
     setup_of,
     with_checkpoints,
 )
-from tierplan.studies.study import Point
+from tierplan.studies.study import OF_TRAINING, Point
 from tierplan.validation.calibration.known import CalibratedPlace
 
 CALIBRATED_FRAC, DATA_SHEET_FRAC = 0.15, 0.3
@@ -241,15 +241,8 @@ def explain_run(point: Point, configured: Configured, measured: MeasuredStep) ->
 def _asked(point: Point, setup: Setup) -> Point:
     """The point with what the setup trains."""
     t = setup.training
-    return replace(
-        point,
-        batch=t.per_device_train_batch_size,
-        seq=t.sequence_length,
-        dtype=t.autocast or t.dtype,  # with an fp32 copy, which is executed
-        optimizer=t.optimizer,
-        max_grad_norm=t.max_grad_norm,
-        master_weights=t.master_weights,
-    )
+    trained: dict[str, Any] = {name: getattr(t, its) for name, its in OF_TRAINING.items() if name != "autocast"}
+    return replace(point, **trained | {"dtype": t.autocast or t.dtype})  # with an fp32 copy, which is executed
 
 
 def _is_rough(machine: Machine) -> bool:
