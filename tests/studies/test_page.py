@@ -29,10 +29,11 @@ HOST_USD = load_description("desktop-4090").number("host.price")
 
 def small_grid(folder: Path) -> Study:
     (folder / "config.json").write_text(json.dumps({**SMALL, "n_layer": 2}))
-    return grid_of(
-        models=[str(folder)], policies=["planner", "zero-offload", "in-memory"], gpus=["rtx-3090", "rtx-4090"],
-        dram_gib=[64, 128], drives=[1, 2], sequences=[4], seq=64, planner_s=10.0, overrides=SMALLER,
-    )  # fmt: skip
+    named = {
+        "model": [str(folder)], "policy": ["planner", "zero-offload", "in-memory"], "sequences": [4],
+        "gpu.part": ["rtx-3090", "rtx-4090"], "host.capacity": ["64 GiB", "128 GiB"], "nvme.drives": [1, 2],
+    }  # fmt: skip
+    return grid_of(named=named, seq=64, planner_s=10.0, overrides=SMALLER)
 
 
 @pytest.fixture(scope="module")
@@ -118,11 +119,14 @@ def test_a_machine_without_drives_can_be_chosen(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        (dict(machine="laptop", gpus=["rtx-4090"]), "the GPU of 'laptop' is no card"),
-        (dict(gpus=["rtx-4091"]), "rtx-4091"),
-        (dict(policies=["fuyuo"]), "fuyuo"),
-        (dict(models=["no-such-model"]), "no-such-model"),
-        (dict(machine="cloud-h100", dram_gib=[512]), "'cloud-h100' is rented as it is, at 2.95 USD an hour"),
+        (dict(machine="laptop", named={"gpu.part": ["rtx-4090"]}), "the GPU of 'laptop' is no card"),
+        (dict(named={"gpu.part": ["rtx-4091"]}), "rtx-4091"),
+        (dict(named={"policy": ["fuyuo"]}), "fuyuo"),
+        (dict(named={"model": ["no-such-model"]}), "no-such-model"),
+        (
+            dict(machine="cloud-h100", named={"host.capacity": ["512 GiB"]}),
+            "'cloud-h100' is rented as it is, at 2.95 USD an hour",
+        ),
     ],
 )
 def test_what_no_machine_can_be_is_refused_before_anything_is_planned(choices: dict[str, Any], message: str) -> None:
@@ -138,7 +142,7 @@ def test_what_is_not_named_is_what_shops_sell() -> None:
     assert study.overrides["gpu.count"] == [1]
     assert 400 <= len(list(study.points())) <= 3000
     assert len(list(grid_of(most=2).points())) <= 32
-    through_the_host = grid_of(machine="laptop", num_gpus=[1, 2])
+    through_the_host = grid_of("laptop", {"gpu.count": [1, 2]})
     assert through_the_host.overrides["gpu.count"] == [1, 2]
     assert "gpu.part" not in grid_of(machine="laptop").overrides
 
@@ -147,7 +151,8 @@ def test_nothing_is_bought_for_a_machine_that_is_rented() -> None:
     study = grid_of(machine="cloud-h100")
     assert {key: len(values) for key, values in study.overrides.items()} == dict.fromkeys(study.overrides, 1)
     assert study.overrides["gpu.part"] == ["h100-sxm-80gb"]
-    assert len(grid_of(machine="cloud-h100", drives=[2, 4], overrides={"host.rent": 0}).overrides["nvme.drives"]) == 2
+    bought = grid_of("cloud-h100", {"nvme.drives": [2, 4]}, overrides={"host.rent": 0})
+    assert len(bought.overrides["nvme.drives"]) == 2
 
 
 def test_in_a_browser(page: tuple[Study, Path], tmp_path: Path) -> None:

@@ -23,11 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     choices = parser.add_argument_group("what can be chosen (default: what shops sell for the machine)")
     option(choices, "--model M", "as for `plan`", nargs="+", default=())
     option(choices, "--machine X", "which is changed: a catalog name, a TOML file or `here`", default="desktop-4090")
-    option(choices, "--gpu NAME", "cards of the catalog", nargs="+", default=())
-    option(choices, "--gpus N", "numbers of GPUs", whole(1), nargs="+", default=())
-    option(choices, "--dram GIB", "of DRAM", whole(1), nargs="+", default=())
-    option(choices, "--drives N", "numbers of drives", whole(0), nargs="+", default=())
-    option(choices, "--method NAME", "planner, or a published system's policy", nargs="+", default=())
+    option(choices, "--gpu NAME", "cards of the catalog", nargs="+", default=(), dest="gpu.part")
+    option(choices, "--gpus N", "numbers of GPUs", whole(1), nargs="+", default=(), dest="gpu.count")
+    option(choices, "--dram GIB", "of DRAM", whole(1), nargs="+", default=(), dest="host.capacity")
+    option(choices, "--drives N", "numbers of drives", whole(0), nargs="+", default=(), dest="nvme.drives")
+    option(choices, "--method NAME", "planner, or a published system's policy", nargs="+", default=(), dest="policy")
     option(choices, "--sequences N", "per optimizer step, as for `plan`", whole(1), nargs="+", default=())
     fixed = parser.add_argument_group("the same everywhere")
     option(fixed, "--seq --sequence_length S", "tokens in one sequence", whole(1), 1024)
@@ -41,18 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from tierplan.studies.advise import QUICK_S
-    from tierplan.studies.page import grid_of, write_what_if
+    from tierplan.studies.page import LABELS, grid_of, write_what_if
     from tierplan.studies.purchases import TOKENS
 
+    named = {key: vars(args)[key] for key in LABELS}
+    named["host.capacity"] = [f"{gib} GiB" for gib in named["host.capacity"]]
     study = grid_of(
         args.machine,
-        models=args.model,
-        gpus=args.gpu,
-        num_gpus=args.gpus,
-        dram_gib=args.dram,
-        drives=args.drives,
-        policies=args.method,
-        sequences=args.sequences,
+        named,
         seq=args.seq,
         overrides=dict(pairs_of(args.overrides)),
         planner_s=args.time_limit or (QUICK_S if args.quick else None),

@@ -50,14 +50,8 @@ NUM_LIMITS = 8
 
 def grid_of(
     machine: str = "desktop-4090",
+    named: Mapping[str, Sequence[object]] | None = None,
     *,
-    models: Sequence[str] = (),
-    gpus: Sequence[str] = (),
-    num_gpus: Sequence[int] = (),
-    dram_gib: Sequence[int] = (),
-    drives: Sequence[int] = (),
-    policies: Sequence[str] = (),
-    sequences: Sequence[int] = (),
     seq: int = 1024,
     overrides: Mapping[str, object] | None = None,
     planner_s: float | None = None,
@@ -65,14 +59,15 @@ def grid_of(
 ) -> Study:
     """The points that a page needs; refuses what no machine can be.
 
-    What is left empty is what the machine has, with `overrides` at every point, and at `most` so many values of what
-    shops sell for it.
+    `named` are the values by key of `LABELS`. What is left empty is what the machine has, with `overrides` at every
+    point, and at `most` so many values of what shops sell for it.
     """
+    named = {**dict.fromkeys(LABELS, ()), **(named or {})}
     given = {key: [value] for key, value in (overrides or {}).items()}
     own = load_description(machine, [f"{key}={value}" for key, value in (overrides or {}).items()])
     case = str(own.quantity("host.form").value)  # type: ignore[union-attr]  # it has a default
     form = FORMS[case]
-    if gpus and not GPU_FORMS[case]:
+    if named["gpu.part"] and not GPU_FORMS[case]:
         raise MachineError(f"the GPU of {own.name!r} is no card to be changed; leave out --gpu, or name a desktop")
     part, count = own.quantity("gpu.part"), int(own.number("gpu.count") or 1)
     capacity, own_drives = own.number("host.capacity") or 0.0, int(own.number("nvme.drives") or 0)
@@ -84,24 +79,20 @@ def grid_of(
         "host.capacity": _first(int(capacity), sold),
         "nvme.drives": _first(own_drives, [n for n in (2, 4) if n <= form.drives]) if own_drives else [],
     }
-    named = (gpus, num_gpus, [f"{gib} GiB" for gib in dram_gib], drives)
     if own.number("host.rent"):
-        if any(named):
+        if any(named[key] for key in offered):
             raise MachineError(
                 f"{own.name!r} is rented as it is, at {own.number('host.rent'):g} USD an hour: no other parts can be "
                 "chosen for it; leave out --gpu, --gpus, --dram and --drives, or take a machine that is bought "
                 "(--set host.rent=0)"
             )
         offered = {key: values[:1] for key, values in offered.items()}
-    axes = {
-        key: list(wanted) or given.get(key) or default[:most]
-        for (key, default), wanted in zip(offered.items(), named, strict=True)
-    }
+    axes = {key: list(named[key]) or given.get(key) or default[:most] for key, default in offered.items()}
     scenario: dict[str, Sequence[object]] = {
-        "model": models or MODELS[: most and 1],
+        "model": named["model"] or MODELS[: most and 1],
         "machine": [machine],
-        "policy": policies or POLICIES[:most],
-        "sequences": sequences or SEQUENCES[:most],
+        "policy": named["policy"] or POLICIES[:most],
+        "sequences": named["sequences"] or SEQUENCES[:most],
         "seq": [seq],
     }
     if planner_s is not None:
