@@ -175,7 +175,7 @@ def advise(
             if not is_worth
         }
         bought = [b for b in bought if b.what not in left_out]
-        anew = partial(answer_bought, than=now)
+        anew = partial(figures_of, than=now)
         changed, how = _like(like, answer, anew) if quick else (like, partial(anew, known=answer.get("known")))
         # what is asked last should not take long: second cards do, and what has no answer for a start
         longest = ("gpu.count", "gpu.part", "machine")
@@ -239,8 +239,10 @@ def answer_point(point: Point) -> dict[str, object]:
 def figures_of(
     point: Point, *, names: Sequence[str] = FIGURES, than: float | None = None, **only: Any
 ) -> dict[str, object]:
-    """What is kept of the answer for a machine with something bought, where it is quicker than today's tokens/s; `only`
-    is as for `best_plan`."""
+    """What is kept of the answer for a machine with something bought, where it is quicker than today's tokens/s, and
+    its bound does not say that it cannot be; `only` is as for `best_plan`."""
+    if than and most_tokens_per_s(point) < than * (1 + QUICKER_FRAC):
+        return {"fits": False}
     try:
         prediction = best_plan(point, **only).result.prediction
     except InfeasiblePlan:
@@ -253,13 +255,6 @@ def figures_of(
 def promise_of(point: Point) -> dict[str, object]:
     """What the bound for a machine promises."""
     return {"promised": most_tokens_per_s(point)}
-
-
-def answer_bought(point: Point, *, than: float | None, **only: Any) -> dict[str, object]:
-    """As `figures_of`, where its totals do not say that it cannot be quicker than today's tokens/s."""
-    if than and most_tokens_per_s(point) < than * (1 + QUICKER_FRAC):
-        return {"fits": False}
-    return figures_of(point, than=than, **only)
 
 
 def worthwhile(answer: Row, bought: Sequence[Purchase], answers: Sequence[Row]) -> tuple[Change, ...]:
