@@ -20,14 +20,13 @@ nor sequences, a step has 16 sequences, divided as is quickest, as for `tierplan
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 from tierplan.commands.options.arguments import existing_file, new_folder, option, whole
-from tierplan.commands.options.terminal import say
+from tierplan.commands.options.terminal import tell
 from tierplan.sim.output.text import columns, digits, format_s
-from tierplan.studies.study import load_study
+from tierplan.studies.study import Study, load_study
 
 SHOWN = {"fits": "fits", "step_s": "step", "tokens_per_s": "tokens/s", "limited_by": "limited by", "error": "error"}
 
@@ -56,11 +55,8 @@ def run(args: argparse.Namespace) -> int:
             rows = sweep(points, out_dir=out, executor=client.get_executor(), progress=progress)
     else:
         rows = sweep(points, out_dir=out, num_workers=args.workers, progress=progress)
-    if args.json:
-        print(json.dumps(rows, indent=1))
-    else:
-        _print_table(study.question, {**study.scenario, **study.overrides}, rows)
-        print(f"\n{len(rows)} scenario{'s' * (len(rows) != 1)} in {out / 'table.csv'}")
+    where = f"{len(rows)} scenario{'s' * (len(rows) != 1)} in {out / 'table.csv'}"
+    tell(args, rows, [*_table_lines(study, rows), "", where])
     idle = [row for row in rows if row.get("devices_note")]
     if idle:
         print(f"{len(idle)} of {len(rows)} rows do not use all GPUs: {idle[0]['devices_note']}", file=sys.stderr)
@@ -74,14 +70,13 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _print_table(question: str, axes: dict[str, object], rows: list[dict[str, object]]) -> None:
-    """The columns that vary, and the main figures."""
-    varied = [name for name, values in axes.items() if len(values) > 1]  # type: ignore[arg-type]
+def _table_lines(study: Study, rows: list[dict[str, object]]) -> list[str]:
+    """The question, the columns that vary, and the main figures."""
+    varied = [name for name, values in {**study.scenario, **study.overrides}.items() if len(values) > 1]
     shown = [name for name in SHOWN if name != "fits" or not all(row.get("fits") for row in rows)]
     heads = [*varied, *(SHOWN[name] for name in shown)]
-    if question:
-        say(f"{question}\n")
-    say(*columns([heads, *([_text(name, row.get(name, "")) for name in (*varied, *shown)] for row in rows)]))
+    table = columns([heads, *([_text(name, row.get(name, "")) for name in (*varied, *shown)] for row in rows)])
+    return [*([study.question, ""] if study.question else []), *table]
 
 
 def _text(name: str, value: object) -> str:
