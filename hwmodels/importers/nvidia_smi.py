@@ -103,13 +103,10 @@ def read_nvidia_topo(text: str, *, where: str) -> dict[str, Quantity]:
 
 def switch_groups(text: str, *, where: str) -> list[tuple[int, ...]]:
     """GPUs behind one PCIe switch, for the file's [[switch]] entries."""
-    pairs = _pairs(text, where)
-    groups: list[set[int]] = []
-    for (a, b), how in pairs.items():
-        if how in SWITCHED:
-            touched = [group for group in groups if group & {a, b}]
-            groups = [group for group in groups if group not in touched] + [set().union({a, b}, *touched)]
-    return sorted(tuple(sorted(group)) for group in groups)
+    import networkx as nx  # which all that ask for a machine would import
+
+    switched = nx.Graph(pair for pair, how in _pairs(text, where).items() if how in SWITCHED)
+    return sorted(tuple(sorted(group)) for group in nx.connected_components(switched))
 
 
 def _pairs(text: str, where: str) -> dict[tuple[int, int], str]:
