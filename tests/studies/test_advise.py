@@ -16,6 +16,8 @@ from tierplan.hwmodels import load_description
 from tierplan.hwmodels.catalog import load_part
 from tierplan.planner.questions.endurance import SECONDS_PER_YEAR
 from tierplan.sim.output.text import format_s
+from tierplan.sim.workloads.models import load_workload
+from tierplan.sim.workloads.workload import Training
 from tierplan.studies.advice_text import advice_lines, write_advice
 from tierplan.studies.advise import Advice, advise, answer_point, largest_model_of, rental_of, worth_telling, worthwhile
 from tierplan.studies.evaluate import machine_of, most_tokens_per_s
@@ -276,7 +278,8 @@ def test_what_fits_and_wears_the_drives_is_not_said_not_to_fit(point: Point) -> 
 
 def test_the_largest_model_fits_and_the_next_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tierplan.studies.advise.ROOMY", ("fuyou",))
-    monkeypatch.setattr("tierplan.studies.advise.MODELS", ("gpt-6.7b", "gpt-135b", "gpt-175b"))
+    some = [load_workload(name, Training()) for name in ("gpt-6.7b", "gpt-135b", "gpt-175b")]
+    monkeypatch.setattr("tierplan.studies.advise.family", lambda _: some)
     found = largest_model_of(Point(model="gpt-6.7b", machine="desktop-4090"))
     assert found["largest_model"] == "gpt-135b"
     smaller, larger = ({"fits": True, "num_parameters": count} for count in (8e9, 140e9))

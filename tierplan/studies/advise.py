@@ -17,9 +17,11 @@ from tierplan.hwmodels import Description, load_description
 from tierplan.hwmodels.catalog import load_part
 from tierplan.hwmodels.description import PARTS
 from tierplan.planner.infeasible import InfeasiblePlan
+from tierplan.planner.questions.largest import family
 from tierplan.planner.search.lesser import Known
+from tierplan.sim.workloads.workload import Workload
 from tierplan.studies.answer import answer_record, impossible_record
-from tierplan.studies.evaluate import QUICK, best_plan, machine_of, most_tokens_per_s, predict_point, workload_at
+from tierplan.studies.evaluate import QUICK, best_plan, machine_of, most_tokens_per_s, predict_point, training_of
 from tierplan.studies.purchases import (
     MOST_OF_A_KIND,
     TOKENS,
@@ -35,10 +37,6 @@ from tierplan.studies.study import Point
 from tierplan.studies.sweep import Row, asking
 
 Ask = Callable[..., dict[str, object]]
-MODELS = (
-    "gpt-6.7b", "gpt-10b-zero-offload", "gpt-13b", "gpt-30b", "gpt-65b", "gpt-100b", "gpt-135b", "gpt-175b", "gpt-276b",
-)  # fmt: skip
-"""Named configurations by rising size, for the largest model."""
 ROOMY = ("fuyou", "sliding-window", "zero-infinity", "zero-offload", "full-recompute")
 """Policies that make room, on one device or several, for the same."""
 RENTED = "cloud-h100"
@@ -285,22 +283,22 @@ def rental_of(answer: Row, tokens: float) -> Rental | None:
 
 
 def worth_telling(largest: Row, answer: Row) -> str:
-    """The largest model, unless the one that was asked for fits and is larger, of whose family `MODELS` has none."""
+    """The largest model, unless the one that was asked for fits and is larger, of whose family there is none."""
     is_less = answer.get("fits") and largest.get("num_parameters", 0) < answer["num_parameters"]
     return "" if is_less else str(largest.get("largest_model", ""))
 
 
 def largest_model_of(point: Point) -> dict[str, object]:
-    """The largest of `MODELS` that fits with one sequence, by bisection: a larger one never needs less memory."""
+    """The largest of a family that fits with one sequence, by bisection: a larger one never needs less memory."""
     one = replace(point, sequences=0, batch=1, accumulation=1)
+    models = family(training_of(one, machine_of(one)))
 
-    def does_not_fit(model: str) -> bool:
-        return not any(predict_point(replace(one, model=model, policy=policy)).fits for policy in ROOMY)
+    def does_not_fit(model: Workload) -> bool:
+        return not any(predict_point(replace(one, model=model.name, policy=policy)).fits for policy in ROOMY)
 
-    if not (num := bisect_left(MODELS, True, key=does_not_fit)):
+    if not (num := bisect_left(models, True, key=does_not_fit)):
         return {"largest_model": ""}
-    largest = replace(one, model=MODELS[num - 1])
-    return {"largest_model": largest.model, "num_parameters": workload_at(largest, machine_of(largest)).num_parameters}
+    return {"largest_model": models[num - 1].name, "num_parameters": models[num - 1].num_parameters}
 
 
 def _assumptions(description: Description, prices: PriceList, bought: Sequence[Purchase]) -> tuple[str, ...]:
