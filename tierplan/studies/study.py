@@ -1,16 +1,4 @@
-"""A what-if study: a grid of scenarios, from a TOML file or made in code.
-
-name = "how-many-drives"
-question = "How many drives pay off?"
-
-[scenario]                       # a value, or a list of values to vary
-model = "gpt-13b"
-machine = ["desktop-4090", "fuyou-4090"]
-policy = ["planner", "zero-infinity"]
-batch = [8, 32]
-
-[set]                            # changes to the machine, as with --set; lists are varied too
-"nvme.drives" = [1, 2, 4]
+"""A what-if study: a grid of scenarios, from a TOML file (`tierplan sweep --help` shows one) or made in code.
 
 The points are all combinations, the last key varying fastest.
 """
