@@ -10,12 +10,13 @@ import os
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, _ActionsContainer
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import shtab
 
 from tierplan.sim.workloads.optimizers import optimizer_of
 
+T = TypeVar("T")
 PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -101,21 +102,25 @@ def not_empty(text: str) -> str:
     return text
 
 
-def whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    """A whole number of `least` or more, and of no more than `most`."""
+def _number(kind: Callable[[str], T], name: str, rule: str, is_right: Callable[[T], bool]) -> Callable[[str], T]:
+    """What reads such a number, and says the rule where a text is none, or one that is not right."""
 
-    def read(text: str) -> int:
+    def read(text: str) -> T:
         try:
-            value = int(text)
+            value = kind(text)
         except ValueError:
-            raise ArgumentTypeError(f"{text!r} is no whole number; give {least} or more") from None
-        if value < least:
-            raise ArgumentTypeError(f"{value} is too small; give a whole number of {least} or more")
-        if most is not None and value > most:
-            raise ArgumentTypeError(f"{value:,} is too large; give a whole number of {most:,} or fewer")
+            raise ArgumentTypeError(f"{text!r} is no {name}; give {rule}") from None
+        if not is_right(value):
+            raise ArgumentTypeError(f"{text} is out of range; give {rule}")
         return value
 
     return read
+
+
+def whole(least: int, most: float = math.inf) -> Callable[[str], int]:
+    """A whole number of `least` or more, and of no more than `most`."""
+    end = f"to {most:,}" if most < math.inf else "or more"
+    return _number(int, "whole number", f"a whole number of {least} {end}", lambda value: least <= value <= most)
 
 
 seed = whole(0, 2**32 - 1)
@@ -135,30 +140,17 @@ def finite(*, least: float = -math.inf, above: float = -math.inf, below: float =
     rules = [f"{least:g} or more"] if least > -math.inf else []
     rules += [f"above {above:g}"] if above > -math.inf else []
     rules += [f"below {below:g}"] if below < math.inf else []
-    rule = f"give a number {' and '.join(rules)}" if rules else "give a finite number"
-
-    def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            raise ArgumentTypeError(f"{text!r} is no number; {rule}") from None
-        if not (math.isfinite(value) and least <= value and above < value < below):
-            raise ArgumentTypeError(f"{text} is out of range; {rule}")
-        return value
-
-    return read
+    rule = f"a number {' and '.join(rules)}" if rules else "a finite number"
+    return _number(float, "number", rule, lambda x: math.isfinite(x) and least <= x and above < x < below)
 
 
-def amount(text: str) -> float:
-    """A number above 0, with k, M, B or T for thousands to trillions: `10M`."""
+def _scaled(text: str) -> float:
     scale = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}.get(text[-1:], 1.0)
-    try:
-        value = float(text if scale == 1.0 else text[:-1]) * scale
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise ArgumentTypeError(f"{text!r} is no amount; give a number above 0, such as 10M or 2.5B")
-    return value
+    return float(text if scale == 1.0 else text[:-1]) * scale
+
+
+amount = _number(_scaled, "amount", "a number above 0, such as 10M or 2.5B", lambda value: 0 < value < math.inf)
+"""With k, M, B or T for thousands to trillions: `10M`."""
 
 
 def existing_file(text: str) -> str:
