@@ -224,9 +224,10 @@ def _look_at_fewer(fewer: Point, best: BestPlan, wanted_per_s: float) -> float:
         "like": replace(known.plan, devices=num),
     }
     found: list[float] = []
-    for times in (1, 2):  # as many micro-batches more, or twice as large
+    # micro-batches twice as large, or as many more: in horizontal order these fetch more, and only need less room
+    for times in (2, 1):
         accumulation, rest = divmod(micro_batches // num, times)
-        if not rest:
+        if not rest and not (found and known.plan.order == "horizontal"):
             workload = workload_in(place, fewer, times * known.batch, accumulation)
             near_s = workload.training.tokens_per_step * num * (1 + NEAR_FRAC) / max([wanted_per_s, *found])
             with suppress(InfeasiblePlan):
