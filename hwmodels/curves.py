@@ -1,18 +1,50 @@
 """What kernels reach that nobody measured on this machine: GPUs' by tables or by a relative's, the host's by its cores.
 
-A part has its own curves in `catalog/curves/` (`importers/gpu_tables.py` makes them), or names a relative that has.
+A part has its own curves in `catalog/curves/` (`benchmarks.gpu_tables` makes them), or names a relative that has.
 """
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from statistics import median
 
 from tierplan.hwmodels.description import STRENGTH, Description, Quantity
-from tierplan.hwmodels.importers.gpu_tables import SHAPES
 from tierplan.hwmodels.machine import Rate
 
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """What a block of a transformer multiplies, heads of 128."""
+
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    layers: int
+    is_gated: bool
+
+    @property
+    def products(self) -> tuple[tuple[int, int], ...]:
+        """Outputs and inputs of its matrices."""
+        kv = 2 * self.kv_heads * self.hidden // self.heads
+        up = (1 + self.is_gated) * self.inner
+        return (self.hidden + kv, self.hidden), (self.hidden, self.hidden), (up, self.hidden), (self.hidden, self.inner)
+
+    def flops(self, tokens: int) -> float:
+        """Of its matmuls forward."""
+        return sum(2.0 * tokens * n * k for n, k in self.products)
+
+
+SHAPES, SMALL = (
+    {model: BlockShape(*of) for model, of in shapes.items()}
+    for shapes in tomllib.loads(
+        (files("tierplan.hwmodels") / "catalog/shapes.toml").read_text(encoding="utf-8")
+    ).values()
+)
+"""Models whose steps are compared, and those whose blocks count in curves only."""
 Values = Mapping[str, Quantity]
 CLOCK = 1 / 3
 """Where power is short, a chip's clock goes with this power of it: watts grow with the cube of clock and voltage."""

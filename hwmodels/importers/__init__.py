@@ -4,7 +4,6 @@
     nvbandwidth  nvbandwidth --format json: copies between host and GPU, and between GPUs
     nccl_tests   nccl-tests: collectives of several GPUs
     nvidia_smi   nvidia-smi: GPUs, their memory, power and link; topo -m: NVLink or PCIe between them, and switches
-    gpu_tables   tables of GPUs in public repositories: matmuls, attention and kernels over their size
     ds_io        DeepSpeed's ds_io and ds_nvme_tune: drive reads and writes (their GB are GiB)
     reading      what they share: JSON that may be damaged, and numbers that must be there
 

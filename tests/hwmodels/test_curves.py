@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu_tables import PublicTable, curves_text, read_curves, table_list
 from tierplan.cli import main
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.catalog import catalog_names, load_curves, load_part, part_values, shared_values
-from tierplan.hwmodels.curves import continued, curve_errors, host_adam, kept_up, with_derived
+from tierplan.hwmodels.curves import SHAPES, continued, curve_errors, host_adam, kept_up, with_derived
 from tierplan.hwmodels.description import Quantity, parse_description
-from tierplan.hwmodels.importers.gpu_tables import SHAPES, PublicTable, curves_text, read_curves, table_list
 from tierplan.hwmodels.importers.reading import ImportedFileError
 from tierplan.hwmodels.machine import Rate
 

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from itertools import groupby
 from pathlib import Path
 from statistics import median
 
@@ -57,7 +56,6 @@ from tierplan.hwmodels.description import (
 )
 from tierplan.hwmodels.detect import ask_system, propose
 from tierplan.hwmodels.importers import ds_io, fio, nccl_tests, nvbandwidth, nvidia_smi
-from tierplan.hwmodels.importers.gpu_tables import curves_text, read_curves, table_list
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.hwmodels.names import DEVICE_PREFIX
 from tierplan.hwmodels.units import format_amount
@@ -107,9 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device(measure)
     option(measure, "-o --output FILE", "write the machine to this TOML file instead", new_file(".toml"))
 
-    curves = action("curves", _curves, "GPUs with measured tables: errors of predictions, leave-one-out")
-    option(curves, "--tables DIR", "make them anew from the repositories in this folder (OWNER/NAME)", new_folder)
-    option(curves, "-o --output DIR", "with --tables: where the curves are written", new_folder)
+    action("curves", _curves, "GPUs with measured tables: errors of predictions, leave-one-out")
 
     detect = action("detect", _detect, "a machine from what this system says, and what it does not say")
     option(detect, "-o --output FILE", "write the machine to this TOML file", new_file(".toml"))
@@ -164,14 +160,7 @@ def _cell(quantity: Quantity | None, unit: float) -> str:
 
 
 def _curves(args: argparse.Namespace) -> int:
-    if bool(args.tables) != bool(args.output):
-        raise MachineError("--tables says what is read and --output where the curves go; give both or neither")
     curves = {name: load_curves(name) for name in catalog_names("curves")}
-    if args.tables:
-        tables = sorted(table_list(), key=lambda table: table.gpu)
-        curves = {gpu: read_curves(list(of), Path(args.tables)) for gpu, of in groupby(tables, lambda table: table.gpu)}
-        for name, curve in curves.items():
-            write_atomically(Path(args.output) / f"{name}.toml", curves_text(curve))
     errors = list(curve_errors({name: load_part("gpu", name) for name in catalog_names("gpus")}, curves))
     own = median(e.own for e in errors)
     by_relative = median(e.by_relative for e in errors if e.by_relative is not None)

@@ -1,4 +1,8 @@
-"""Measured tables of GPUs from public repositories, condensed to a part's curves. `catalog/tables.toml` lists them.
+"""Measured tables of GPUs from public repositories, condensed to the curves of `hwmodels/catalog/curves`.
+
+    python -m benchmarks.gpu_tables FOLDER -o CURVES
+
+`gpu_tables.toml` lists the tables; FOLDER has the repositories, each as OWNER/NAME. Kinds of tables:
 
     products     seconds of y = x W for m, n, k (aiconfigurator), of which blocks are put together, both ways
     layers       seconds of a known model's products, forward, by tokens (LLMServingSim, Vidur)
@@ -17,50 +21,24 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
-from itertools import product
+from itertools import groupby, product
 from math import exp, log
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+from benchmarks.records import arguments
+from tierplan.hwmodels.curves import SHAPES, SMALL, BlockShape
 from tierplan.hwmodels.description import Basis, Description, Points, Quantity
 from tierplan.hwmodels.importers.reading import ImportedFileError
 from tierplan.hwmodels.machine import Rate
 from tierplan.hwmodels.records import decode
+from tierplan.sim.trace import write_atomically
 
 Row = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class BlockShape:
-    """What a block of a transformer multiplies, heads of 128."""
-
-    hidden: int
-    inner: int
-    heads: int
-    kv_heads: int
-    layers: int
-    is_gated: bool
-
-    @property
-    def products(self) -> tuple[tuple[int, int], ...]:
-        """Outputs and inputs of its matrices."""
-        kv = 2 * self.kv_heads * self.hidden // self.heads
-        up = (1 + self.is_gated) * self.inner
-        return (self.hidden + kv, self.hidden), (self.hidden, self.hidden), (up, self.hidden), (self.hidden, self.inner)
-
-    def flops(self, tokens: int) -> float:
-        """Of its matmuls forward."""
-        return sum(2.0 * tokens * n * k for n, k in self.products)
-
-
-def _listed(name: str) -> dict[str, Any]:
-    return tomllib.loads((files("tierplan.hwmodels") / "catalog" / name).read_text(encoding="utf-8"))
-
-
-SHAPES, SMALL = ({k: BlockShape(*of) for k, of in shapes.items()} for shapes in _listed("shapes.toml").values())
-"""Models whose steps are compared, and those whose blocks count in curves only."""
+TABLES = Path(__file__).with_suffix(".toml")
 TOKENS = (128, 512, 1024, 2048, 4096, 8192, 16384)
 STEPS = ((1, 2048), (4, 2048), (2, 4096))
 """Sequences and their length in the steps that predictions are compared with."""
@@ -87,8 +65,8 @@ class PublicTable:
 
 
 def table_list() -> tuple[PublicTable, ...]:
-    """The public tables that the curves are made from: what `catalog/tables.toml` lists."""
-    record = _listed("tables.toml")
+    """The public tables that the curves are made from: what `gpu_tables.toml` lists."""
+    record = tomllib.loads(TABLES.read_text(encoding="utf-8"))
     rows = ({**record["repository"][row["repository"]], **row} for row in record["table"])
     return tuple(decode(PublicTable, row, complete=False) for row in rows)
 
@@ -261,3 +239,17 @@ _READERS = {
     "products": _products, "layers": _layers, "attention": _attention, "prefill": _prefill, "fp32": _fp32,
     "memory": _memory,
 }  # fmt: skip
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("folder", type=Path, help="with the repositories, each as OWNER/NAME")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="folder where the curves are written")
+    args = parser.parse_args()
+    tables = sorted(table_list(), key=lambda table: table.gpu)
+    for gpu, own in groupby(tables, key=lambda table: table.gpu):
+        write_atomically(args.output / f"{gpu}.toml", curves_text(read_curves(list(own), args.folder)))
+
+
+if __name__ == "__main__":
+    main()
