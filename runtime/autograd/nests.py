@@ -1,8 +1,11 @@
-"""Tensors in nests of values (what calls of blocks get and give, what lies outside of all units), and on storages."""
+"""Tensors in nests of values (what calls of blocks get and give, what lies outside of all units), on storages, and one
+behind the other in flat memory."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
 from operator import itemgetter
 from typing import Any
 
@@ -75,6 +78,26 @@ def outside_storages(batch: Mapping[str, object], modules: Iterable[nn.Module]) 
     buffers = [b for module in modules if module._buffers for b in module._buffers.values() if b is not None]
     storages = (t.untyped_storage() for t in (*tensors_in(dict(batch)), *buffers))
     return {storage.data_ptr(): storage for storage in storages}
+
+
+class Forms:
+    """Types and shapes of tensors that lie one behind the other. Equal ones are one object (`forms_of`), since to tell
+    whether two are equal takes long."""
+
+    __slots__ = ("each", "size_bytes", "sizes_bytes")
+
+    def __init__(self, each: tuple[tuple[torch.dtype, Sequence[int]], ...]) -> None:
+        self.each = each
+        self.sizes_bytes = [dtype.itemsize * prod(shape) for dtype, shape in each]
+        self.size_bytes = sum(self.sizes_bytes)
+
+    def split(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors in this memory (uint8), which may go on behind them."""
+        parts = zip(memory[: self.size_bytes].split(self.sizes_bytes), self.each, strict=True)
+        return [part.view(dtype).view(shape) for part, (dtype, shape) in parts]
+
+
+forms_of = functools.lru_cache(maxsize=4096)(Forms)
 
 
 def look(

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tierplan.runtime.autograd.nests import Forms, forms_of
 from tierplan.runtime.memory.arena import Block
 from tierplan.runtime.tracing.record import ExpertsOnFakes, ReadRecorder
 from tierplan.sim.workloads.optimizers import in_flat_order
@@ -53,32 +54,23 @@ class FlatParameters:
     """By identity of a parameter that autograd has saved whole, what its graphs hold for it (`saved`)."""
     _nothing: dict[torch.device, list[torch.Tensor]] = field(default_factory=dict, repr=False)
 
-    @property
-    def size_bytes(self) -> int:
-        return sum(p.numel() * p.element_size() for _, p in self.parameters)
-
-    def views(self, flat_n: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters' parts of a flat tensor, of bytes or of their type, in their types and shapes."""
-        parts = flat_n.view(torch.uint8).split([p.numel() * p.element_size() for _, p in self.parameters])
-        return [part.view(p.dtype).view(p.shape) for part, (_, p) in zip(parts, self.parameters, strict=True)]
-
-    def views_in(self, block: Block) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """A block's memory as a flat tensor, and the parameters' parts of it."""
-        return block.once(self.layout, lambda data: (data, self.views(data)))
-
     @functools.cached_property
-    def layout(self) -> object:
-        """Equal for parameters that lie alike."""
-        return _layout(*((p.dtype, p.shape) for _, p in self.parameters))
+    def forms(self) -> Forms:
+        """Of the parameters, in flat order."""
+        return forms_of(tuple((p.dtype, p.shape) for _, p in self.parameters))
 
-    def bind(self, flat_n: torch.Tensor, views: Sequence[torch.Tensor] = ()) -> None:
-        """Makes the model's parameters views of this flat tensor."""
+    def views_in(self, block: Block) -> list[torch.Tensor]:
+        """The parameters' parts of a block's memory, in their types and shapes."""
+        return block.once(self.forms, self.forms.split)  # type: ignore[no-any-return]
+
+    def bind(self, block: Block) -> None:
+        """Makes the model's parameters views of this block's memory."""
         with _BINDING:
-            if self.is_bound_to(flat_n.data_ptr()):
+            if self.is_bound_to(block.data.data_ptr()):
                 return
-            for (_, p), view in zip(self.parameters, views or self.views(flat_n), strict=True):
+            for (_, p), view in zip(self.parameters, self.views_in(block), strict=True):
                 p.data = view
-            self.bound = flat_n
+            self.bound = block.data
 
     def unbind(self, address: int | None = None) -> None:
         """Takes the parameters' memory away, if it is the one at this address, where one is given.
@@ -149,11 +141,6 @@ class ModelUnit(FlatParameters):
     def all_parameters(self) -> tuple[tuple[str, nn.Parameter], ...]:
         """Of both parts."""
         return (*self.parameters, *self.frozen.parameters)
-
-
-@functools.cache
-def _layout(*parameters: object) -> object:
-    return object()
 
 
 @functools.lru_cache(maxsize=4096)

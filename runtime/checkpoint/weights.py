@@ -298,7 +298,7 @@ def _export_adapters(trainer: Trainer, target: Path) -> None:
     tensors: dict[str, torch.Tensor] = {}
     for unit in trainer.units:
         if unit.parameters:
-            views = unit.views(trainer.placement.content(Params(unit.name)))
+            views = unit.forms.split(trainer.placement.content(Params(unit.name)))
             tensors.update((name, view.clone()) for (name, _), view in zip(unit.parameters, views, strict=True))
     own = get_peft_model_state_dict(model, state_dict=tensors, save_embedding_layers=False)
     write_atomically(target / "adapter_model.safetensors", save(own, metadata={"format": "pt"}))

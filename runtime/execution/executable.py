@@ -155,7 +155,7 @@ def _check_step(schedule: Schedule, step: StepSpec, num: int) -> Wrongs:
 def check_units(units: Sequence[ModelUnit], step: StepSpec, dtype: torch.dtype) -> None:
     """Raises `TrainingError` unless these are the units that the step was made for."""
     for unit, spec in zip(units, step.units, strict=False):
-        own, planned = (unit.num_trained, unit.frozen.size_bytes), (spec.num_parameters, spec.frozen_bytes)
+        own, planned = (unit.num_trained, unit.frozen.forms.size_bytes), (spec.num_parameters, spec.frozen_bytes)
         if (unit.name, *own) != (spec.name, *planned):
             raise TrainingError(
                 f"the model has unit {unit.name!r} with {own[0]:,} parameters that are trained and {own[1]:,} "

@@ -25,8 +25,8 @@ def gradients_of(value: BufferValue, unit: ModelUnit) -> list[torch.Tensor | Non
     """By parameter of the unit, its gradient, in its shape; None where there is none yet."""
     if value.gradients is not None:
         return value.gradients
-    _, views = unit.views_in(value.block)
-    return [view if value.filled is None or k in value.filled else None for k, view in enumerate(views)]
+    views = enumerate(unit.views_in(value.block))
+    return [view if value.filled is None or k in value.filled else None for k, view in views]
 
 
 def _given(value: BufferValue, unit: ModelUnit) -> dict[int, torch.Tensor]:
@@ -54,7 +54,7 @@ def _put(value: BufferValue, unit: ModelUnit, k: int, gradient: torch.Tensor) ->
         value.gradients[k] = gradient
     elif value.filled is not None and k not in value.filled:
         value.filled.add(k)
-        unit.views_in(value.block)[1][k].copy_(gradient)
+        unit.views_in(value.block)[k].copy_(gradient)
 
 
 def _take_over(value: BufferValue, unit: ModelUnit, other: BufferValue) -> None:
@@ -74,7 +74,7 @@ def _complete(value: BufferValue, unit: ModelUnit) -> None:
                 _, p = unit.parameters[k]
                 value.gradients[k] = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
     elif value.filled is not None:
-        for k, view in enumerate(unit.views_in(value.block)[1]):
+        for k, view in enumerate(unit.views_in(value.block)):
             if k not in value.filled:
                 view.zero_()
         value.filled = None
@@ -105,8 +105,7 @@ def parameter_parts(unit: ModelUnit, part: range) -> list[range]:
 
 def gather(value: BufferValue, unit: ModelUnit, flat: BufferValue) -> None:
     """Copies gradients on the device into a flat buffer."""
-    _, views = unit.views_in(flat.block)
-    have = _given(value, unit)
+    views, have = unit.views_in(flat.block), _given(value, unit)
     if have:
         torch._foreach_copy_([views[k] for k in have], list(have.values()), non_blocking=True)
     flat.filled = None if len(have) == len(views) else set(have)

@@ -246,7 +246,7 @@ class Bodies:
         assert handle is not None
         memory = torch.empty(target.buffer.size_bytes, dtype=torch.uint8, device=self.device.torch_device)
         decode_acts(value_of(call.reads[0]).block.data, memory.view(handle.dtype), self.training.activation_format)
-        target.value = BufferValue(handle=handle, arrived=handle.split(memory))
+        target.value = BufferValue(handle=handle, arrived=handle.forms.split(memory))
 
     def _memory(self, instance: Instance) -> torch.Tensor:
         """The bytes of a buffer in memory; whole pages where it lies in a block."""
@@ -305,7 +305,7 @@ class Bodies:
             block = value_of(call.reads[k]).block
             if part.bound is not block.data or block.unbind is None:
                 block.unbind = part.unbind
-                part.bind(*part.views_in(block))
+                part.bind(block)
         return roles
 
     def _compute_with(self, batch_run: MicroBatchRun | None) -> None:

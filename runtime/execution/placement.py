@@ -178,10 +178,10 @@ class Placement:
         """Every parameter is in ordinary memory again."""
         for unit in self.bodies.units:
             for part, kind in zip(unit.parts, (Params, Frozen), strict=True):
-                if part.size_bytes:
+                if part.forms.size_bytes:
                     flat = self.content(kind(unit.name))
                     part.unbind()
-                    for (name, p), view in zip(part.parameters, part.views(flat), strict=True):
+                    for (name, p), view in zip(part.parameters, part.forms.split(flat), strict=True):
                         p.data = view.clone()
                         self._restored[name] = _bytes_sum(p)
 

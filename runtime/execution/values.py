@@ -17,11 +17,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import prod
 
 import torch
 
 from tierplan.hwmodels.names import DEVICE, NVME
+from tierplan.runtime.autograd.nests import Forms, forms_of
 from tierplan.runtime.autograd.saved import SavedStorage
 from tierplan.runtime.autograd.units import placeholder
 from tierplan.runtime.checkpoint.snapshot import Snapshot
@@ -36,21 +36,6 @@ from tierplan.sim.schedule import Op
 
 class SizeError(ValueError):
     """An op made more or fewer bytes than its buffer declares: the schedule is not of this model and these shapes."""
-
-
-class Forms:
-    """Types and shapes of tensors that lie one behind the other. Equal ones are one object (`_forms`), since to tell
-    whether two are equal takes long."""
-
-    __slots__ = ("each", "size_bytes", "sizes_bytes")
-
-    def __init__(self, each: tuple[tuple[torch.dtype, Sequence[int]], ...]) -> None:
-        self.each = each
-        self.sizes_bytes = [dtype.itemsize * prod(shape) for dtype, shape in each]
-        self.size_bytes = sum(self.sizes_bytes)
-
-
-_forms = functools.lru_cache(maxsize=4096)(Forms)
 
 
 class AutogradHandle(ABC):
@@ -107,11 +92,7 @@ class AutogradHandle(ABC):
 
     def parts_of(self, block: Block) -> list[torch.Tensor]:
         """Those that lie in a block."""
-        return block.once(self.forms, self.split)  # type: ignore[no-any-return]
-
-    def split(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        parts = zip(memory[: self.forms.size_bytes].split(self.forms.sizes_bytes), self.forms.each, strict=True)
-        return [part.view(dtype).view(shape) for part, (dtype, shape) in parts]
+        return block.once(self.forms, self.forms.split)  # type: ignore[no-any-return]
 
     def memory(self) -> torch.Tensor:
         """The bytes in use, as one uint8 tensor."""
@@ -131,7 +112,7 @@ class AutogradHandle(ABC):
 def _forms_of_saved(looks: Sequence[tuple[torch.dtype, Sequence[int], int]]) -> Forms:
     """As they were saved; bytes, where values would not be aligned."""
     begins = itertools.accumulate((size_bytes for *_, size_bytes in looks), initial=0)
-    return _forms(
+    return forms_of(
         tuple(
             (dtype, shape) if begin % dtype.itemsize == 0 else (torch.uint8, (size_bytes,))
             for begin, (dtype, shape, size_bytes) in zip(begins, looks, strict=False)
@@ -180,7 +161,7 @@ class InputHandle(AutogradHandle):
     def forms(self) -> Forms:
         tensors = self._tensors()
         self._strides = [None if t.is_contiguous() else t.stride() for t in tensors]
-        return _forms(tuple([(t.dtype, t.shape) for t in tensors]))
+        return forms_of(tuple([(t.dtype, t.shape) for t in tensors]))
 
     def _tensors(self) -> list[torch.Tensor]:
         if not self._is_gradient:

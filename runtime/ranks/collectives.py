@@ -169,7 +169,7 @@ def do_send(
         filled, rng = pickle.loads(header.numpy().tobytes())
         target.rng = [torch.from_numpy(t) for t in rng]
         target.filled = None if filled is None or len(filled) == len(unit.shapes) else filled
-        parts = [target.block.data] if filled is None else unit.views(target.block.data)
+        parts = [target.block.data] if filled is None else unit.views_in(target.block)
     for part in parts:
         ranks.send(part if coming is not None else part.contiguous(), way)
     return sum(part.nbytes for part in parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,6 +14,7 @@ from tierplan.runtime.autograd.micro_batch import MicroBatchRun
 from tierplan.runtime.autograd.nests import outside_storages
 from tierplan.runtime.autograd.units import ModelUnit, first_trained, split_model
 from tierplan.runtime.execution.device import Device
+from tierplan.runtime.memory.arena import Block
 from tierplan.runtime.reference import loss_of, without_cache
 from tierplan.sim.step import UnitSpec
 from tierplan.sim.workloads.workload import SavedTensor, Training, Unit, Workload
@@ -117,6 +119,13 @@ def make_batches(count: int, *, batch: int = 2, length: int = 16, seed: int = 3)
     return found
 
 
+def bind_all(units: Sequence[ModelUnit]) -> None:
+    """Parameters lie in blocks, as when a schedule has brought them to the device."""
+    for part in (part for unit in units for part in unit.parts if part.parameters):
+        flat = torch.cat([p.detach().reshape(-1).view(torch.uint8) for _, p in part.parameters])
+        part.bind(Block(flat, flat))
+
+
 def observed_workload(model: nn.Module, batch: dict[str, torch.Tensor], training: Training) -> Workload:
     """Sizes as one real forward shows them; works are made up. The model is unchanged."""
     changed = ExitStack()
@@ -133,11 +142,7 @@ def observed_workload(model: nn.Module, batch: dict[str, torch.Tensor], training
         own=range(len(units)),
         seed=1,
     )
-    for unit in units:
-        if unit.num_trained:
-            unit.bind(torch.cat([p.detach().reshape(-1) for _, p in unit.parameters]))
-        if frozen := [p.detach().reshape(-1).view(torch.uint8) for _, p in unit.frozen.parameters]:
-            unit.frozen.bind(torch.cat(frozen))
+    bind_all(units)
     for i in range(len(units)):
         batch_run.run_forward(i)
     runs = list(batch_run.runs)
@@ -159,7 +164,7 @@ def observed_workload(model: nn.Module, batch: dict[str, torch.Tensor], training
                 shapes=tuple(map(tuple, unit.shapes)),
                 num_parameters=sum(p.numel() for _, p in unit.all_parameters),
                 num_frozen=sum(p.numel() for _, p in unit.frozen.parameters),
-                frozen_bytes=unit.frozen.size_bytes,
+                frozen_bytes=unit.frozen.forms.size_bytes,
                 shares=unit.shares,
                 adds_to_shared=not unit.shares or all(p.requires_grad for _, p in tied_of(units, unit, model)),
                 forward={"matmul_fp32_flops": 1e6},

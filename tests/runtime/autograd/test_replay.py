@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.runtime.models import VOCABULARY, make_batches, make_model, observed_workload
+from tests.runtime.models import VOCABULARY, bind_all, make_batches, make_model, observed_workload
 from tests.runtime.test_trainer import CPU, machine
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
@@ -46,10 +46,7 @@ def gradients(
     changed = ExitStack()
     changed.enter_context(without_cache(model))
     units = split_model(model, batch)
-    for unit in units:
-        if unit.num_trained:
-            flat = torch.cat([p.detach().reshape(-1) for _, p in unit.parameters])
-            unit.bind(flat)
+    bind_all(units)
     hooks = ModelHooks(model, units)
     specs = [spec_of(unit, dropped if i == 2 else frozenset()) for i, unit in enumerate(units)]
     out = []

@@ -14,6 +14,7 @@ from torch import nn
 from tests.runtime.models import make_batches, make_model
 from tests.runtime.test_trainer import CPU
 from tierplan.runtime.autograd.units import FlatParameters, ModelError, find_blocks
+from tierplan.runtime.memory.arena import Block
 from tierplan.runtime.tracing.trace import trace_module
 from tierplan.sim.workloads.workload import WorkloadError
 
@@ -33,6 +34,7 @@ def test_new_memory_stays_while_the_old_is_taken_away() -> None:
     """A unit's parameters come to the device anew while the last reader of the old ones ends (once in 300 runs)."""
     part = FlatParameters(tuple((str(k), nn.Parameter(torch.ones(3))) for k in range(4)))
     old, new = torch.zeros(48, dtype=torch.uint8), torch.zeros(48, dtype=torch.uint8)
+    old_block, new_block = Block(old, old), Block(new, new)
     together = threading.Barrier(2, timeout=60)
 
     def take_old_away() -> None:
@@ -45,9 +47,9 @@ def test_new_memory_stays_while_the_old_is_taken_away() -> None:
     other.start()
     num_lost = 0
     for _ in range(NUM_TIMES):
-        part.bind(old)
+        part.bind(old_block)
         together.wait()
-        part.bind(new)
+        part.bind(new_block)
         together.wait()
         num_lost += part.bound is not new or any(bool(p.isnan().any()) for _, p in part.parameters)
     other.join()
