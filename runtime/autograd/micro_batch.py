@@ -2,9 +2,9 @@
 
 Each block's `forward` is replaced on the instance; at every boundary (embed | L0 | L1 | ... | head with loss) an op
 ends. Where the next op of the compute stream is the next unit's forward, it begins there and then. Else the model's own
-`forward` runs as a coroutine, in a thread for each micro-batch: it stops and hands the baton back to the thread that
-executes the compute stream. Only the holder of the baton runs, so the order of the compute stream's ops is the order of
-execution, horizontal or vertical.
+`forward` is a coroutine, in a thread for each micro-batch: it stops, and the thread that executes the compute stream
+goes on. One of them runs at a time, so the order of the compute stream's ops is the order of execution, horizontal or
+vertical.
 
 Autograd's graph is cut at the boundaries: a unit's outputs are detached and become leaves, whose gradients start the
 backward of the unit. A leaf that several units read (an encoder's states) takes their gradients one by one, in the
@@ -14,7 +14,6 @@ through `saved.Recorder`.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ from tierplan.runtime.autograd.replay import OperationLog, Recipe, Source
 from tierplan.runtime.autograd.saved import AbsentError, AllRecreated, Recorder, Recreator, SavedStorage
 from tierplan.runtime.autograd.units import FlatParameters, ModelError, ModelUnit, placeholder
 from tierplan.runtime.execution.device import Device
-from tierplan.runtime.execution.threads import Baton, let_helpers_go
+from tierplan.runtime.execution.threads import Coroutine
 from tierplan.runtime.tracing.record import ExpertsOnFakes
 from tierplan.sim.step import UnitSpec
 
@@ -66,10 +65,6 @@ _There = Mapping[str, Sequence[torch.Tensor | None]]
 """Where a recomputation may start, by the kinds of `replay.Source`."""
 
 
-class _Cancelled(BaseException):
-    """Unwinds the model's forward when the run is over."""
-
-
 @dataclass(eq=False)
 class MicroBatchRun:
     """One micro-batch on its way through the units."""
@@ -99,24 +94,20 @@ class MicroBatchRun:
     _at: int = 0
     _leaf_of: Leaves = field(default_factory=dict)
     _recording: Any = None
-    _error: BaseException | None = None
-    _is_cancelled: bool = False
 
     def __post_init__(self) -> None:
         self.runs = [UnitRun() for _ in self.units]
         behind = zip(self.specs[1:], self.units[1:], strict=True)
         self._holds_results = any(spec.recomputed for spec, unit in behind if unit.block is None)
         self._goes_on: Callable[[], bool] | None = None
-        self._baton: Baton | None = None
-        """Where the model has a thread of its own."""
+        self._coroutine: Coroutine | None = None
+        """The model's forward, where it has a thread of its own."""
 
     # ---- called by the thread that executes the compute stream ----
 
     def skip_front(self, rng: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Leads the model up to the first unit of its own: the leaves that are its input, and have no numbers yet."""
-        self._hand_over(is_first=True)
-        if self._error is not None:
-            raise self._error
+        self._go_on()
         self._at, self.rng = self.own.start, tuple(rng)
         return self.runs[self._at].leaves
 
@@ -135,26 +126,20 @@ class MicroBatchRun:
         if is_in_one:
             self._run_model()
         else:
-            self._hand_over(is_first=index == 0)
+            self._go_on()
         self._goes_on = None
         if self.seed is not None:
             self.rng = self.device.rng_state()
-        if self._error is not None:
-            raise self._error
         self._at += 1
 
-    def _hand_over(self, *, is_first: bool) -> None:
-        if is_first:
-            self._baton = Baton()
-            self._thread = threading.Thread(target=self._main, name="tierplan micro-batch", daemon=True)
-            self._thread.start()
-        assert self._baton is not None
-        self._baton.hand_over()
+    def _go_on(self) -> None:
+        self._coroutine = self._coroutine or Coroutine(self._run_model, "tierplan micro-batch")
+        self._coroutine.go_on()
 
     def rest(self) -> None:
         """Another computes now: the model's thread keeps no helpers."""
-        if self._baton is not None and self._at < len(self.units):
-            self._baton.let_helpers_go()
+        if self._coroutine is not None:
+            self._coroutine.let_helpers_go()
 
     def run_backward(self, index: int) -> None:
         """Backward through one unit: gradients of its inputs are in the leaves then, those of parameters with hooks."""
@@ -338,27 +323,10 @@ class MicroBatchRun:
 
     def cancel(self) -> None:
         """Ends the thread, wherever it is."""
-        self._is_cancelled = True
-        if self._baton is not None:
-            self._baton.let_go()
-            self._thread.join()
+        if self._coroutine is not None:
+            self._coroutine.cancel()
 
     # ---- called by the thread that runs the model ----
-
-    def _main(self) -> None:
-        assert self._baton is not None
-        torch.get_num_threads()  # sets the thread up, which a matrix product as its first op would not
-        self._baton.take()
-        try:
-            if not self._is_cancelled:
-                self._run_model()
-        except _Cancelled:
-            pass
-        except BaseException as error:
-            self._error = error
-        finally:
-            let_helpers_go()
-            self._baton.give_back()
 
     def _run_model(self) -> None:
         try:
@@ -381,11 +349,8 @@ class MicroBatchRun:
         if self._goes_on is not None and self._goes_on():
             self._at += 1
             return
-        assert self._baton is not None
-        self._baton.give_back()
-        self._baton.take()
-        if self._is_cancelled:
-            raise _Cancelled
+        assert self._coroutine is not None
+        self._coroutine.stop()
 
     def _open(self, index: int, leaves: Sequence[torch.Tensor] = (), flat: Sequence[object] = ()) -> None:
         """Records what the unit saves; of one of which nothing moves, once for all of these shapes.

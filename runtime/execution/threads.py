@@ -137,46 +137,77 @@ _own = _Own()
 def coreless_ns() -> int:
     """Nanoseconds that this thread could have run and no core was free, as the kernel counts them; 0 where it does not.
 
-    What others waited while they had its work is in it (`Baton`). A reading takes 2 us.
+    What others waited while they did its work is in it (`Coroutine`). A reading takes 2 us.
     """
     clock = _own.clock
     return 0 if clock.file < 0 else int(os.pread(clock.file, 64, 0).split()[1]) + clock.helpers_ns
 
 
-class Baton:
-    """Work that one thread hands to another and back, of which one works at a time.
+class _Cancelled(BaseException):
+    """Unwinds work that is not wanted any more."""
 
-    `coreless_ns` of whoever has it goes on from where the other's was: it grows by what the work has waited for a core,
-    and not by what a thread waits that has handed it over and is about to sleep.
+
+class Coroutine:
+    """Work in a thread of its own that stops in between: of it, and of who lets it go on, one works at a time.
+
+    `coreless_ns` of whoever works goes on from where the other's was: it grows by what their work has waited for a
+    core, and not by what a thread waits that has let the other work and is about to sleep.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, work: Callable[[], None], name: str) -> None:
+        """It does not begin yet."""
         self._there, self._back = threading.Semaphore(0), threading.Semaphore(0)
         self._handed_ns = self._waited_ns = 0
         """When the work was last handed over, and what it had waited by then."""
         self._mark_ns = 0
-        """The other thread's clock when it went to sleep."""
-        self._is_for_rest = False
+        """The thread's clock when it went to sleep."""
+        self._is_for_rest = self._is_cancelled = self._is_over = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._main, args=(work,), name=name, daemon=True)
+        self._thread.start()
 
-    def hand_over(self) -> None:
-        """The other thread works, until it gives back."""
+    def go_on(self) -> None:
+        """Returns when the work has stopped next, or has ended. Raises what it has raised."""
         let_helpers_go()
-        mark_ns = self.let_go()
+        mark_ns = self._pass(self._there)
         self._back.acquire()
         self._set_clock(mark_ns)
-
-    def let_go(self) -> int:
-        """The other thread works; this one does not wait for it. This one's clock."""
-        return self._pass(self._there)
+        if self._error is not None:
+            raise self._error
 
     def let_helpers_go(self) -> None:
-        """The other thread's, which waits to be handed the work."""
-        self._is_for_rest = True
-        self._there.release()
-        self._back.acquire()
+        """The thread's, which has stopped."""
+        if not self._is_over:
+            self._is_for_rest = True
+            self._there.release()
+            self._back.acquire()
 
-    def take(self) -> None:
-        """In the other thread: returns when it is to work."""
+    def cancel(self) -> None:
+        """Ends the thread, wherever it has stopped."""
+        self._is_cancelled = True
+        self._there.release()
+        self._thread.join()
+
+    def stop(self) -> None:
+        """In the work: returns when it is to go on."""
+        self._mark_ns = self._pass(self._back)
+        self._take()
+
+    def _main(self, work: Callable[[], None]) -> None:
+        torch.get_num_threads()  # sets the thread up, which a matrix product as its first op would not
+        try:
+            self._take()
+            work()
+        except _Cancelled:
+            pass
+        except BaseException as error:
+            self._error = error
+        finally:
+            let_helpers_go()
+            self._is_over = True
+            self._pass(self._back)
+
+    def _take(self) -> None:
         self._there.acquire()
         while self._is_for_rest:
             self._is_for_rest = False
@@ -184,10 +215,8 @@ class Baton:
             self._back.release()
             self._there.acquire()
         self._set_clock(self._mark_ns)
-
-    def give_back(self) -> None:
-        """In the other thread: the first one works again."""
-        self._mark_ns = self._pass(self._back)
+        if self._is_cancelled:
+            raise _Cancelled
 
     def _pass(self, to: threading.Semaphore) -> int:
         now_ns = self._waited_ns = coreless_ns()
@@ -196,7 +225,7 @@ class Baton:
         return now_ns
 
     def _set_clock(self, mark_ns: int) -> None:
-        """This thread has the work now."""
+        """This thread works now."""
         now_ns = coreless_ns()
         waited_ns = min(now_ns - mark_ns, time.perf_counter_ns() - self._handed_ns)
         _own.clock.helpers_ns += self._waited_ns + waited_ns - now_ns

@@ -50,13 +50,13 @@ def test_waits_beside_another_program_on_the_only_core_are_counted() -> None:
     assert accounted[-1] == pytest.approx(1, abs=0.1), accounted
 
 
-def test_what_another_waits_while_it_has_the_baton_counts_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_coroutine_waits_while_it_works_counts_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """By clocks: 100 ns pass with every wait of a thread; the kernel says that each thread waits 10 ns while it works,
-    and 1000 ns after it has handed over, when nobody needs it."""
+    and 1000 ns after it has let the other work, when nobody needs it."""
     now, waited = [0], threading.local()
     monkeypatch.setattr(threads.time, "perf_counter_ns", lambda: now[0])
     monkeypatch.setattr(threads, "coreless_ns", lambda: getattr(waited, "ns", 0) + threads._own.clock.helpers_ns)
-    baton, found = threads.Baton(), []
+    found = []
 
     def wait(ns: int) -> None:
         waited.ns = getattr(waited, "ns", 0) + ns
@@ -66,23 +66,21 @@ def test_what_another_waits_while_it_has_the_baton_counts_and_nothing_else(monke
             wait(1000)
             return super().acquire()
 
-    baton._there, baton._back = AboutToSleep(0), AboutToSleep(0)
+    monkeypatch.setattr(threads.threading, "Semaphore", AboutToSleep)
 
     def work() -> None:
         for _ in range(2):
-            baton.take()
             wait(10)
             now[0] += 100
-            baton.give_back()
+            other.stop()
 
-    other = threading.Thread(target=work)
-    other.start()
+    other = threads.Coroutine(work, "other")
     for _ in range(2):
         before_ns = threads.coreless_ns()
         wait(10)
-        baton.hand_over()
+        other.go_on()
         found.append(threads.coreless_ns() - before_ns)
-    other.join()
+    other.cancel()
     assert found == [20, 20], "10 ns of each, and none of those in which the other worked"
 
 
