@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tierplan.hwmodels.names import COMPUTE, DEVICE, HOST, HOST_ADAM, parse_stream
+from tierplan.hwmodels.names import COMPUTE, DEVICE, HOST
 from tierplan.runtime.autograd.chunked_loss import loss_in_chunks
 from tierplan.runtime.autograd.hooks import ModelHooks
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun
@@ -35,7 +34,7 @@ from tierplan.runtime.execution.executable import FixedBuffers, check_units, exe
 from tierplan.runtime.execution.executor import Executor
 from tierplan.runtime.execution.ops import Bodies
 from tierplan.runtime.execution.placement import Placement, TrainingError, check_begun, check_count, open_store
-from tierplan.runtime.execution.threads import let_helpers_go, limit_this_thread
+from tierplan.runtime.execution.threads import begin_stream, let_helpers_go
 from tierplan.runtime.execution.values import Places
 from tierplan.runtime.measure.reference_work import ReferenceWork
 from tierplan.runtime.memory.files import Folders
@@ -176,9 +175,6 @@ class Trainer:
         self._set_back = ExitStack()
         """What `close` ends, and changes back in the model."""
         self._set_back.callback(torch.set_num_threads, self._threads_before)
-        self._commits = ThreadPoolExecutor(1, "tierplan commit", initializer=limit_this_thread, initargs=(1,))
-        self._committing: Future[None] | None = None
-        """A commit that was begun."""
         if self.out_dir is not None and self.start is not None:
             raise TrainingError("both start and out_dir are given; a run is resumed from one folder")
         folder, resume = (self.out_dir, self.resume) if self.start is None else (self.start, True)
@@ -249,41 +245,29 @@ class Trainer:
                     self._is_stop_wanted = any(x for (x,) in self.ranks.share([self._is_stop_wanted], "steps"))
                 is_last = self._is_stop_wanted or self.num_steps_done == wanted
                 if self._durability is not None and (is_last or self.num_steps_done == due):
-                    self._begin_commit(read_back=self.read_back or is_last)
+                    ledger = self._executor.ledger
+                    self._durability.begin_commit(
+                        self.num_steps_done,
+                        self._executor.carried,
+                        self._bodies,
+                        losses=self.result().losses,
+                        rng=self._device.rng_state() if self.seed is None else (),
+                        read_back=self.read_back or is_last,
+                        spare_bytes=ledger.capacity_bytes.get(HOST, 0) - ledger.peak_bytes.get(HOST, 0),
+                    )
                 if is_last or (self._is_stop_wanted and self.ranks is None):
                     break
-            self._end_commit()
+            if self._durability is not None:
+                self._durability.end_commit()
             if self.reference_work is not None:
                 self.reference_work.at_rest(self.num_steps_done - 1)
         except BaseException as error:
-            if self._committing is not None and (other := self._committing.exception()) is not None:
-                error.add_note(f"the commit that was being made meanwhile failed, too: {other}")
+            if self._durability is not None:
+                self._durability.add_failure(error)
             raise
         finally:
             self.was_stopped, self._is_stop_wanted = self._is_stop_wanted, False
             torch.set_num_threads(self._threads_before)
-
-    def _begin_commit(self, *, read_back: bool) -> None:
-        """Commits beside the steps that follow, when the commit before is done."""
-        assert self._durability is not None
-        self._end_commit()
-        peak_bytes = self._executor.ledger.peak_bytes.get(HOST, 0)
-        finish = self._durability.begin_commit(
-            self.num_steps_done,
-            self._executor.carried,
-            self._bodies,
-            losses=self.result().losses,
-            rng=self._device.rng_state() if self.seed is None else (),
-            read_back=read_back,
-            spare_bytes=max(0, self._executor.ledger.capacity_bytes.get(HOST, 0) - peak_bytes),
-        )
-        self._committing = self._commits.submit(finish)
-
-    def _end_commit(self) -> None:
-        """Returns when what was begun is committed; raises what went wrong, once."""
-        begun, self._committing = self._committing, None
-        if begun is not None:
-            begun.result()
 
     def save_copy(self, folder: str | os.PathLike[str]) -> None:
         """Writes the state after the steps so far into a folder of its own, for `start`. Nothing may run meanwhile."""
@@ -362,7 +346,8 @@ class Trainer:
     def close(self) -> None:
         """Gives back memory, files and the model's own forward. A model that was not restored has no parameters."""
         self._is_closed = True
-        self._commits.shutdown()
+        if self._durability is not None:
+            self._durability.shut_down()
         self._set_back.close()
 
     # ---- setting up ----
@@ -433,7 +418,9 @@ class Trainer:
             on_free=places.on_free,
             device=self._device,
             is_quick=self._bodies.is_quick,
-            on_thread_start=self._on_thread_start,
+            on_thread_start=lambda stream: begin_stream(
+                stream, self._threads, is_beside_gpu=self._device.is_asynchronous
+            ),
             on_step_end=self._on_step_end,
             await_others=self._bodies.await_others if self._sends else None,
             on_failure=self.ranks.fail if self.ranks is not None else lambda error: None,
@@ -462,8 +449,8 @@ class Trainer:
             rows = [[sum(row) for row in zip(*rows, strict=True)]] if self._stages else rows  # one of them has the loss
             self._losses[step] = [loss for row in zip(*rows, strict=True) for loss in row]
         self.on_step(step, sum(self._losses[step]))
-        if self._committing is not None and self._committing.done():
-            self._end_commit()
+        if self._durability is not None:
+            self._durability.end_commit(waits=False)
 
     def _begin_micro_batch(self, step: int, m: int, turn: Turn) -> MicroBatchRun:
         if (batch := self._had.get((step, m)) or self._batches.next()) is None:
@@ -491,10 +478,3 @@ class Trainer:
             shapes=shapes_of(moved.values()),
             seed=None if self.seed is None else micro_batch_seed(self.seed, step, m * self._num_turns + self._turn),
         )
-
-    def _on_thread_start(self, stream: str) -> None:
-        torch.get_num_threads()  # sets the thread up, which a matrix product as its first op would not
-        if not parse_stream(stream).is_compute:
-            # Measured without a GPU: more only get into the way of compute. Beside one, Adam has the cores.
-            has_cores = stream == HOST_ADAM and self._device.is_asynchronous
-            limit_this_thread(self._threads if has_cores else 1)

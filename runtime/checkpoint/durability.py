@@ -9,6 +9,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +28,7 @@ from tierplan.runtime.checkpoint.commits import (
 from tierplan.runtime.checkpoint.snapshot import Snapshot
 from tierplan.runtime.execution.instances import Instance
 from tierplan.runtime.execution.ops import Bodies
+from tierplan.runtime.execution.threads import limit_this_thread
 from tierplan.runtime.execution.values import BufferValue, content_of, states_of, value_of
 from tierplan.runtime.memory import files
 from tierplan.runtime.memory.arena import PAGE_BYTES, Block, Pool, map_host, padded
@@ -72,6 +74,9 @@ class Durability:
         self._copies = Pool(map_host, 0)
         """Of what changed while a commit was made."""
         self._has_failed = False
+        self._thread = ThreadPoolExecutor(1, "tierplan commit", initializer=limit_this_thread, initargs=(1,))
+        self._begun: Future[None] | None = None
+        """A commit that is being made."""
 
     def check_room(
         self, carried: Iterable[Instance], frozen: Container[str], *, num_commits: int, num_ranks: int
@@ -91,19 +96,20 @@ class Durability:
         *,
         losses: tuple[float, ...],
         rng: tuple[torch.Tensor, ...],
-        read_back: bool = False,
-        spare_bytes: int = 0,
-    ) -> Callable[[], None]:
-        """Takes note of the state after so many steps, while nothing runs. What it returns makes that the state to
-        resume from: in any thread, and the next steps may run meanwhile.
+        read_back: bool,
+        spare_bytes: int,
+    ) -> None:
+        """Takes note of the state after so many steps, while nothing runs and when the commit before is done. Makes
+        that the state to resume from beside the steps that follow.
 
         With `read_back`, what lies on the NVMe tier is read and compared before it counts. `spare_bytes` is the room in
         host memory for copies of what changes meanwhile.
         """
+        self.end_commit()
         if self._has_failed:
             raise CommitError(f"a commit in {self.folder} has failed; resume from the last one that did not")
         if self.last is not None and self.last.num_steps == num_steps:
-            return lambda: None  # its files stand under this number
+            return  # its files stand under this number
         self._has_failed = True
         contents, blocks, places = _held(_by_last_use(carried, bodies.schedule), bodies)
         spare_bytes -= sum(x.buffer.size_bytes for x in carried.values() if value_of(x).gradients is not None)
@@ -141,7 +147,22 @@ class Durability:
             self._has_failed = False
             snapshot.prepare_next()
 
-        return finish
+        self._begun = self._thread.submit(finish)
+
+    def end_commit(self, *, waits: bool = True) -> None:
+        """Returns when what was begun is committed; raises what went wrong, once. Unless it `waits`, at once."""
+        if self._begun is not None and (waits or self._begun.done()):
+            begun, self._begun = self._begun, None
+            begun.result()
+
+    def add_failure(self, error: BaseException) -> None:
+        """Notes in the error that ends a run what went wrong with a commit meanwhile."""
+        if self._begun is not None and (other := self._begun.exception()) is not None:
+            error.add_note(f"the commit that was being made meanwhile failed, too: {other}")
+
+    def shut_down(self) -> None:
+        """Returns when what was begun has ended. No more is committed."""
+        self._thread.shutdown()
 
     def _seal_store(self, num_steps: int, store: Store, extents: Iterable[Extent], *, read_back: bool) -> Stored:
         """When this returns, all that was written to the store is on the drives, in the files that are at their paths,

@@ -25,6 +25,8 @@ from queue import SimpleQueue
 
 import torch
 
+from tierplan.hwmodels.names import HOST_ADAM, parse_stream
+
 _ENOUGH = nullcontext()
 
 
@@ -50,6 +52,14 @@ def limit_this_thread(num_threads: int) -> None:
     library = _openmp()
     if library is not None:
         library.omp_set_num_threads(num_threads)
+
+
+def begin_stream(stream: str, num_threads: int, *, is_beside_gpu: bool) -> None:
+    """This thread is that of a stream: only compute uses several threads for one op, and Adam beside a GPU, where it
+    has the cores. Measured without one: more only get into the way of compute."""
+    torch.get_num_threads()  # sets the thread up, which a matrix product as its first op would not
+    if not parse_stream(stream).is_compute:
+        limit_this_thread(num_threads if stream == HOST_ADAM and is_beside_gpu else 1)
 
 
 def let_helpers_go() -> None:

@@ -18,8 +18,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from tierplan.hwmodels.catalog import HERE
 from tierplan.hwmodels.description import Description
 from tierplan.hwmodels.names import COMPUTE, CORES_LIMIT, D2H, H2D, HOST_ADAM, NVME_LIMIT, NVME_READ, NVME_WRITE
@@ -90,8 +88,7 @@ def measure_description(
     progress("preparing memory and files", 0.0)
     with loads(folders, sizes, device=chosen, dtypes=kinds) as (all_loads, notes):
         streams = tuple(dict.fromkeys(load.stream for load in all_loads))
-        num_adam_threads = torch.get_num_threads() if chosen.is_asynchronous else 1
-        with StreamThreads(streams, num_adam_threads=num_adam_threads) as threads:
+        with StreamThreads(streams, is_beside_gpu=chosen.is_asynchronous) as threads:
             # twice: threads start, kernels are chosen, pages are touched
             op_s = {load: load.amount / threads.rates([load], 0.0)[0] for load in all_loads}
             left_s = budget_s - (time.monotonic() - began) - FIT_S

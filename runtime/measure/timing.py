@@ -12,13 +12,14 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from math import log, sqrt
 from pathlib import Path
 
+import torch
 from scipy.stats import t as student
 
-from tierplan.hwmodels.names import HOST_ADAM, parse_stream
-from tierplan.runtime.execution.threads import limit_this_thread
+from tierplan.runtime.execution.threads import begin_stream
 from tierplan.runtime.measure.loads import Load
 
 LEAST_SPREAD, MOST_SPREAD = 0.01, 1.0
@@ -27,16 +28,15 @@ stands for anything worse: such a number is a guess."""
 
 
 class StreamThreads(ExitStack):
-    """One thread per stream; as in training, only compute uses several threads for one op, and Adam beside a GPU."""
+    """One thread per stream, as in training."""
 
-    def __init__(self, streams: Sequence[str], *, num_adam_threads: int = 1) -> None:
+    def __init__(self, streams: Sequence[str], *, is_beside_gpu: bool = False) -> None:
         super().__init__()
-        self._threads: dict[str, ThreadPoolExecutor] = {}
-        for stream in streams:
-            pool = self.enter_context(ThreadPoolExecutor(1, thread_name_prefix=f"measure-{stream}"))
-            if not parse_stream(stream).is_compute:
-                pool.submit(limit_this_thread, num_adam_threads if stream == HOST_ADAM else 1).result()
-            self._threads[stream] = pool
+        begin = partial(begin_stream, num_threads=torch.get_num_threads(), is_beside_gpu=is_beside_gpu)
+        self._threads = {
+            stream: self.enter_context(ThreadPoolExecutor(1, f"measure-{stream}", partial(begin, stream)))
+            for stream in streams
+        }
 
     def rates(self, loads: Sequence[Load], window_s: float) -> list[float]:
         """Work per second of each load while all of them run, on a window in which none pauses."""

@@ -307,9 +307,9 @@ def test_a_stop_before_the_first_step_or_during_a_commit_is_heeded(tmp_path: Pat
         assert trainer._durability is not None
         real = trainer._durability.begin_commit
 
-        def begin_commit(*args: Any, **settings: Any) -> Callable[[], None]:
+        def begin_commit(*args: Any, **settings: Any) -> None:
             trainer.request_stop()
-            return real(*args, **settings)
+            real(*args, **settings)
 
         with mock.patch.object(trainer._durability, "begin_commit", begin_commit):
             trainer.run(make_batches(STEPS), STEPS - 1)
