@@ -29,6 +29,7 @@ from tierplan.runtime.autograd.nests import outside_storages, shapes_of
 from tierplan.runtime.autograd.units import ModelUnit, split_model
 from tierplan.runtime.checkpoint.durability import Durability, save_copy
 from tierplan.runtime.data.ahead import AheadBatches, Batch, passed_over, with_own_draws
+from tierplan.runtime.execution.computing import Computing
 from tierplan.runtime.execution.device import TORCH_DTYPES, Device, open_device
 from tierplan.runtime.execution.executable import FixedBuffers, check_units, executable_step, refuse_interference
 from tierplan.runtime.execution.executor import Executor
@@ -388,21 +389,27 @@ class Trainer:
             host_pool=self._device.host_pool(capacity.get(HOST, 0)),
             store=self._store,
         )
+        computing = Computing(
+            units=self.units,
+            schedule=self.schedule,
+            begin_micro_batch=self._begin_micro_batch,
+            before_computing=self.reference_work.on_op if self.reference_work is not None else lambda step: None,
+            go_on=lambda stream: self._executor.go_on(stream),
+            on_loss=lambda step, m, loss: self._losses.setdefault(step, []).append(loss),
+            num_threads=self._threads,
+        )
         self._bodies = Bodies(
             units=self.units,
             device=self._device,
             places=places,
             optimizer=self.optimizer,
             learning_rate=self.learning_rate or (lambda step: self.optimizer.lr),
-            begin_micro_batch=self._begin_micro_batch,
-            before_computing=self.reference_work.on_op if self.reference_work is not None else lambda step: None,
+            computing=computing,
             # without a seed, fetching and forward draw from the same generators, in turns
             while_computing=lambda: None if self.seed is None else self._batches.fetch(),
             num_threads=self._threads,
             parameters=list(self.model.parameters()),
-            go_on=lambda stream: self._executor.go_on(stream),
             schedule=self.schedule,
-            on_loss=lambda step, m, loss: self._losses.setdefault(step, []).append(loss),
             ranks=self.ranks,
             stages=self._stages,
             sends=self._sends,
@@ -474,7 +481,7 @@ class Trainer:
             external=outside_storages(moved, self._modules),
             device=self._device,
             own=turn.units,
-            flow=self._bodies.flow,
+            flow=self._bodies.computing.flow,
             shapes=shapes_of(moved.values()),
             seed=None if self.seed is None else micro_batch_seed(self.seed, step, m * self._num_turns + self._turn),
         )

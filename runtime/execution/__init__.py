@@ -4,7 +4,7 @@ instances   buffers and ops in one step, and steps, each joined to the one befor
 rules       what comes next, grants in list order, ends; what each tier holds
 executor    streams as threads
 ops         what the ops do, by kind
-roles       what an op's buffers are to it, worked out once for all steps
+computing   the ops that compute a unit: micro-batches on their way
 values      what a buffer holds: flat memory, an extent of a drive, autograd's tensors; what a commit keeps of it
 gradients   a unit's gradients, on the device and away from it
 placement   what outlives a step, on its way into its tiers and out

@@ -10,15 +10,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch._utils import _flatten_dense_tensors
 
 from tierplan.runtime.autograd.units import ModelError, ModelUnit
 from tierplan.runtime.execution.instances import Call
-from tierplan.runtime.execution.roles import GradientRole
 from tierplan.runtime.execution.values import BufferValue, value_of
 from tierplan.runtime.optim.adam import CHUNK_ELEMENTS
+
+
+class GradientRole(NamedTuple):
+    """A gradient that a backward writes."""
+
+    at: int
+    unit: ModelUnit
+    tied_at: int | None
+    """Where the op reads what a tied head has of it."""
+    is_whole: bool
+    """It is a unit's, and no tied head's share."""
 
 
 def gradients_of(value: BufferValue, unit: ModelUnit) -> list[torch.Tensor | None]:

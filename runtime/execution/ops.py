@@ -12,34 +12,13 @@ import torch
 
 from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST_ADAM
 from tierplan.runtime.autograd.coded import decode_acts, encode_acts
-from tierplan.runtime.autograd.flow import Flow, flow_of
-from tierplan.runtime.autograd.micro_batch import MicroBatchRun
-from tierplan.runtime.autograd.units import ModelError, ModelUnit, first_trained
+from tierplan.runtime.autograd.units import ModelError, ModelUnit
+from tierplan.runtime.execution.computing import Computing
 from tierplan.runtime.execution.device import TORCH_DTYPES, Device
-from tierplan.runtime.execution.gradients import (
-    WithoutGradient,
-    begin_gradients,
-    end_gradients,
-    flat_gradients,
-    gather,
-    gradients_of,
-)
+from tierplan.runtime.execution.gradients import flat_gradients, gather, gradients_of
 from tierplan.runtime.execution.instances import Call, Instance
-from tierplan.runtime.execution.roles import Roles, roles_of
 from tierplan.runtime.execution.threads import threads_here
-from tierplan.runtime.execution.values import (
-    REMEDY,
-    BufferValue,
-    InputHandle,
-    Places,
-    SavedTensorsHandle,
-    SizeError,
-    begin_input,
-    content_of,
-    expect,
-    expect_at_most,
-    value_of,
-)
+from tierplan.runtime.execution.values import BufferValue, Places, SavedTensorsHandle, content_of, expect, value_of
 from tierplan.runtime.memory.arena import Block
 from tierplan.runtime.memory.store import Extent
 from tierplan.runtime.optim.adam import OptimizerSettings, update_states
@@ -57,8 +36,8 @@ from tierplan.runtime.ranks.collectives import (
     with_shards_of_states,
 )
 from tierplan.runtime.ranks.group import Ranks
-from tierplan.sim.contents import CastGradients, Frozen, Gradients, Input, InputGradient, Params, States, TiedGradients
-from tierplan.sim.ranks import COLLECTIVES, SEND, Turn, turns
+from tierplan.sim.contents import CastGradients, Frozen, Gradients, Params, States, TiedGradients
+from tierplan.sim.ranks import COLLECTIVES, SEND
 from tierplan.sim.schedule import Op, Schedule
 from tierplan.sim.workloads.formats import format_of
 
@@ -77,19 +56,13 @@ class Bodies:
     optimizer: OptimizerSettings
     learning_rate: Callable[[int], float]
     """By step, from 0."""
-    begin_micro_batch: Callable[[int, int, Turn], MicroBatchRun]
-    """Starts micro-batch m of a step, for a turn of this process."""
-    before_computing: Callable[[int], None]
-    """Called with the step where an op of the compute stream begins in the stream's own thread."""
+    computing: Computing
     while_computing: Callable[[], None]
     """Called when the device has been told to run a forward, and may still be at it."""
     num_threads: int
     parameters: Sequence[torch.nn.Parameter]
     """In the model's order, which is that of the global norm."""
     schedule: Schedule
-    go_on: Callable[[str], Call]
-    """Ends the op of a stream, and begins the next one, which is returned."""
-    on_loss: Callable[[int, int, float], None] = lambda step, m, loss: None
     ranks: Ranks | None = None
     """The processes that execute the other devices of the schedule."""
     stages: Mapping[str, int] = field(default_factory=dict)
@@ -111,12 +84,7 @@ class Bodies:
         assert self.schedule.step is not None
         self.training, self._updated_late = self.schedule.step.training, self.schedule.step.updates_of_step_before
         self.dtype = TORCH_DTYPES[self.training.dtype_of_trained]
-        self.expect = expect_at_most if self.training.padded else expect
-        self._index = {u.name: i for i, u in enumerate(self.units)}
-        self._turns, self._whole = turns(self.schedule), Turn(range(len(self.units)))
-        """Of a pipeline, by key of an op that computes, the turn that it belongs to; and where all units run here."""
-        self.flow = Flow() if self.stages else flow_of(self.schedule, [*self._index])
-        self._first_trained = first_trained(self.units)
+        self._units = {unit.name: unit for unit in self.units}
         self.segments = {u.name: segments(u, self.optimizer) for u in self.units}
         """By unit, what of it is updated how."""
         spec, dtype, has_master = self.optimizer.name, self.training.dtype_of_trained, self.training.has_master
@@ -126,10 +94,6 @@ class Bodies:
         }
         """By unit, how its states lie."""
         self._has_shards_of = with_shards_of_states(self.schedule, self.layouts) if self.ranks else frozenset()
-        self._runs: dict[tuple[int, int, int], MicroBatchRun] = {}  # by step, micro-batch and the turn's first unit
-        self._without = WithoutGradient()
-        self._running: MicroBatchRun | None = None
-        """Whose forward was the last op of the compute stream, where several threads help."""
         self._position = {id(p): k for k, p in enumerate(self.parameters)}
         self._headers: dict[str, torch.Tensor] = {}
         slow = ["clip"] * (self.ranks is not None) + ["update"] * (not self.training.optim.is_flat)
@@ -140,15 +104,10 @@ class Bodies:
             if all(amount <= QUICK_AMOUNTS.get(kind, 0) for kind, amount in op.work.items())
         }
         """Ops that wait for nobody, and of which another thread would hardly be awake before they are done."""
-        buffers = self.schedule.buffers_by_name()
-        self._roles = {
-            op.key: roles_of(op, buffers, lambda name: self.units[self._index[name]])
-            for op in self.schedule.ops
-            if op.kind in ("forward", "recompute", "backward")
-        }
         self._has_shards = False  # norms are those of a rank's shards
         self._kinds: Mapping[str, Callable[[Call], None]] = {
-            "forward": self._forward, "recompute": self._recompute, "backward": self._backward,
+            "forward": self.computing.forward, "recompute": self.computing.recompute,
+            "backward": self.computing.backward,
             "encode": self._encode, "decode": self._decode, "copy": self._copy,
             "accumulate": self._accumulate, "cast": self._cast, "norm": self._norm, "clip": self._clip,
             "update": self._update, **dict.fromkeys(COLLECTIVES, self._collective), SEND: self._send,
@@ -158,12 +117,12 @@ class Bodies:
     def __call__(self, call: Call) -> None:
         is_forward = call.op.kind == "forward"
         if call.op.stream == COMPUTE and not is_forward:
-            self._compute_with(None)
+            self.computing.compute_with(None)
         self.working.add(call.op.stream)
         try:
             with self.device.on(call.op.stream):
                 if call.op.stream == COMPUTE and not is_forward:
-                    self.before_computing(call.step)
+                    self.computing.before_computing(call.step)
                 self._kinds[call.op.kind](call)
                 if is_forward:
                     self.while_computing()
@@ -178,9 +137,7 @@ class Bodies:
 
     def close(self) -> None:
         """Ends micro-batches that are under way, and lets go of the pools' memory."""
-        for batch_run in self._runs.values():
-            batch_run.cancel()
-        self._runs.clear()
+        self.computing.close()
         self.device.settle()
         self.places.close()
 
@@ -207,7 +164,7 @@ class Bodies:
         elif isinstance(old.place, Extent):
             self.places.drives.read(old.place, new.block.pages)
         elif old.place is None and old.handle is not None:
-            self.expect(source, old.handle.forms.size_bytes)
+            self.computing.expect(source, old.handle.forms.size_bytes)
             torch._foreach_copy_(old.handle.parts_of(new.block), old.handle.parts(), non_blocking=True)
         else:
             copy_bytes(new.block.data, self._memory(source), call.op.unit, self.units, self.ranks)
@@ -278,130 +235,10 @@ class Bodies:
         if self.ranks is not None and way is not None and way[1] == self.ranks.rank:
             self._headers[call.op.key] = header_from(way, self.ranks)
 
-    # ---- compute ----
-
-    def _arrive(self, call: Call, batch_run: MicroBatchRun, wanted: type[Input | InputGradient], index: int) -> None:
-        """What another rank has sent becomes a unit's input, or its gradient."""
-        for instance in call.reads:
-            value = instance.value
-            if isinstance(content_of(instance), wanted) and isinstance(value, BufferValue) and value.handle is None:
-                leaves = batch_run.skip_front(value.rng) if wanted is Input else batch_run.runs[index].leaves
-                expect(instance, sum(leaf.nbytes for leaf in leaves))
-                for leaf, part in zip(leaves, value.block.data.split([x.nbytes for x in leaves]), strict=True):
-                    t = part.view(leaf.dtype).view(leaf.shape)
-                    if wanted is Input:
-                        leaf.data = t
-                    else:
-                        leaf.grad = t
-                InputHandle(leaves, is_gradient=wanted is InputGradient).begin(value)
-
-    def _bind(self, call: Call) -> Roles:
-        """Makes the parameters that the op reads those of the model, and what else it reads autograd's."""
-        for instance in call.reads:
-            if isinstance(value := instance.value, BufferValue) and value.handle is not None:
-                value.handle.use(value)
-        roles = self._roles[call.op.key]
-        for k, part in roles.parameters:
-            block = value_of(call.reads[k]).block
-            if part.bound is not block.data or block.unbind is None:
-                block.unbind = part.unbind
-                part.bind(block)
-        return roles
-
-    def _compute_with(self, batch_run: MicroBatchRun | None) -> None:
-        """The thread of this micro-batch, or the stream's own, computes now and is the one with helpers."""
-        if self._running is not None and self._running is not batch_run:
-            self._running.rest()
-        self._running = batch_run if self.num_threads > 1 else None
-
-    def _forward(self, call: Call) -> None:
-        index, turn = self._index[call.op.unit], self._turn(call)
-        key = self._run_key(call)
-        if index == turn.units.start:
-            self.before_computing(call.step)
-            self._runs[key] = self.begin_micro_batch(call.step, call.op.micro_batch, turn)
-        batch_run = self._runs[key]
-        self._compute_with(batch_run)
-        if index == turn.units.start:
-            self._arrive(call, batch_run, Input, index)
-        roles = self._bind(call)
-
-        def goes_on() -> bool:
-            nonlocal call, roles
-            if call.op.key not in self.flow.followed:
-                return False
-            self._end_forward(call, roles, batch_run)
-            call = self.go_on(call.op.stream)
-            roles = self._bind(call)
-            return True
-
-        batch_run.run_forward(index, goes_on, is_in_one=call.op.micro_batch in self.flow.in_one)
-        self._end_forward(call, roles, batch_run)
-
-    def _end_forward(self, call: Call, roles: Roles, batch_run: MicroBatchRun) -> None:
-        index, turn = self._index[call.op.unit], self._turn(call)
-        recorder = batch_run.runs[index].recorder
-        assert recorder is not None
-        kept = recorder.kept_bytes
-        for k in roles.outputs:
-            value = begin_input(call.writes[k], batch_run.hand_over(index + 1, call.writes[k].buffer.size_bytes))
-            value.rng = batch_run.rng if turn.is_visit or index + 1 == turn.units.stop else ()
-        for k in roles.kept:
-            self.expect(call.writes[k], kept)
-            kept = 0
-        for k, indices in roles.saved:
-            saved = [recorder.away.pop(i) for i in indices if i in recorder.away]
-            self.expect(call.writes[k], sum([each.size_bytes for each in saved]))
-            call.writes[k].value = SavedTensorsHandle(saved).begin()
-        if kept:
-            raise SizeError(
-                f"op {call.op.key!r} saved {kept:,} bytes for backward that no buffer of the schedule is declared for; "
-                f"the unit saves tensors of {recorder.sizes} bytes here. {REMEDY}"
-            )
-        if batch_run.runs[-1].recorder is not None and index + 1 == len(self.units):
-            loss, step, m = batch_run.loss, call.step, call.op.micro_batch
-            call.at_end = [*call.at_end, lambda: self.on_loss(step, m, loss.item())]
-        if turn.is_visit and not turn.goes_back and index + 1 == turn.units.stop:
-            self._runs.pop(self._run_key(call)).cancel()
-
-    def _turn(self, call: Call) -> Turn:
-        return self._turns.get(call.op.key, self._whole)
-
-    def _run_key(self, call: Call) -> tuple[int, int, int]:
-        return call.step, call.op.micro_batch, self._turn(call).units.start
-
-    def _recompute(self, call: Call) -> None:
-        if self._turn(call).is_visit:
-            self._forward(call)
-            return
-        index, batch_run = self._index[call.op.unit], self._runs[self._run_key(call)]
-        roles = self._bind(call)
-        made_bytes = batch_run.run_again(index, makes_output=bool(roles.outputs))
-        for k in roles.kept:
-            self.expect(call.writes[k], made_bytes)
-        for k in roles.outputs:
-            begin_input(call.writes[k], batch_run.runs[index + 1].leaves)
-
-    def _backward(self, call: Call) -> None:
-        index, units = self._index[call.op.unit], self._turn(call).units
-        batch_run = self._runs[key := self._run_key(call)]
-        if index + 1 == units.stop:
-            self._arrive(call, batch_run, InputGradient, index + 1)
-        roles = self._bind(call)
-        looks = begin_gradients(call, roles.gradients)
-        batch_run.run_backward(index)
-        self._without.note(call.step, end_gradients(call, roles.gradients, looks))
-        for k in roles.input_gradients:
-            begin_input(call.writes[k], batch_run.runs[index].leaves, is_gradient=True)
-        if index == max(self._first_trained, units.start):
-            self._runs.pop(key)
-            if units.stop < len(self.units):
-                batch_run.cancel()
-
     # ---- gradients ----
 
     def unit_of(self, named: Op | Params | Frozen | States | Gradients | TiedGradients) -> ModelUnit:
-        return self.units[self._index[named.unit]]
+        return self._units[named.unit]
 
     def _accumulate(self, call: Call) -> None:
         total = self.places.place(call.writes[0])
@@ -443,7 +280,7 @@ class Bodies:
         unit = self.unit_of(call.op)
         layout, own = self.layouts[unit.name], own_part(call.reads[0], unit, self.ranks)
         if not (late := unit.name in self._updated_late):
-            self._without.refuse(unit.name)
+            self.computing.without.refuse(unit.name)
         part, views = own, list[View]()
         for instance in call.writes:
             block = self.places.place(instance).block

@@ -20,12 +20,14 @@ from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.autograd.saved import AbsentError
+from tierplan.runtime.execution.computing import Computing
 from tierplan.runtime.execution.executor import Executor
 from tierplan.runtime.execution.fake_device import FakeCuda, RaceError
 from tierplan.runtime.execution.instances import Instance, Unrolling
-from tierplan.runtime.execution.ops import Bodies, SizeError
+from tierplan.runtime.execution.ops import Bodies
 from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.execution.rules import Rules
+from tierplan.runtime.execution.values import SizeError
 from tierplan.runtime.memory.arena import Pool
 from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.reference import train_plainly
@@ -59,11 +61,11 @@ RACES: dict[str, tuple[Any, str, str, str]] = {
         Bodies, "__call__", "self.device.on(call.op.stream)", "self.device.on('nvme.read')",
     ),
     "a loss is read when its forward is issued": (
-        Bodies, "_end_forward", "[*call.at_end, lambda: self.on_loss(step, m, loss.item())]",
+        Computing, "_end_forward", "[*call.at_end, lambda: self.on_loss(step, m, loss.item())]",
         "call.at_end or self.on_loss(step, m, loss.item()) or ()",
     ),
     "an op uses the copy that is on its way out": (
-        Bodies, "_bind", "value.handle.use(value)", "value.handle._at or value.handle.use(value)",
+        Computing, "_bind", "value.handle.use(value)", "value.handle._at or value.handle.use(value)",
     ),
     "memory stays pinned when a run is over": (Pool, "close", "self.release(pages)", "pass"),
     "memory is unpinned while it is copied": (Bodies, "close", "self.device.settle()", "pass"),
