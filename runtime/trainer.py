@@ -437,13 +437,13 @@ class Trainer:
         self._set_back.callback(self._executor.close)
         self.placement = Placement(self._executor, self._bodies, self.model, self._step.late_updates)
         self._is_set_up = True
-        if self._origin is None or self._resumed is None:
-            self.placement.begin(self.weights)
-        else:  # the bytes of the last commit go into their tiers, or are found there
+        if self._origin is not None and self._resumed is not None:  # its bytes go into their tiers, or are found there
             if rng := self._origin.place(self._executor.carried, self._bodies, self.placement.fill):
                 self._device.set_rng_state(rng)
-            self.placement.begin_again(self.weights)
+            self.placement.begin(self.weights, is_resumed=True)
             self._origin.check_frozen(self._bodies.frozen_sums)
+        else:
+            self.placement.begin(self.weights, is_resumed=False)
         self._device.settle()
 
     # ---- during the run ----

@@ -7,7 +7,7 @@ TrainingError(ValueError)   schedule, model and settings do not fit together
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 
@@ -52,12 +52,6 @@ def check_begun(has_begun: bool) -> None:
 
 def _bytes_sum(tensor: torch.Tensor) -> str:
     return xxh3_64_hexdigest(tensor.detach().to("cpu").reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _parts(unit: ModelUnit, weights: Weights | None) -> list[Sequence[torch.Tensor]]:
-    """The unit's parameters: those that it trains, and the others."""
-    both = weights(unit) if weights is not None else [p.detach() for _, p in unit.all_parameters]
-    return [both[: len(unit.parameters)], both[len(unit.parameters) :]]
 
 
 def open_store(
@@ -114,19 +108,29 @@ class Placement:
 
     # ---- in ----
 
-    def begin(self, weights: Weights | None) -> None:
-        """Moves the model's parameters into their tiers and makes the optimizer states, unit by unit.
+    def begin(self, weights: Weights | None, *, is_resumed: bool) -> None:
+        """Moves the model's parameters into their tiers and makes the optimizer states, unit by unit; of a run that
+        is resumed, what is not trained, which no commit holds: the rest comes from one.
 
-        `weights` gives all of a unit's parameters where the model has none in memory.
+        `weights` gives all of a unit's parameters where the model has none in memory. It has none afterwards.
         """
         by_content = self._by_content()
         for unit in self.bodies.units:
-            parts = _parts(unit, weights)
-            flat_n = torch.cat([part.reshape(-1).to("cpu", self.bodies.dtype) for part in parts[0]] or [torch.empty(0)])
-            self._place_frozen(unit, parts.pop(), by_content)
-            del parts
+            both: Sequence[torch.Tensor] = ()
+            if unit.frozen.parameters or not is_resumed:
+                both = weights(unit) if weights is not None else [p.detach() for _, p in unit.all_parameters]
+            trained, frozen = () if is_resumed else both[: len(unit.parameters)], both[len(unit.parameters) :]
+            flat_n = torch.cat([t.reshape(-1).to("cpu", self.bodies.dtype) for t in trained or [torch.empty(0)]])
+            memory = torch.cat([t.to("cpu").reshape(-1).view(torch.uint8) for t in frozen or [torch.empty(0)]])
+            del both, trained, frozen
+            for flat in unit.parts:
+                flat.unbind()
+            if unit.frozen.parameters:
+                self.bodies.frozen_sums[str(Frozen(unit.name))] = xxh3_64_hexdigest(memory.numpy().data)
+                self.fill(by_content[Frozen(unit.name)], memory)
+            del memory
             home = by_content.get(Params(unit.name))
-            if not unit.num_trained or home is None:  # or another rank has it
+            if is_resumed or not unit.num_trained or home is None:  # or another rank has it
                 continue
             own = own_part(home, unit, self.bodies.ranks)
             self.fill(home, flat_n[own.start : own.stop].view(torch.uint8))
@@ -140,23 +144,6 @@ class Placement:
             grads = by_content.get(Gradients(unit.name, 0))
             if grads is not None:
                 grads.value = BufferValue(self.bodies.places.allocate(grads), is_absent=True)
-
-    def begin_again(self, weights: Weights | None) -> None:
-        """Moves what is not trained into its tiers, which no commit holds; the rest is to come from one."""
-        by_content = self._by_content()
-        for unit in self.bodies.units:
-            self._place_frozen(unit, _parts(unit, weights)[1] if unit.frozen.parameters else (), by_content)
-
-    def _place_frozen(
-        self, unit: ModelUnit, tensors: Sequence[torch.Tensor], by_content: Mapping[Content, Instance]
-    ) -> None:
-        """Fills in what a unit does not train; the model has none of the unit's parameters afterwards."""
-        memory = torch.cat([t.to("cpu").reshape(-1).view(torch.uint8) for t in tensors]) if tensors else None
-        for part in unit.parts:
-            part.unbind()
-        if memory is not None:
-            self.bodies.frozen_sums[str(Frozen(unit.name))] = xxh3_64_hexdigest(memory.numpy().data)
-            self.fill(by_content[Frozen(unit.name)], memory)
 
     def fill(self, instance: Instance, memory: torch.Tensor) -> None:
         """Gives an initial buffer these bytes, in its tier."""
