@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -19,6 +18,7 @@ from tierplan.runtime.execution.device import Device
 from tierplan.runtime.measure.limits import Fit, Mix
 from tierplan.runtime.measure.loads import BLOCK, GIB, MIB, Load, Sizes, block_work
 from tierplan.runtime.measure.timing import summary
+from tierplan.runtime.memory.files import room_bytes
 
 Alone = dict[Load, list[float]]
 """Work per second of each load with nothing beside it, by round."""
@@ -146,13 +146,8 @@ def _elementwise(compute: Alone, work: dict[str, float], source: str) -> Quantit
 def free_bytes(folders: Sequence[Path]) -> int:
     """For data that is dealt out equally to these folders, which need not be there yet; a drive may have several."""
     existing = [next(f for f in (folder, *folder.parents) if f.exists()) for folder in map(Path.absolute, folders)]
-    shares = Counter(map(_drive_of, existing))
-    rooms = (shutil.disk_usage(folder).free * len(existing) // shares[_drive_of(folder)] for folder in existing)
-    return min(rooms, default=0)
-
-
-def _drive_of(folder: Path) -> int:
-    return folder.stat().st_dev
+    shares = Counter(folder.stat().st_dev for folder in existing)
+    return min((room_bytes(f) * len(existing) // shares[f.stat().st_dev] for f in existing), default=0)
 
 
 def _latency_and_curve(rows: dict[float, list[float]], source: str) -> tuple[Quantity, Quantity]:

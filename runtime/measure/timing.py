@@ -40,16 +40,12 @@ class StreamThreads(ExitStack):
 
     def rates(self, loads: Sequence[Load], window_s: float) -> list[float]:
         """Work per second of each load while all of them run, on a window in which none pauses."""
-        start = threading.Barrier(len(loads))
-        stop_at = [0.0]
-        going = threading.Lock()
+        stop_at: list[float] = []
+        start = threading.Barrier(len(loads), lambda: stop_at.append(time.perf_counter() + window_s))
 
         def repeat(load: Load) -> list[tuple[float, float]]:
             load.run()  # warm, and in step with the others
             start.wait()
-            with going:
-                if not stop_at[0]:
-                    stop_at[0] = time.perf_counter() + window_s
             ops = []
             while True:
                 begin = time.perf_counter()

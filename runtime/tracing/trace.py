@@ -184,7 +184,8 @@ class _Tracer:
 
     def workload(self, name: str, model_type: str, **more: Any) -> Workload:
         """What `run` has seen."""
-        units, shared_bytes = tuple(self.units), sum(self.shared.values())
+        units = tuple(replace(u, shapes=tuple(in_flat_order(u.shapes, lambda shape: shape))) for u in self.units)
+        shared_bytes = sum(self.shared.values())
         return Workload(
             name=name, model_type=model_type, training=self.training, units=units, shared_bytes=shared_bytes, **more
         )
@@ -343,14 +344,12 @@ class _Tracer:
         self.shared |= {at: self.candidates[at][1] for at in recorder.outside if at in self.candidates}
         for parameter in (*recorder.parameters_used, *inside):
             self.owner.setdefault(parameter, name)
-        own = self._owned(p for p in self.of_name if self.owner.get(p) == name)
-        own["shapes"] = tuple(in_flat_order(own["shapes"], lambda shape: shape))
         borrowed = [p for p in recorder.parameters_used if self.owner[p] != name]
         granted = before + out_bytes + shared_grad_bytes + grad_bytes
         unit = Unit(
             name=name,
             kind=kind,  # type: ignore[arg-type]
-            **own,
+            **self._owned(p for p in self.of_name if self.owner.get(p) == name),
             shares=self.owner[borrowed[0]] if borrowed else None,
             adds_to_shared=any(self.of_name[p].requires_grad for p in borrowed) or not borrowed,
             input_bytes=sum(t.untyped_storage().nbytes() for t in self.given),
@@ -384,9 +383,7 @@ class _Tracer:
         """Parameters that no part used belong to the head, so that the count is the model's."""
         head = self.units[-1]
         rest = self._owned(name for name in self.of_name if name not in self.owner)
-        whole = {name: getattr(head, name) + more for name, more in rest.items()}
-        whole["shapes"] = tuple(in_flat_order(whole["shapes"], lambda shape: shape))
-        self.units[-1] = replace(head, **whole)
+        self.units[-1] = replace(head, **{name: getattr(head, name) + more for name, more in rest.items()})
 
     def _owned(self, names: Iterable[str]) -> dict[str, Any]:
         """What a unit says of the parameters that it owns."""
