@@ -76,40 +76,43 @@ def random_weights(model: nn.Module, *, seed: int) -> Weights:
     rule: Any = getattr(model, "_init_weights", None)
 
     def weights(unit: ModelUnit) -> list[torch.Tensor]:
-        kept = torch.get_rng_state()
-        torch.manual_seed(_seed_of(unit, seed))
-        wanted = {id(p) for _, p in unit.all_parameters}
-        for _, p in unit.all_parameters:
-            p.data = torch.full(p.shape, torch.nan if p.is_floating_point() else 0, dtype=p.dtype)
-        for p in model.parameters():
-            p._is_hf_initialized = id(p) not in wanted  # type: ignore[attr-defined]  # what transformers goes by
-        for module, inside in children_first:
-            if inside & wanted:
-                with torch.no_grad():
-                    if rule is not None:
-                        module._is_hf_initialized = False  # type: ignore[assignment]
-                        rule(module)
-                    else:
-                        getattr(module, "reset_parameters", lambda: None)()
-        _reset_adapters(model, wanted)
-        for layer in (m for m, inside in children_first if isinstance(m, CodedLinear) and inside & wanted):
-            plain = nn.Linear(layer.in_features, layer.out_features, bias=False, dtype=layer.dtype)
-            if rule is not None:
-                rule(plain)
-            layer.take(plain.weight.detach().view(layer.shape))
-        torch.set_rng_state(kept)
-        for name, p in unit.all_parameters:
-            if torch.isnan(p).any():
-                raise WeightsError(
-                    f"{type(model).__name__} has no rule to initialise {name!r}; start from a checkpoint"
-                )
+        otherwise = f"{type(model).__name__} has no rule to initialise {{!r}}; start from a checkpoint"
+        with _made(unit, dict(unit.all_parameters), seed, otherwise) as wanted:
+            for p in model.parameters():
+                p._is_hf_initialized = id(p) not in wanted  # type: ignore[attr-defined]  # what transformers goes by
+            for module, inside in children_first:
+                if inside & wanted and rule is not None:
+                    module._is_hf_initialized = False  # type: ignore[assignment]
+                    rule(module)
+                elif inside & wanted:
+                    getattr(module, "reset_parameters", lambda: None)()
+            _reset_adapters(model, wanted)
+            for layer in (m for m, inside in children_first if isinstance(m, CodedLinear) and inside & wanted):
+                plain = nn.Linear(layer.in_features, layer.out_features, bias=False, dtype=layer.dtype)
+                if rule is not None:
+                    rule(plain)
+                layer.take(plain.weight.view(layer.shape))
         return [p.detach() for _, p in unit.all_parameters]
 
     return weights
 
 
-def _seed_of(unit: ModelUnit, seed: int) -> int:
-    return seed * 1_000_003 + sum(unit.name.encode()) * 7919 + len(unit.name)
+@contextmanager
+def _made(
+    unit: ModelUnit, parameters: Mapping[str, torch.Tensor], seed: int, otherwise: str
+) -> Iterator[frozenset[int]]:
+    """Inside, these parameters of a unit are given values, with random numbers of the unit's own; by identity.
+
+    Raises `WeightsError` where one has none afterwards.
+    """
+    for p in parameters.values():
+        p.data = torch.full(p.shape, torch.nan if p.is_floating_point() else 0, dtype=p.dtype)
+    with torch.random.fork_rng(devices=()), torch.no_grad():
+        torch.manual_seed(seed * 1_000_003 + sum(unit.name.encode()) * 7919 + len(unit.name))
+        yield frozenset(map(id, parameters.values()))
+    for name, p in parameters.items():
+        if torch.isnan(p).any():
+            raise WeightsError(otherwise.format(name))
 
 
 def _reset_adapters(model: nn.Module, wanted: Set[int]) -> None:
@@ -117,8 +120,7 @@ def _reset_adapters(model: nn.Module, wanted: Set[int]) -> None:
     for module in model.modules() if hasattr(model, "peft_config") else ():
         for name, more in (("reset_lora_parameters", (True,)), ("reset_ia3_parameters", ())):
             if hasattr(module, name) and any(id(p) in wanted for p in module.parameters()):
-                with torch.no_grad():
-                    getattr(module, name)("default", *more)
+                getattr(module, name)("default", *more)
 
 
 def checkpoint_weights(model: nn.Module, folder: str | os.PathLike[str], *, seed: int = 0) -> Weights:
@@ -169,22 +171,16 @@ def checkpoint_weights(model: nn.Module, folder: str | os.PathLike[str], *, seed
             buffer.copy_(read(name, buffer.shape, buffer.dtype))
 
     def weights(unit: ModelUnit) -> list[torch.Tensor]:
-        tensors: list[torch.Tensor] = []
-        if adapters := {id(p): p for name, p in unit.parameters if is_adapted and SAVED_MODULE not in name}:
-            for p in adapters.values():
-                p.data = torch.full(p.shape, torch.nan, dtype=p.dtype)
-            with torch.random.fork_rng(devices=()):
-                torch.manual_seed(_seed_of(unit, seed))
-                _reset_adapters(model, adapters.keys())
+        adapters = {name: p for name, p in unit.parameters if is_adapted and SAVED_MODULE not in name}
+        otherwise = "adapter {!r} has no rule of its own to begin with; train it from Python"
+        with _made(unit, adapters, seed, otherwise) as made:
+            _reset_adapters(model, made)
         for name, layer in coded:
             if not {id(p) for p in layer.coded}.isdisjoint(id(p) for _, p in unit.all_parameters):
                 layer.take(read(f"{name}.weight", layer.shape, layer.dtype))
-        for name, p in unit.all_parameters:
-            if id(p) in adapters and torch.isnan(p).any():
-                raise WeightsError(f"adapter {name!r} has no rule of its own to begin with; train it from Python")
-            is_made = id(p) in of_coded or id(p) in adapters
-            tensors.append(p.detach() if is_made else read(name, p.shape, p.dtype))
-        return tensors
+        return [
+            p.detach() if id(p) in made | of_coded else read(name, p.shape, p.dtype) for name, p in unit.all_parameters
+        ]
 
     return weights
 
