@@ -29,7 +29,7 @@ from tierplan.runtime.autograd.flow import Flow
 from tierplan.runtime.autograd.hooks import ModelHooks
 from tierplan.runtime.autograd.nests import addresses, flatten, form_of, shapes_of, tensors_in
 from tierplan.runtime.autograd.plain_values import PlainState
-from tierplan.runtime.autograd.replay import OperationLog, Recipe, Source
+from tierplan.runtime.autograd.replay import OperationLog, Recipe, Source, There
 from tierplan.runtime.autograd.saved import AbsentError, AllRecreated, Recorder, Recreator, SavedStorage
 from tierplan.runtime.autograd.units import FlatParameters, ModelError, ModelUnit, placeholder
 from tierplan.runtime.execution.device import Device
@@ -61,8 +61,6 @@ class UnitRun:
 
 
 _NO_LOSS = torch.tensor(torch.nan)
-_There = Mapping[str, Sequence[torch.Tensor | None]]
-"""Where a recomputation may start, by the kinds of `replay.Source`."""
 
 
 @dataclass(eq=False)
@@ -192,7 +190,7 @@ class MicroBatchRun:
         _, args, kwargs = run.call
         inputs = [*run.leaves, *(leaf for _, leaf in run.glue)]
         params = [part.bound for part in self._params_of(index)]
-        there: _There = {"arg": tensors_in((args, kwargs)), "input": inputs, "param": params}
+        there: There = {"arg": tensors_in((args, kwargs)), "input": inputs, "param": params}
         recipes, key = self.hooks.recipes, (index, form_of(args, kwargs))
         values, recipe = recipes.get(key, (None, None))
         if makes_output or (values is not None and (recipe is None or values != run.values)):
@@ -204,7 +202,7 @@ class MicroBatchRun:
             recipes[key] = run.values, self._rerun(index, wanted, inputs, noted=there)
         return made_bytes
 
-    def _replay(self, index: int, recipe: Recipe, wanted: Mapping[int, SavedStorage], there: _There) -> None:
+    def _replay(self, index: int, recipe: Recipe, wanted: Mapping[int, SavedStorage], there: There) -> None:
         """Makes the wanted saved tensors by the operations that lead to them."""
         recorder = self.runs[index].recorder
         assert recorder is not None
@@ -233,7 +231,7 @@ class MicroBatchRun:
         inputs: Sequence[torch.Tensor],
         *,
         makes_output: bool = False,
-        noted: _There | None = None,
+        noted: There | None = None,
     ) -> Recipe | None:
         """Runs the block again as far as the last wanted saved tensor, or to its end for its output.
 
@@ -244,22 +242,10 @@ class MicroBatchRun:
         assert run.recorder is not None
         assert block is not None
         call, args, kwargs = run.call
-        log = None
-        if noted is not None:
-            sources: dict[int, Source] = {}
-            for kind, tensors in noted.items():
-                sources |= {t.untyped_storage()._cdata: (kind, k) for k, t in enumerate(tensors) if t is not None}
-            log = OperationLog(sources, block.buffers())
+        log = None if noted is None else OperationLog(noted, block.buffers())
         targets = set(wanted)
-        recreator = Recreator(
-            self._params_of(index),
-            inputs,
-            self.external.keys() | addresses((args, kwargs)),
-            wanted=wanted,
-            on_saved=log.saved if log else lambda k, t: None,
-            runs_to_end=makes_output,
-        )
-        with self._rerunning(index, recreator):
+        with self._rerunning(index, inputs, addresses((args, kwargs)), wanted, makes_output) as recreator:
+            recreator.on_saved = log.saved if log else lambda k, t: None
             with log or nullcontext():
                 out = call(*args, **kwargs)
             if makes_output:
@@ -269,10 +255,6 @@ class MicroBatchRun:
 
     def _rerun_outside(self, index: int, wanted: dict[int, SavedStorage], makes_output: bool) -> None:
         """Runs a unit outside of blocks again: the model's forward, in which blocks give what they gave before."""
-        inputs = [*self.runs[index].leaves, *self.runs[index].shared]
-        recreator = Recreator(
-            self._params_of(index), inputs, {*self.external}, wanted=wanted, runs_to_end=makes_output, is_on=index == 0
-        )
 
         def echo(i: int, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
             if i > index:
@@ -287,12 +269,25 @@ class MicroBatchRun:
             flat, nested = result
             return nested(flat)
 
-        with self._rerunning(index, recreator), self.hooks.of(echo):
+        inputs = [*self.runs[index].leaves, *self.runs[index].shared]
+        with self._rerunning(index, inputs, set(), wanted, makes_output) as recreator, self.hooks.of(echo):
+            recreator.is_on = index == 0
             self.forward()
 
     @contextmanager
-    def _rerunning(self, index: int, recreator: Recreator) -> Iterator[None]:
-        """Inside, what the unit's forward did is done again, with its random numbers, until all wanted is made."""
+    def _rerunning(
+        self,
+        index: int,
+        inputs: Sequence[torch.Tensor],
+        given: set[int],
+        wanted: dict[int, SavedStorage],
+        makes_output: bool,
+    ) -> Iterator[Recreator]:
+        """Inside, what the unit's forward did is done again, with its random numbers, until all wanted is made; `given`
+        are the addresses of what else it gets."""
+        recreator = Recreator(
+            self._params_of(index), inputs, self.external.keys() | given, wanted=wanted, runs_to_end=makes_output
+        )
         now = self.device.rng_state()
         self.device.set_rng_state(self.runs[index].rng or now)
         try:
@@ -301,7 +296,7 @@ class MicroBatchRun:
                 torch.enable_grad(),
                 saved_tensors_hooks(recreator.pack, recreator.unpack),
             ):
-                yield
+                yield recreator
         except AllRecreated:
             pass
         finally:

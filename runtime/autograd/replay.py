@@ -25,6 +25,8 @@ from tierplan.runtime.autograd.nests import flatten, look, tensors_in
 Source = tuple[str, int]
 """Where a storage comes from that the block does not make: `("param", 0)`, `("input", 1)`, `("arg", 4)` or
 `("saved", 7)`; the number counts units, inputs, tensor arguments or saved tensors."""
+There = Mapping[str, Sequence[torch.Tensor | None]]
+"""Where a recomputation may start, by the kinds of its sources."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +65,15 @@ class _Operation:
 class OperationLog(TorchDispatchMode):
     """Notes operations while it is active. Holds no tensor, so it does not lengthen any life."""
 
-    def __init__(self, sources: Mapping[int, Source], constants: Iterable[torch.Tensor] = ()) -> None:
-        """`sources`: identity of a storage (`_cdata`) to where later runs find it. `constants` stay as they are."""
+    def __init__(self, there: There, constants: Iterable[torch.Tensor]) -> None:
+        """What is `there` is found where it is in later runs. `constants` stay as they are."""
         super().__init__()
         self.calls: list[_Operation] = []
         self._known: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._outside = {t.untyped_storage()._cdata: t for t in constants} | dict(sources)
+        self._outside: dict[int, Source | torch.Tensor] = {t.untyped_storage()._cdata: t for t in constants}
+        """By identity of a storage."""
+        for kind, ts in there.items():
+            self._outside |= {t.untyped_storage()._cdata: (kind, k) for k, t in enumerate(ts) if t is not None}
         self.source_of: dict[int, Source | torch.Tensor] = {}
         self.saved_number: dict[int, int] = {}
         """Storage number by index of the saved tensor."""
