@@ -59,24 +59,20 @@ class _Update(torch.optim.Optimizer):
 
     def __init__(self, lr: float, groups: Iterable[tuple[float, Iterable[nn.Parameter]]]) -> None:
         """Each group by its weight decay and its parameters."""
-        own = [(decay, any(p.requires_grad for p in parameters)) for decay, parameters in groups]
-        super().__init__(
-            [{"params": [nn.Parameter(torch.zeros(1))], "weight_decay": decay} for decay, _ in own], {"lr": lr}
-        )
+        self._own = [({"weight_decay": decay}, any(p.requires_grad for p in some)) for decay, some in groups]
+        super().__init__([{"params": [nn.Parameter(torch.zeros(1))], **fixed} for fixed, _ in self._own], {"lr": lr})
         self.param_groups[0]["rates"] = {}
-        self._fixed = [{"weight_decay": decay} for decay, _ in own]
-        self._has_trained = [has_trained for _, has_trained in own]
 
     def rate(self) -> float:
         """Of the next step. Raises `TrainingError` where somebody has set what the schedule cannot take over."""
-        for group, fixed in zip(self.param_groups, self._fixed, strict=True):
+        for group, (fixed, _) in zip(self.param_groups, self._own, strict=True):
             now = {name: value for name, value in group.items() if name in FIXED}
             if changed := sorted(name for name in {**now, **fixed} if now.get(name) != fixed.get(name)):
                 raise TrainingError(
                     f"the optimizer's groups have other {', '.join(changed)}, which the schedule has from the "
                     "beginning; only lr can change: give these to TrainingArguments"
                 )
-        own = [float(group["lr"]) for group, has in zip(self.param_groups, self._has_trained, strict=True) if has]
+        own = [float(group["lr"]) for group, (_, has) in zip(self.param_groups, self._own, strict=True) if has]
         if len(set(own)) > 1:
             raise TrainingError(
                 f"the optimizer's groups have learning rates {' and '.join(f'{lr:g}' for lr in own)}, but the schedule "

@@ -39,7 +39,6 @@ from tierplan.runtime.execution.threads import begin_stream, let_helpers_go
 from tierplan.runtime.execution.values import Places
 from tierplan.runtime.measure.reference_work import ReferenceWork
 from tierplan.runtime.memory.files import Folders
-from tierplan.runtime.memory.store import Store
 from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.optim.groups import check_groups
 from tierplan.runtime.ranks.group import Ranks
@@ -160,9 +159,6 @@ class Trainer:
         self._had: dict[tuple[int, int], Batch] = {}
         self.units: Sequence[ModelUnit] = ()
         """The model's; none before the first `run`."""
-        self._store: Store | None = None
-        self._bodies: Bodies
-        self._executor: Executor
         self.reference_work: ReferenceWork | None = None
         """From the first `run` on, if there is a `reference_frac`."""
         self.placement: Placement
@@ -170,7 +166,6 @@ class Trainer:
         self._is_set_up = self._is_closed = self._is_stop_wanted = False
         self.was_stopped = False
         """The last `run` ended because that was asked for."""
-        self._hooks: ModelHooks
         self._batches = AheadBatches(iter(()), 0)
         self._source: Iterator[Batch] | None = None
         self._set_back = ExitStack()

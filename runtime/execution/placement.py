@@ -216,22 +216,18 @@ class Placement:
         is_whole = len(own_part(instance, unit, ranks)) == unit.num_trained
         return memory if is_whole else joined(memory.view(unit.dtype), unit, ranks).view(torch.uint8)
 
-    def _states(self, name: str) -> torch.Tensor:
-        """A copy of all states of a unit that this rank has, joined where they travel in parts."""
-        parts = {self.bodies.states_part(c): self._as_it_is(c) for c in states_of(name, self._by_content())}
-        return self.bodies.layouts[name].join(list(parts.values()), list(parts))
-
     def _after_late_update(self, name: str) -> torch.Tensor:
         """A copy of a unit's parameters with the update that the next step would begin with."""
         bodies, by_content = self.bodies, self._by_content()
         unit = bodies.unit_of(Params(name))
         grads, params = by_content[Gradients(name, 0)], bodies.places.read(by_content[Params(name)]).view(bodies.dtype)
-        states = self._states(name) if states_of(name, by_content) else None
+        parts = {bodies.states_part(content): self._as_it_is(content) for content in states_of(name, by_content)}
+        layout = bodies.layouts[name]
         part = own_part(grads, unit, bodies.ranks)
         own = params if len(params) == len(part) else params[part.start : part.stop]
         if not value_of(grads).is_absent:
             gradient = bodies.places.read(grads).view(bodies.dtype)
-            views = [] if states is None else list(bodies.layouts[name].views(states, part))
+            views = list(layout.views(layout.join([*parts.values()], [*parts]), part)) if parts else []
             bodies.update(name, own, gradient, views, part, self.executor.num_steps_done - 1)
         if bodies.ranks is not None and len(own) < unit.num_trained:
             params = joined(own, unit, bodies.ranks)

@@ -202,16 +202,14 @@ class Rules:
         for tier in tiers:
             queue = self._grants[tier]
             while queue and queue[0].is_eligible and self.ledger.has_room(tier, queue[0]):
-                self._grant_next(tier, queue.popleft(), now_ns)
-
-    def _grant_next(self, tier: str, node: OpRun, now_ns: int) -> None:
-        for instance in node.writes:
-            b = instance.buffer
-            if b.tier == tier and b.reuses is None:
-                self.on_grant(node.op, instance, self.ledger.hold(now_ns, instance))
-        node.grants_left -= 1
-        if node.grants_left == 0:
-            self._start(node, now_ns)
+                node = queue.popleft()
+                for instance in node.writes:
+                    b = instance.buffer
+                    if b.tier == tier and b.reuses is None:
+                        self.on_grant(node.op, instance, self.ledger.hold(now_ns, instance))
+                node.grants_left -= 1
+                if node.grants_left == 0:
+                    self._start(node, now_ns)
 
     def _start(self, node: OpRun, now_ns: int) -> None:
         node.is_started = True

@@ -281,9 +281,8 @@ class Store:
         requests = self._striping.requests(offset, len(view))
 
         def move(request: Request) -> None:
-            file = self._files[request.file]
             views = [view[at : at + size] for at, size in request.parts]
-            (file.read if verb == "read" else file.write)(views, request.offset_bytes)
+            self._files[request.file].move(verb, views, request.offset_bytes)
 
         moves = [self._files[r.file].threads.submit(move, r) for r in requests] if len(requests) > 1 else []
         if digest is not None:
@@ -341,9 +340,9 @@ def measure_weights(folders: Sequence[str | os.PathLike[str]], *, probe_bytes: i
         for turn in range(4):
             for file, times in zip(files, seconds, strict=True):
                 began = time.perf_counter()
-                for move in (file.write, file.read):
+                for verb in ("write", "read"):
                     for at in range(0, probe_bytes, REQUEST_BYTES):
-                        move([view[at : at + REQUEST_BYTES]], at)
+                        file.move(verb, [view[at : at + REQUEST_BYTES]], at)
                     file.sync()
                 if turn:  # the first write into fresh blocks is slower
                     times.append(time.perf_counter() - began)

@@ -146,11 +146,10 @@ class TierFile:
         files.grow_file(self._lock_fd, self.path, HEADER_BYTES + size_bytes)
         self.size_bytes = size_bytes
 
-    def read(self, views: Sequence[memoryview], offset: int) -> None:
-        files.read_at(self.fd, self.path, views, HEADER_BYTES + offset, direct=self.direct)
-
-    def write(self, views: Sequence[memoryview], offset: int) -> None:
-        files.write_at(self.fd, self.path, views, HEADER_BYTES + offset, direct=self.direct)
+    def move(self, verb: str, views: Sequence[memoryview], offset: int) -> None:
+        """Reads into these views, or writes them."""
+        move = files.read_at if verb == "read" else files.write_at
+        move(self.fd, self.path, views, HEADER_BYTES + offset, direct=self.direct)
 
     def sync(self) -> None:
         """Returns when everything written is on the drive."""
