@@ -112,8 +112,7 @@ class OperationLog(TorchDispatchMode):
         out = func(*args, **kwargs)
         numbers = [self.number(t) if isinstance(t, torch.Tensor) else (None, False) for t in flatten(out)[0]]
         fresh = tuple(number if is_new else None for number, is_new in numbers)
-        changed = [value for a, value in arguments(func, args, kwargs) if a.alias_info and a.alias_info.is_write]
-        written = tuple(self.number(t)[0] for t in tensors_in(changed))
+        written = tuple(self.number(t)[0] for t in changed(func, args, kwargs))
         if written or any(n is not None for n in fresh):
             self.calls.append(_Operation(func, *noted, tuple(read), fresh, written, is_random(func, args, kwargs)))
         return out
@@ -154,6 +153,16 @@ def arguments(func: Any, args: Any, kwargs: Any) -> Iterable[tuple[Any, Any]]:
     for k, argument in enumerate(func._schema.arguments):
         given = args[k] if k < len(args) else kwargs.get(argument.name, argument.default_value)
         yield argument, given
+
+
+def written_arguments(func: Any, args: Any, kwargs: Any) -> Iterable[tuple[Any, Any]]:
+    """Those that the operation writes to."""
+    return ((a, value) for a, value in arguments(func, args, kwargs) if a.alias_info and a.alias_info.is_write)
+
+
+def changed(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that the operation writes to."""
+    return tensors_in([value for _, value in written_arguments(func, args, kwargs)])
 
 
 def is_random(func: Any, args: Any, kwargs: Any) -> bool:

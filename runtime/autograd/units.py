@@ -112,8 +112,6 @@ class ModelUnit(FlatParameters):
     frozen: FlatParameters = field(default_factory=FlatParameters)
     """Those that it owns and does not train."""
     shares: str | None = None
-    shapes: tuple[torch.Size, ...] = ()
-    dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
         self.shapes = tuple(p.shape for _, p in self.parameters)

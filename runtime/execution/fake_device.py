@@ -32,9 +32,10 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
-from tierplan.runtime.autograd.replay import arguments, is_random
+from tierplan.runtime.autograd.nests import look, tensors_in
+from tierplan.runtime.autograd.replay import changed, is_random, written_arguments
 from tierplan.runtime.execution.device import DEVICE_STREAMS, Device, Event
 from tierplan.runtime.memory.arena import Pool, map_host
 
@@ -293,7 +294,7 @@ class FakeCuda(Device):
             if twin.numel():
                 self._twins[twin.data_ptr()] = twin
                 weakref.finalize(storage, self._free, memory, stream, twin).atexit = False
-        return torch.empty(0, dtype=t.dtype).set_(storage, t.storage_offset(), t.shape, t.stride())
+        return look(storage, t.dtype, int(t.storage_offset()) * t.itemsize, t.shape, t.stride())
 
     def _free(self, memory: _Memory, stream: _Stream, twin: torch.Tensor) -> None:
         self._freed.append((memory, stream.clock.copy() | self._host_clock.copy()))  # others may go on
@@ -306,17 +307,17 @@ class FakeCuda(Device):
         twin = self._twins.get(storage.data_ptr())
         if twin is not None:
             storage = torch.from_numpy(twin.numpy()).untyped_storage()
-        return torch.empty(0, dtype=value.dtype).set_(storage, value.storage_offset(), value.shape, value.stride())
+        return look(storage, value.dtype, int(value.storage_offset()) * value.itemsize, value.shape, value.stride())
 
     # ---- operations ----
 
     def launch(self, stream: _Stream | None, func: Any, args: Any, kwargs: Any) -> Any:
         name = func._schema.name.partition("::")[2]
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        tensors = tensors_in((args, kwargs))
         if name in METADATA or func.is_view:
             return func(*args, **kwargs)
-        changed = _changed(func, args, kwargs)
-        reads, writes = [t.untyped_storage() for t in tensors], [t.untyped_storage() for t in changed]
+        targets = changed(func, args, kwargs)
+        reads, writes = [t.untyped_storage() for t in tensors], [t.untyped_storage() for t in targets]
         with self._lock:
             self._raise()
             if stream is None or (name in WAITING and any(self._memory_of(s).is_on_host for s in reads)):
@@ -329,7 +330,7 @@ class FakeCuda(Device):
                 self._do(stream, stream.num_put)
                 self._host_clock |= stream.clock
                 return func(*args, **kwargs)
-            if any(t.dtype in INDICES for t in changed):
+            if any(t.dtype in INDICES for t in targets):
                 self._do(stream, stream.num_put)
                 return func(*args, **kwargs)
             return self._launch(stream, func, args, kwargs, (reads, writes))
@@ -338,16 +339,16 @@ class FakeCuda(Device):
         name, (reads, writes) = func._schema.name.partition("::")[2], used
         draws = is_random(func, args, kwargs)
         # Random numbers are drawn at the launch, so what they are combined with must be there; so must indices.
-        is_indexed = any(isinstance(t, torch.Tensor) and t.dtype in INDICES[1:] for t in tree_leaves((args, kwargs)))
+        is_indexed = any(t.dtype in INDICES[1:] for t in tensors_in((args, kwargs)))
         if is_indexed or (draws and not writes):
             self._do(stream, stream.num_put)
         if writes:
             out = _returned(func, args, kwargs)
-            targets = _changed(func, args, kwargs) if draws else []
+            targets = changed(func, args, kwargs) if draws else []
             drawn = func(*tree_map(_copied, args), **tree_map(_copied, kwargs)) if draws else None
         else:
             out = func(*args, **kwargs)  # on what is there now; what it says of itself is right
-            results_now = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+            results_now = tensors_in(out)
             if {t.untyped_storage()._cdata for t in results_now} <= {s._cdata for s in reads}:
                 return out
             if not draws and any(t.dtype in INDICES for t in results_now) and name not in EMPTY:
@@ -356,7 +357,7 @@ class FakeCuda(Device):
                 out = func(*args, **kwargs)
             drawn, moved = tree_map(_copied, out) if draws else None, dict[int, torch.UntypedStorage]()
             out = tree_map(lambda t: self._own(t, stream, moved) if isinstance(t, torch.Tensor) else t, out)
-            targets = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+            targets = tensors_in(out)
             for t in targets:
                 if t.is_floating_point():
                     t.fill_(torch.nan)
@@ -370,9 +371,7 @@ class FakeCuda(Device):
         def work() -> None:
             with _disable_current_modes(), torch.no_grad():
                 computed = drawn if draws else func(*held_args, **held_kwargs)
-                for t, new in zip(
-                    results, (t for t in tree_leaves(computed) if isinstance(t, torch.Tensor)), strict=False
-                ):
+                for t, new in zip(results, tensors_in(computed), strict=False):
                     t.copy_(new)  # type: ignore[attr-defined]
 
         self._put(stream, work)
@@ -395,18 +394,8 @@ def _copied(value: object) -> object:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _written_arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
-    """Arguments that an operation writes to: what is declared, and what is given."""
-    return ((a, value) for a, value in arguments(func, args, kwargs) if a.alias_info and a.alias_info.is_write)
-
-
-def _changed(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    given = [value for _, value in _written_arguments(func, args, kwargs)]
-    return [t for t in tree_leaves(given) if isinstance(t, torch.Tensor)]
-
-
 def _returned(func: Any, args: Any, kwargs: Any) -> Any:
     """What an operation that writes to its arguments returns: some of them."""
-    by_alias = {tuple(a.alias_info.before_set): value for a, value in _written_arguments(func, args, kwargs)}
+    by_alias = {tuple(a.alias_info.before_set): value for a, value in written_arguments(func, args, kwargs)}
     returned = [by_alias.get(tuple(r.alias_info.before_set)) for r in func._schema.returns if r.alias_info]
     return returned[0] if len(returned) == 1 else tuple(returned) or None
