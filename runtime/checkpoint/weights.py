@@ -173,14 +173,13 @@ def checkpoint_weights(model: nn.Module, folder: str | os.PathLike[str], *, seed
     def weights(unit: ModelUnit) -> list[torch.Tensor]:
         adapters = {name: p for name, p in unit.parameters if is_adapted and SAVED_MODULE not in name}
         otherwise = "adapter {!r} has no rule of its own to begin with; train it from Python"
-        with _made(unit, adapters, seed, otherwise) as made:
-            _reset_adapters(model, made)
+        with _made(unit, adapters, seed, otherwise) as adapted:
+            _reset_adapters(model, adapted)
         for name, layer in coded:
             if not {id(p) for p in layer.coded}.isdisjoint(id(p) for _, p in unit.all_parameters):
                 layer.take(read(f"{name}.weight", layer.shape, layer.dtype))
-        return [
-            p.detach() if id(p) in made | of_coded else read(name, p.shape, p.dtype) for name, p in unit.all_parameters
-        ]
+        there = adapted | of_coded
+        return [p.detach() if id(p) in there else read(name, p.shape, p.dtype) for name, p in unit.all_parameters]
 
     return weights
 

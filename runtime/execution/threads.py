@@ -27,8 +27,6 @@ import torch
 
 from tierplan.hwmodels.names import HOST_ADAM, parse_stream
 
-_ENOUGH = nullcontext()
-
 
 @functools.cache
 def _openmp() -> ctypes.CDLL | None:
@@ -72,7 +70,7 @@ def let_helpers_go() -> None:
 def threads_here(num_threads: int) -> AbstractContextManager[None]:
     """So many threads for a while. One that has so many keeps its helpers: to start others takes some 50 us."""
     before = torch.get_num_threads()
-    return _ENOUGH if before == num_threads else _other_threads(num_threads, before)
+    return nullcontext() if before == num_threads else _other_threads(num_threads, before)
 
 
 @contextmanager

@@ -146,8 +146,12 @@ def _elementwise(compute: Alone, work: dict[str, float], source: str) -> Quantit
 def free_bytes(folders: Sequence[Path]) -> int:
     """For data that is dealt out equally to these folders, which need not be there yet; a drive may have several."""
     existing = [next(f for f in (folder, *folder.parents) if f.exists()) for folder in map(Path.absolute, folders)]
-    shares = Counter(folder.stat().st_dev for folder in existing)
-    return min((room_bytes(f) * len(existing) // shares[f.stat().st_dev] for f in existing), default=0)
+    shares = Counter(map(_drive_of, existing))
+    return min((room_bytes(f) * len(existing) // shares[_drive_of(f)] for f in existing), default=0)
+
+
+def _drive_of(folder: Path) -> int:
+    return folder.stat().st_dev
 
 
 def _latency_and_curve(rows: dict[float, list[float]], source: str) -> tuple[Quantity, Quantity]:

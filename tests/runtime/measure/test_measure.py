@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -221,8 +220,7 @@ def test_folders_of_one_drive_share_what_is_free_there(tmp_path: Path, monkeypat
         (tmp_path / name).mkdir()
     monkeypatch.setattr(report, "_drive_of", lambda folder: drives[folder.name])
     sizes = {1: 100, 2: 80}
-    usage = lambda folder: SimpleNamespace(free=sizes[drives[Path(folder).name]])  # noqa: E731
-    monkeypatch.setattr(report.shutil, "disk_usage", usage)
+    monkeypatch.setattr(report, "room_bytes", lambda folder: sizes[drives[folder.name]])
 
     def free(*names: str) -> int:
         return report.free_bytes([tmp_path / name for name in names])
