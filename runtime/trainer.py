@@ -221,9 +221,8 @@ class Trainer:
         let_helpers_go()
         wanted = self.num_steps_done + steps
         if self._durability is not None and steps:
-            carried, sums = self._executor.carried.values(), self._bodies.frozen_sums
             num_commits = -(-steps // (self.checkpoint_every or steps))
-            self._durability.check_room(carried, sums, num_commits=num_commits, num_ranks=self._num_ranks)
+            self._durability.check_room(self.placement, num_commits=num_commits, num_ranks=self._num_ranks)
         try:
             due = self.num_steps_done
             if self.reference_work is not None:
@@ -241,15 +240,11 @@ class Trainer:
                     self._is_stop_wanted = any(x for (x,) in self.ranks.share([self._is_stop_wanted], "steps"))
                 is_last = self._is_stop_wanted or self.num_steps_done == wanted
                 if self._durability is not None and (is_last or self.num_steps_done == due):
-                    ledger = self._executor.ledger
                     self._durability.begin_commit(
-                        self.num_steps_done,
-                        self._executor.carried,
-                        self._bodies,
+                        self.placement,
                         losses=self.result().losses,
                         rng=self._device.rng_state() if self.seed is None else (),
                         read_back=self.read_back or is_last,
-                        spare_bytes=ledger.capacity_bytes.get(HOST, 0) - ledger.peak_bytes.get(HOST, 0),
                     )
                 if is_last or (self._is_stop_wanted and self.ranks is None):
                     break
@@ -267,8 +262,8 @@ class Trainer:
 
     def save_copy(self, folder: str | os.PathLike[str]) -> None:
         """Writes the state after the steps so far into a folder of its own, for `start`. Nothing may run meanwhile."""
-        losses = self.result().losses
-        save_copy(folder, self._settings(), self.num_steps_done, self._executor.carried, self._bodies, losses)
+        losses = self.result().losses  # which says that nothing has been trained yet
+        save_copy(folder, self._settings(), self.placement, losses)
 
     def _settings(self) -> dict[str, Any]:
         """What the numbers of training depend on, as JSON values."""
@@ -369,7 +364,6 @@ class Trainer:
             self.nvme_dir,
             self.nvme_weights,
             durability=self._durability,
-            resumed=self._resumed,
             commits_beside_steps=self.checkpoint_every is not None,
         )
         if self._store is not None:
@@ -433,7 +427,7 @@ class Trainer:
         self.placement = Placement(self._executor, self._bodies, self.model, self._step.late_updates)
         self._is_set_up = True
         if self._origin is not None and self._resumed is not None:  # its bytes go into their tiers, or are found there
-            if rng := self._origin.place(self._executor.carried, self._bodies, self.placement.fill):
+            if rng := self._origin.place(self.placement):
                 self._device.set_rng_state(rng)
             self.placement.begin(self.weights, is_resumed=True)
             self._origin.check_frozen(self._bodies.frozen_sums)

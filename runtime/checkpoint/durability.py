@@ -8,14 +8,14 @@ from __future__ import annotations
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from tierplan.hwmodels.names import NVME
+from tierplan.hwmodels.names import HOST, NVME
 from tierplan.runtime.checkpoint.commits import (
     Commit,
     CommitError,
@@ -28,6 +28,7 @@ from tierplan.runtime.checkpoint.commits import (
 from tierplan.runtime.checkpoint.snapshot import Snapshot
 from tierplan.runtime.execution.instances import Instance
 from tierplan.runtime.execution.ops import Bodies
+from tierplan.runtime.execution.placement import Placement
 from tierplan.runtime.execution.threads import limit_this_thread
 from tierplan.runtime.execution.values import BufferValue, content_of, states_of, value_of
 from tierplan.runtime.memory import files
@@ -37,9 +38,6 @@ from tierplan.runtime.ranks.collectives import own_part, shard_part
 from tierplan.runtime.ranks.group import Ranks
 from tierplan.sim.contents import Frozen, Gradients, Params, States
 from tierplan.sim.schedule import Schedule
-
-Fill = Callable[[Instance, torch.Tensor], None]
-"""Gives an instance these bytes, in its tier."""
 
 
 class Durability:
@@ -78,40 +76,33 @@ class Durability:
         self._begun: Future[None] | None = None
         """A commit that is being made."""
 
-    def check_room(
-        self, carried: Iterable[Instance], frozen: Container[str], *, num_commits: int, num_ranks: int
-    ) -> None:
+    def check_room(self, placement: Placement, *, num_commits: int, num_ranks: int) -> None:
         """Raises `StoreError` unless the folder has room for what commits write: all that steps carry on in memory, of
         each rank. The commit before stays until the next one counts."""
-        buffers = [x.buffer for x in carried if x.buffer.content not in frozen]
+        frozen = placement.bodies.frozen_sums
+        buffers = [x.buffer for x in placement.executor.carried.values() if x.buffer.content not in frozen]
         one_file = PAGE_BYTES + sum(padded(b.size_bytes) for b in buffers if b.tier != NVME)
         num_files = 1 if self.last is not None or num_commits == 1 else 2
         files.check_room(self.folder, num_ranks * num_files * one_file, "the commits need", "or give another folder")
 
     def begin_commit(
-        self,
-        num_steps: int,
-        carried: Mapping[str, Instance],
-        bodies: Bodies,
-        *,
-        losses: tuple[float, ...],
-        rng: tuple[torch.Tensor, ...],
-        read_back: bool,
-        spare_bytes: int,
+        self, placement: Placement, *, losses: tuple[float, ...], rng: tuple[torch.Tensor, ...], read_back: bool
     ) -> None:
-        """Takes note of the state after so many steps, while nothing runs and when the commit before is done. Makes
-        that the state to resume from beside the steps that follow.
+        """Takes note of the state, while nothing runs and when the commit before is done. Makes that the state to
+        resume from beside the steps that follow; what changes meanwhile is copied where host memory has room.
 
-        With `read_back`, what lies on the NVMe tier is read and compared before it counts. `spare_bytes` is the room in
-        host memory for copies of what changes meanwhile.
+        With `read_back`, what lies on the NVMe tier is read and compared before it counts.
         """
         self.end_commit()
+        bodies, num_steps, carried = placement.bodies, placement.executor.num_steps_done, placement.executor.carried
         if self._has_failed:
             raise CommitError(f"a commit in {self.folder} has failed; resume from the last one that did not")
         if self.last is not None and self.last.num_steps == num_steps:
             return  # its files stand under this number
         self._has_failed = True
         contents, blocks, places = _held(_by_last_use(carried, bodies.schedule), bodies)
+        ledger = placement.executor.ledger
+        spare_bytes = ledger.capacity_bytes.get(HOST, 0) - ledger.peak_bytes.get(HOST, 0)
         spare_bytes -= sum(x.buffer.size_bytes for x in carried.values() if value_of(x).gradients is not None)
         self._copies.capacity_bytes = spare_bytes = max(spare_bytes, 0)
         snapshot = Snapshot(blocks, spare_bytes, self._copies)
@@ -180,12 +171,12 @@ class Durability:
                 store.verify(extent)
         return _stored(self._seal, store)
 
-    def place(self, carried: Mapping[str, Instance], bodies: Bodies, fill: Fill) -> tuple[torch.Tensor, ...]:
+    def place(self, placement: Placement) -> tuple[torch.Tensor, ...]:
         """Gives the initial buffers of a schedule the last commit's bytes; the states of PyTorch's generators, if any.
 
         What was and is to be on the NVMe tier stays where it lies.
         """
-        commit, store = self.last, bodies.places.store
+        commit, bodies, store = self.last, placement.bodies, placement.bodies.places.store
         assert commit is not None
         self._check_seal(commit, bodies)
         taken: dict[str, Extent] = {}
@@ -198,7 +189,7 @@ class Durability:
                     )
                 taken[content] = Extent(where.offset_bytes, where.size_bytes)
                 store.allocate_at(taken[content], where.xxh3)
-        for instance in carried.values():
+        for instance in placement.executor.carried.values():
             content, size_bytes = instance.buffer.content, instance.buffer.size_bytes
             committed = commit.contents.get(content)
             states = content_of(instance)
@@ -207,7 +198,7 @@ class Durability:
             is_cut_otherwise = bool(self._log.parts) and isinstance(states, Params | States | Gradients)
             if is_cut_otherwise or (committed is None and isinstance(states, States)):
                 if committed is None or not committed.is_absent:
-                    fill(instance, self._cut_otherwise(instance, bodies))
+                    placement.fill(instance, self._cut_otherwise(instance, bodies))
                     continue
             elif committed is None or committed.size_bytes != size_bytes:
                 raise CommitError(f"the last commit has no {content!r} of {size_bytes:,} bytes; plan again")
@@ -218,7 +209,7 @@ class Durability:
                     bodies.places.drives.verify(taken[content])
                 instance.value = BufferValue(taken[content])
             else:
-                fill(instance, self._committed(content, bodies))
+                placement.fill(instance, self._committed(content, bodies))
         bodies.places.committed = {*taken.values(), *([self._seal] if self._seal else [])}
         return tuple(torch.frombuffer(bytearray.fromhex(s), dtype=torch.uint8) for s in commit.rng)
 
@@ -294,14 +285,10 @@ class Durability:
 
 
 def save_copy(
-    folder: str | os.PathLike[str],
-    settings: Mapping[str, Any],
-    num_steps: int,
-    carried: Mapping[str, Instance],
-    bodies: Bodies,
-    losses: tuple[float, ...],
+    folder: str | os.PathLike[str], settings: Mapping[str, Any], placement: Placement, losses: tuple[float, ...]
 ) -> None:
-    """Makes a folder that holds all of the state after so many steps, and nothing elsewhere. Nothing runs meanwhile."""
+    """Makes a folder that holds all of the state, and nothing elsewhere. Nothing runs meanwhile."""
+    bodies, num_steps, carried = placement.bodies, placement.executor.num_steps_done, placement.executor.carried
     bodies.places.check_whole()
     log, run_id = CommitLog(folder), os.urandom(8).hex()
     lock = log.lock()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,8 +18,6 @@ from xxhash import xxh3_64_hexdigest
 
 from tierplan.hwmodels.names import NVME
 from tierplan.runtime.autograd.units import ModelUnit
-from tierplan.runtime.checkpoint.commits import Commit
-from tierplan.runtime.checkpoint.durability import Durability
 from tierplan.runtime.execution.executor import Executor
 from tierplan.runtime.execution.instances import Instance
 from tierplan.runtime.execution.ops import Bodies
@@ -29,6 +28,9 @@ from tierplan.runtime.memory.store import Extent, Store, measure_weights
 from tierplan.runtime.ranks.collectives import joined, own_part
 from tierplan.sim.contents import Content, Frozen, Gradients, Params
 from tierplan.sim.schedule import Schedule
+
+if TYPE_CHECKING:
+    from tierplan.runtime.checkpoint.durability import Durability
 
 Weights = Callable[[ModelUnit], Sequence[torch.Tensor]]
 """A unit's parameters, in the order of `ModelUnit.all_parameters`."""
@@ -60,7 +62,6 @@ def open_store(
     weights: Sequence[float],
     *,
     durability: Durability | None,
-    resumed: Commit | None,
     commits_beside_steps: bool,
 ) -> Store | None:
     """The files of the NVMe tier, with room for what the schedule and its commits need; None if it has no such tier."""
@@ -69,7 +70,7 @@ def open_store(
         return None
     if nvme_dir is None:
         raise TrainingError("the schedule uses the NVMe tier; name a folder for it (nvme_dir)")
-    folders = paths_of(nvme_dir)
+    folders, resumed = paths_of(nvme_dir), durability.last if durability is not None else None
     pattern = resumed.stripes if resumed is not None else ()
     weights = weights or (measure_weights(folders) if len(folders) > 1 and not pattern else ())
     store = Store(folders, weights=weights, pattern=pattern, run_id=durability.run_id if durability is not None else "")
