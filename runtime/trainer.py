@@ -5,8 +5,6 @@
 
 `train` places parameters and optimizer states where the schedule says, executes its steps, and puts the trained
 parameters back into the model. The numbers are those of `tierplan.runtime.reference.train_plainly`, bit for bit.
-
-    TrainingError(ValueError)   schedule, model and settings do not fit together
 """
 
 from __future__ import annotations
