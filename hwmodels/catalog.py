@@ -32,16 +32,23 @@ def load_machine(name_or_path: str, overrides: Sequence[str] = ()) -> Machine:
 
 def load_description(name_or_path: str, overrides: Sequence[str] = ()) -> Description:
     """As `load_machine`, but the description: every number with its source."""
-    name = str(name_or_path)
-    path: Path | Traversable = Path(name)
+    name, path = str(name_or_path), description_path(name_or_path)
+    where = path.name if name in catalog_names() else str(path)
+    return with_part_values(override(parse_description(read_utf8(path), where=where), overrides))
+
+
+def description_path(name_or_path: str) -> Path | Traversable:
+    """The file of a catalog name, of `here`, or at a path. Raises `MachineError` where there is none."""
+    name, names = str(name_or_path), catalog_names()
+    path = Path(name)
     if name == HERE:
         path = here_path()
         if not path.exists():
             raise MachineError(
                 f"this machine has not been measured ({path} does not exist); run: tierplan machine measure"
             )
-    elif name in (names := catalog_names()):
-        path = _catalog("machines") / f"{name}.toml"
+    elif name in names:
+        return _catalog("machines") / f"{name}.toml"
     elif not path.is_file() and name.endswith(".toml"):
         raise MachineError(f"no machine file {name!r}")
     elif not path.is_file():
@@ -51,8 +58,7 @@ def load_description(name_or_path: str, overrides: Sequence[str] = ()) -> Descri
             f"no machine {name!r}; {hint}the catalog has {', '.join(names)}; "
             "or give a .toml file, or 'here' once measured"
         )
-    where = path.name if name in catalog_names() else str(path)
-    return with_part_values(override(parse_description(read_utf8(path), where=where), overrides))
+    return path
 
 
 def with_part_values(description: Description) -> Description:

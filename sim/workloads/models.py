@@ -68,12 +68,9 @@ def named_models() -> dict[str, dict[str, Any]]:
 def read_config(model: str | Path, training: Training) -> tuple[str, dict[str, object]]:
     """Name and config of a model: a `config.json`, a folder that holds one, a known name, or one of the hub, that its
     cache has or that is known."""
-    path, asked, named = Path(model), str(model), named_models()
-    cached = None if path.exists() or asked in named else _cached(asked)
-    if not (path.exists() or cached):
-        asked = next((name for name, entry in named.items() if _hub_name(entry) == asked), asked)
-    if not (path.exists() or cached) and asked in named:
-        entry = named[asked]
+    path, file, named = Path(model), config_path(model), named_models()
+    if file is None:
+        asked, entry = next((name, e) for name, e in named.items() if str(model) in (name, _hub_name(e)))
         config = {key: value for key, value in entry.items() if key not in ("source", "null")}
         config |= dict.fromkeys(entry.get("null", ()))
         kind = str(config["model_type"])
@@ -81,7 +78,6 @@ def read_config(model: str | Path, training: Training) -> tuple[str, dict[str, o
         if kind in POSITIONS and "source" not in entry:
             common[POSITIONS[kind]] = training.sequence_length
         return asked, {**common, **dict.fromkeys(NO_DROPOUT.get(kind, ()), 0.0), **config}
-    file = cached or (path / "config.json" if path.is_dir() else path)
     if not file.is_file():
         meant = f"did you mean {' or '.join(map(repr, close))}? " if (close := _similar(str(model), named)) else ""
         if file.suffix in (".json", ".toml") or path.is_absolute():
@@ -104,6 +100,16 @@ def read_config(model: str | Path, training: Training) -> tuple[str, dict[str, o
     name = file.resolve().parent.name if file.name == "config.json" else file.stem
     _check_shape(file if path.exists() else model, config)
     return (name or file.stem) if path.exists() else str(model), config
+
+
+def config_path(model: str | Path) -> Path | None:
+    """The file that a model's config is read from, there or not; None for a model that is known by name."""
+    path, asked, named = Path(model), str(model), named_models()
+    if path.exists():
+        return path / "config.json" if path.is_dir() else path
+    if asked in named:
+        return None
+    return _cached(asked) or (None if asked in map(_hub_name, named.values()) else path)
 
 
 def _similar(asked: str, names: Iterable[str]) -> list[str]:

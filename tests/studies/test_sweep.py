@@ -13,14 +13,22 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from tests.configs import config_of
+from tests.validation.calibration.test_known import calibration_of
 from tierplan.cli import command_parser, main
 from tierplan.commands.options.scenario import read_point
+from tierplan.hwmodels import load_description, load_machine
+from tierplan.hwmodels.catalog import here_path
+from tierplan.hwmodels.description import write_description
 from tierplan.studies.study import Point, Study, StudyError, load_study
 from tierplan.studies.sweep import asking, sweep
+from tierplan.validation.calibration.calibration import UnitFit
+from tierplan.validation.calibration.known import calibrations_dir
 
 STUDY = """
 name = "drives"
@@ -180,6 +188,60 @@ def test_what_another_version_has_answered_is_answered_anew(
     assert again == sweep(grid(3), cost, num_workers=1)
     assert "3 points of another version" in capsys.readouterr().err
     assert sweep(grid(3), before, out_dir=tmp_path, num_workers=1) == again
+
+
+@pytest.mark.parametrize("changed", ["machine", "here", "model", "cached", "auto", "newer", "file"])
+def test_what_was_answered_before_a_file_changed_is_answered_anew(
+    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of all points, those alone that name it: a machine, a model, or a calibration that may be taken."""
+    for name in ("XDG_CONFIG_HOME", "XDG_DATA_HOME", "HF_HUB_CACHE"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    hub = tmp_path / "HF_HUB_CACHE" / "models--some--model" / "snapshots" / "1"
+    for folder in (here_path().parent, calibrations_dir(), hub):
+        folder.mkdir(parents=True)
+    machine, calibrated = tmp_path / "mine.toml", load_machine("laptop")
+    for path in (machine, here_path()):
+        path.write_text(write_description(load_description("desktop-4090")))
+    for path in (tmp_path / "config.json", hub / "config.json"):
+        path.write_text(json.dumps(config_of("gpt2")))
+
+    def calibrate(path: Path, factor: float) -> None:
+        twice = UnitFit(forward=factor, backward=factor, recompute=factor, saved=(), spread=0.0)
+        calibration = calibration_of("gpt2", calibrated, units=dict.fromkeys(("embed", "block", "head"), twice))
+        versions = {name: version(name) for name in ("torch", "transformers")}
+        replace(calibration, versions=versions).save(path)
+
+    calibrate(calibrations_dir() / "a.json", 2.0)
+    calibrate(tmp_path / "mine.json", 2.0)
+    one = Point(model=str(tmp_path / "config.json"), machine="laptop", policy="in-memory", seq=32, dtype="fp32")
+    plain = replace(one, machine="desktop-4090")
+    points = {
+        "machine": replace(plain, machine=str(machine), overrides={"gpu.count": 1}),
+        "here": replace(plain, machine="here"),
+        "model": plain,
+        "cached": replace(plain, model="some/model"),
+        "auto": one,
+        "file": replace(one, calibration=str(tmp_path / "mine.json")),
+    }
+    before = sweep(points.values(), out_dir=tmp_path / "out", num_workers=1)
+    assert not [row["error"] for row in before if "error" in row]
+    match changed:
+        case "machine" | "here":
+            path = machine if changed == "machine" else here_path()
+            path.write_text(write_description(load_description("desktop-4090", ["gpu.part=rtx-3090"])))
+        case "model" | "cached":
+            path = (tmp_path if changed == "model" else hub) / "config.json"
+            path.write_text(json.dumps({**config_of("gpt2"), "n_layer": 8}))
+        case "auto" | "newer":
+            calibrate(calibrations_dir() / ("a.json" if changed == "auto" else "b.json"), 3.0)
+        case "file":
+            calibrate(tmp_path / "mine.json", 3.0)
+    after = sweep(points.values(), out_dir=tmp_path / "out", num_workers=1, progress=True)
+    assert after == sweep(points.values(), num_workers=1)
+    others = {name for name, old, new in zip(points, before, after, strict=True) if old != new}
+    assert others == {"model": {*points} - {"cached"}, "newer": {"auto"}}.get(changed, {changed})
+    assert f"{len(others)} points of another version" in capsys.readouterr().err
 
 
 def test_a_foreign_file_is_refused(tmp_path: Path) -> None:

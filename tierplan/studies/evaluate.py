@@ -11,11 +11,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.resources.abc import Traversable
 from math import inf
+from pathlib import Path
 from typing import Any
 
 from tierplan.hwmodels import load_machine
-from tierplan.hwmodels.machine import OWN_DEVICES, Machine
+from tierplan.hwmodels.catalog import description_path
+from tierplan.hwmodels.machine import OWN_DEVICES, Machine, MachineError
 from tierplan.planner.infeasible import InfeasiblePlan, short_bytes_of_all
 from tierplan.planner.lowering import Lowering
 from tierplan.planner.milp.amounts import problem
@@ -29,11 +32,11 @@ from tierplan.planner.results import PlanResult
 from tierplan.planner.search.batches import divisors, plan_sequences
 from tierplan.planner.search.lesser import Known, lesser_of_catalog
 from tierplan.sim.analysis.steady import steady_state
-from tierplan.sim.workloads.models import read_config
+from tierplan.sim.workloads.models import config_path, read_config
 from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.studies.defaults import default_backend, default_precision, load_or_trace, workload_or_traced
 from tierplan.studies.study import OF_TRAINING, Point
-from tierplan.validation.calibration.known import CalibratedPlace, calibration_config, place_for
+from tierplan.validation.calibration.known import CalibratedPlace, calibration_config, eligible_paths, place_for
 
 LEFT_OUT = ("policy", "model", "machine", "options", "semantics", "shortage", "limits", "interval_s", "basis")
 """Of a prediction's record: columns of the point, and what is no figure."""
@@ -79,6 +82,16 @@ def place_of(point: Point) -> CalibratedPlace:
         which=point.calibration,
         unchanged=load_machine(point.machine, ["gpu.count=1"]) if point.settings or described.num_devices > 1 else None,
     )
+
+
+def files_of(model: str, machine: str, calibration: str) -> list[Path | Traversable]:
+    """Those that answers of points with these depend on: of the machine, the model, calibrations that may be taken."""
+    config = config_path(model)
+    files: list[Path | Traversable] = [] if config is None else [config]
+    with suppress(MachineError):  # which is the answer then
+        files.append(description_path(machine))
+        files += eligible_paths(load_machine(machine, ["gpu.count=1"]), calibration)
+    return files
 
 
 def calibration_workload(point: Point, machine: Machine) -> Workload:

@@ -88,7 +88,8 @@ class Point:
 
     @property
     def key(self) -> str:
-        """The same for the same point, in any study and any process, as long as tierplan's version is the same."""
+        """The same for the same question, in any study and any process, as long as tierplan's version is the same;
+        whatever the files say that it names."""
         record = json.dumps([__version__, asdict(self)], sort_keys=True, default=str)
         return hashlib.sha256(record.encode()).hexdigest()[:16]
 

@@ -2,7 +2,7 @@
 
 Results are lines of JSON in `results.jsonl`, appended and flushed one by one. So an interrupted run continues
 where it stopped. `table.csv` holds the same results as a table, in the order of the grid. What another version of
-tierplan has answered is answered anew.
+tierplan has answered is answered anew, and so is what was answered before a machine, a model or a calibration changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import tierplan
 from tierplan.sim.compiled.compiler import is_kept
 from tierplan.sim.compiled.rules import execute
 from tierplan.sim.trace import write_atomically
-from tierplan.studies.evaluate import best_plan, evaluate_point
+from tierplan.studies.evaluate import best_plan, evaluate_point, files_of
 from tierplan.studies.study import Point
 
 Row = dict[str, Any]
@@ -45,13 +45,25 @@ Asking = Callable[[Sequence[Point], Evaluate], list[Callable[[], Row]]]
 
 @functools.cache
 def code_version() -> str:
-    """Of everything that answers depend on: the code and the catalog of this package."""
+    """Of the code and the catalog of this package."""
     root, found = Path(tierplan.__file__).parent, hashlib.blake2b(digest_size=8)
     for folder, _, names in sorted(os.walk(root, followlinks=True)):
         for name in sorted(names):
             if name.endswith((".py", ".toml", ".json")):
                 found.update((Path(folder) / name).read_bytes())
     return found.hexdigest()
+
+
+def versions_of(points: Mapping[str, Point]) -> dict[str, str]:
+    """Of everything that the answer depends on beside the question, the code and what files say now."""
+
+    @functools.cache
+    def version(*names: str) -> str:
+        contents = [path.read_bytes() if path.is_file() else b"" for path in files_of(*names)]
+        record = [code_version(), *(hashlib.sha256(content).hexdigest() for content in contents)]
+        return hashlib.blake2b(json.dumps(record).encode(), digest_size=8).hexdigest()
+
+    return {key: version(p.model, p.machine, p.calibration) for key, p in points.items()}
 
 
 def sweep(
@@ -72,19 +84,20 @@ def sweep(
         plan, lower, simulate. What it raises as `ValueError` or `RuntimeError` becomes the row's `error`.
     out_dir
         Where results are kept (`results.jsonl`, `table.csv`). Points that it already holds are not evaluated again,
-        unless another version of tierplan has evaluated them.
+        unless another version of tierplan has evaluated them, or files have changed that they depend on.
     executor
         Runs the points: threads, processes, a `dask.distributed` client's `get_executor()`. It is not shut down.
         By default a pool of `num_workers` processes, one per core.
     """
     points = list(points)
-    results_file = _ResultsFile(Path(out_dir)) if out_dir is not None else None
+    keys = [p.key for p in points]
+    asked = dict(zip(keys, points, strict=True))
+    results_file = _ResultsFile(Path(out_dir), versions_of(asked)) if out_dir is not None else None
     rows: dict[str, Row] = dict(results_file.rows) if results_file else {}
-    missing = {p.key: p for p in points if p.key not in rows}
+    missing = {key: point for key, point in asked.items() if key not in rows}
     if results_file and progress and (num_old := len(results_file.old & missing.keys())):
-        tqdm.write(
-            f"{results_file.path}: {num_old} points of another version of tierplan are computed anew", sys.stderr
-        )
+        since = "of another version of tierplan, or of files that have changed,"
+        tqdm.write(f"{results_file.path}: {num_old} points {since} are computed anew", sys.stderr)
     with ExitStack() as stack:
         if results_file:
             stack.enter_context(results_file.file)
@@ -96,7 +109,7 @@ def sweep(
             if results_file:
                 results_file.add(key, row)
             bar.update()
-    ordered = [rows[p.key] for p in points]
+    ordered = [rows[key] for key in keys]
     if out_dir is not None:
         write_table(ordered, Path(out_dir) / "table.csv")
     return ordered
@@ -225,11 +238,12 @@ def _end_with_parent() -> None:
 class _ResultsFile:
     """The results of a folder, read when it is opened and appended to line by line."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, versions: Mapping[str, str]) -> None:
         self.path = folder / "results.jsonl"
         self.rows: dict[str, Row] = {}
         self.old: set[str] = set()
-        """Points that another version has evaluated."""
+        """Points that were evaluated with another version of what they depend on."""
+        self.versions = versions
         folder.mkdir(parents=True, exist_ok=True)
         said = self.path.read_bytes() if self.path.exists() else b""
         whole = said[: said.rfind(b"\n") + 1]  # the last line may have been cut off by an interruption
@@ -241,7 +255,7 @@ class _ResultsFile:
                 raise ValueError(
                     f"{self.path} has a line that is no result: {line[:60]!r}; remove it, or use another folder"
                 ) from None
-            if record.get("version") == code_version():
+            if record.get("version") == versions.get(key, ""):
                 self.rows[key] = row
             else:
                 self.old.add(key)
@@ -249,7 +263,7 @@ class _ResultsFile:
         self.file.truncate(len(whole))
 
     def add(self, key: str, row: Row) -> None:
-        record = {"key": key, "version": code_version(), "row": row}
+        record = {"key": key, "version": self.versions[key], "row": row}
         self.file.write(json.dumps(record, separators=(",", ":")) + "\n")
         self.file.flush()
 

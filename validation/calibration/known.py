@@ -43,6 +43,19 @@ def calibrations_dir() -> Path:
     return Path(os.environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "tierplan" / "calibrations"
 
 
+def own_paths() -> list[Path]:
+    """Those that there are, the newest last."""
+    return sorted(calibrations_dir().glob("*.json"), key=lambda path: path.stat().st_mtime)
+
+
+def eligible_paths(machine: Machine, which: str = AUTO) -> list[Path]:
+    """Files that `place_for` may take for this machine as it is before `--set`, the newest last."""
+    if which != AUTO:
+        return [] if which == NONE else [Path(which)]
+    fingerprint = machine_sha256(machine).encode()
+    return [path for path in own_paths() if fingerprint in path.read_bytes()]
+
+
 def own_path(calibration: Calibration) -> Path:
     """Its place in that folder: the next one of the same model, settings and machine replaces it."""
     t = calibration.training
@@ -88,7 +101,7 @@ def place_for(
             raise CalibrationError(f"{which} does not suit: {why}; run tierplan calibrate, or give --calibration none")
         return _placed(calibration, described, base, workload())
     passed_over, suiting = "", []
-    for path in sorted(calibrations_dir().glob("*.json"), key=lambda p: p.stat().st_mtime):
+    for path in own_paths():
         try:
             calibration = Calibration.load(path)
             why = _why_not(calibration, base, training, described.num_devices)
