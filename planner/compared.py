@@ -8,7 +8,7 @@ from functools import partial
 
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.planner.plan import Plan, UnitwisePlan, plain_semantics
-from tierplan.planner.plan_rules import PlanError
+from tierplan.planner.plan_rules import PlanError, undivided
 from tierplan.planner.policies import ESTIMATES, NEED_SEVERAL_DEVICES, POLICIES, SHARED
 from tierplan.planner.results import PolicyResult
 from tierplan.planner.search.candidates import PlanSimulator
@@ -103,6 +103,9 @@ class Compared:
         )
         if isinstance(plan := self.decided(name, nearly=not is_best), str):
             return replace(of_work, reason=plan)
+        sequences = of_work.micro_batch * of_work.accumulation
+        if self.batches == "shared" and sequences % plan.num_batches:
+            return replace(of_work, reason=undivided(sequences, plan.num_batches))
         if not is_best and self.batches is not None and (plan.num_batches == 1) != (self.batches == "shared"):
             return of_work  # other work than was asked for; another search has it
         found = (self.simulate_plan.in_full if is_best else self.simulate_plan)(plan)

@@ -37,6 +37,15 @@ class PlanError(ValueError):
     """A plan that contradicts itself, its workload or its machine."""
 
 
+def undivided(sequences: int, num: int) -> str:
+    """Why devices that have micro-batches of their own do not train a step of so many sequences in all."""
+    others = " or ".join(str(n * num) for n in (sequences // num, sequences // num + 1) if n)
+    return (
+        f"{sequences} sequence{'s' * (sequences > 1)} cannot be divided among {num} GPUs that have micro-batches of "
+        f"their own; ask for {others}, or for another number of GPUs (--devices)"
+    )
+
+
 def refuse_frozen(whose: str, workload: Workload) -> None:
     """For plans that move all parameters alike."""
     if any(unit.num_frozen for unit in workload.units):

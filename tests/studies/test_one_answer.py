@@ -17,13 +17,14 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.plan import UnitwisePlan
 from tierplan.planner.planning import plan
+from tierplan.planner.prediction import predict
 from tierplan.planner.results import PlanResult
 from tierplan.planner.search.batches import Division, plan_sequences
 from tierplan.sim.workloads.workload import Workload
 from tierplan.studies import evaluate
 from tierplan.studies.advise import QUICKER_FRAC, advise
 from tierplan.studies.answer import answer_lines, answer_record, placements
-from tierplan.studies.evaluate import BestPlan, best_plan, evaluate_point, machine_of, predict_point
+from tierplan.studies.evaluate import BestPlan, best_plan, evaluate_point, machine_of, predict_point, workload_at
 from tierplan.studies.purchases import purchases
 from tierplan.studies.study import Point
 
@@ -148,6 +149,32 @@ def test_on_two_gpus_no_policy_is_quicker_in_any_division(tmp_path: Path, monkey
         assert (name, result.same_work_s(policy)) == (name, alone.step_s)
         if alone.step_s is not None and policy.same_numbers:
             assert (name, alone.step_s) >= (name, result.step_s)
+
+
+@pytest.mark.parametrize(("sequences", "others"), [(1, "2"), (3, "2 or 4")])
+def test_what_gpus_cannot_divide_is_refused_by_name_and_not_trained_twice(
+    sequences: int, others: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On 2 GPUs in-memory was shown in steps of 2 for one sequence, and thus looked quicker than the best plan."""
+    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 2_000)
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "n_layer": 2}))
+    overrides = {"gpu.count": 2}
+    point = Point(model=str(tmp_path), machine="desktop-4090", overrides=overrides, sequences=sequences, seq=128)
+    refused = (
+        f"{sequences} sequence{'s' * (sequences > 1)} cannot be divided among 2 GPUs that have micro-batches of their "
+        f"own; ask for {others}, or for another number of GPUs (--devices)"
+    )
+    result, num_refused = best_plan(point).result, 0
+    assert result.prediction.tokens == sequences * 128
+    for name, policy in result.policies.items():
+        alone = predict_point(replace(point, policy=name))
+        assert (name, result.same_work_s(policy)) == (name, alone.step_s)
+        assert not alone.fits or alone.tokens == policy.num_sequences * 128 == sequences * 128, name
+        with_each = predict(name, workload_at(replace(point, accumulation=1), machine_of(point)), machine_of(point))
+        if with_each.plan is not None and with_each.plan.num_batches == 2:
+            assert (alone.why_not, policy.reason) == (refused, refused)
+            num_refused += 1
+    assert num_refused > 10
 
 
 def test_the_card_that_is_in_the_machine_changes_nothing() -> None:

@@ -116,6 +116,37 @@ def test_a_machine_without_drives_can_be_chosen(tmp_path: Path) -> None:
     assert with_one["price_usd"] - without["price_usd"] > 0
 
 
+def test_methods_are_shown_for_the_same_sequences_or_not_at_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two GPUs with micro-batches of their own trained 2 sequences where 1 was asked for."""
+    small_grid(tmp_path)
+    methods = ["in-memory", "megatron-tp"]
+    asked = [
+        "--model",
+        str(tmp_path),
+        "--gpu",
+        "rtx-4090",
+        "--gpus",
+        "2",
+        "--dram",
+        "64",
+        "--drives",
+        "1",
+        "--seq",
+        "64",
+    ]
+    asked += ["--sequences", "1", "--method", *methods, "--workers", "1"]
+    assert main(["page", "-o", str(tmp_path / "p.html"), *asked]) == 0
+    capsys.readouterr()
+    for method, row in zip(methods, embedded(tmp_path / "p.html")["rows"], strict=True):
+        status = main([*shlex.split(row["command"])[1:], "--json"])
+        told = json.loads(capsys.readouterr().out)
+        told = told.get(method, told)
+        assert (status == 0, told["step_s"]) == (row["fits"], row.get("step_s"))
+        assert told["tokens"] == 64 if row["fits"] else "1 sequence cannot be divided among 2 GPUs" in row["why"]
+
+
 @pytest.mark.parametrize(
     ("choices", "message"),
     [

@@ -25,7 +25,7 @@ from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import Bound
 from tierplan.planner.milp.totals import bound_of_totals
 from tierplan.planner.plan import UnitwisePlan, plain_semantics
-from tierplan.planner.plan_rules import PLANNER
+from tierplan.planner.plan_rules import PLANNER, undivided
 from tierplan.planner.planning import plan
 from tierplan.planner.prediction import Prediction, predict, predicted
 from tierplan.planner.results import PlanResult
@@ -279,7 +279,8 @@ def _bounded(point: Point) -> tuple[float, Bound]:
 def predict_point(point: Point) -> Prediction:
     """What the point's policy, or the planner, reaches. That something does not fit is an answer.
 
-    A policy is asked with the division into micro-batches that suits it best. Raises what reading the model or the
+    A policy is asked with the division into micro-batches that suits it best; where devices have micro-batches of their
+    own and cannot divide the sequences among them, that is the answer. Raises what reading the model or the
     machine raises, and `PlanError` for an unknown policy or option.
     """
     if point.policy == PLANNER:
@@ -298,8 +299,17 @@ def predict_point(point: Point) -> Prediction:
     if not point.sequences:
         return at(point.batch, point.accumulation)
     one_by_one, of_each = at(1, point.sequences), point.sequences
-    if (plan := one_by_one.plan) and plan.num_batches > 1 and point.sequences % plan.num_batches == 0:
-        of_each = point.sequences // plan.num_batches  # devices that have micro-batches of their own
+    if (plan := one_by_one.plan) and (num := plan.num_batches) > 1:
+        of_each, rest = divmod(point.sequences, num)
+        if rest:
+            return Prediction(
+                policy=point.policy,
+                model=one_by_one.model,
+                machine=machine.name,
+                hardware=machine,
+                plan=None,
+                why_not=undivided(point.sequences, num),
+            )
         one_by_one = at(1, of_each)
     found = [one_by_one]
     for batch in reversed(divisors(of_each)[1:]):

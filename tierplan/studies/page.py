@@ -236,12 +236,14 @@ def _text(key: str, value: object) -> str:
 
 def _command(point: Point, row: Row) -> str:
     """What says the same in a terminal."""
-    words = ["tierplan", "plan"] if point.policy == PLANNER else ["tierplan", "simulate", "--policy", point.policy]
-    words += ["--model", point.model, "--machine", point.machine]
+    asked = ["--model", point.model, "--machine", point.machine]
     if point.policy == PLANNER:
-        words += ["--sequences", str(point.sequences)]
+        words = ["plan", *asked, "--sequences", str(point.sequences)]
         words += [] if point.planner_s is None else ["--time-limit", f"{point.planner_s:g}"]
     elif row.get("micro_batch"):
-        words += ["--batch", str(row["micro_batch"]), "--accumulation", str(row["accumulation"])]
-    words += ["--seq", str(point.seq)]
+        words = ["simulate", "--policy", point.policy, *asked, "--batch", str(row["micro_batch"])]
+        words += ["--accumulation", str(row["accumulation"])]
+    else:
+        words = ["compare-policies", "--policies", point.policy, *asked, "--sequences", str(point.sequences)]
+    words = ["tierplan", *words, "--seq", str(point.seq)]
     return shlex.join([*words, *(word for setting in point.settings for word in ("--set", setting))])
