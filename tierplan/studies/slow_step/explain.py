@@ -241,8 +241,8 @@ def explain_run(point: Point, configured: Configured, measured: MeasuredStep) ->
 def _asked(point: Point, setup: Setup) -> Point:
     """The point with what the setup trains."""
     t = setup.training
-    trained: dict[str, Any] = {name: getattr(t, its) for name, its in OF_TRAINING.items() if name != "autocast"}
-    return replace(point, **trained | {"dtype": t.autocast or t.dtype})  # with an fp32 copy, which is executed
+    trained: dict[str, Any] = {name: getattr(t, its) for name, its in OF_TRAINING.items()}
+    return replace(point, **trained | {"dtype": t.autocast or t.dtype, "autocast": ""})  # with an fp32 copy, executed
 
 
 def _is_rough(machine: Machine) -> bool:

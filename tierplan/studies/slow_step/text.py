@@ -102,7 +102,9 @@ def _best(e: Explanation) -> str:
         if e.expected_s is None
         else f", {digits(e.expected_s / e.best.step_s)} times as fast as this setup should be"
     )
-    cast = f", the model in {cast} with an fp32 copy" if (cast := e.setup.training.autocast) else ""
+    t = e.setup.training
+    how = "without autocast" if t.lora else f"the model in {t.autocast} with an fp32 copy"
+    cast = f", {how}" if t.autocast else ""
     return (
         f"What this machine could do: {format_s(e.best.step_s)} for the same sequences{than} (micro-batch "
         f"{e.best.micro_batch} x {e.best.accumulation}{cast}, by `tierplan plan`)."
