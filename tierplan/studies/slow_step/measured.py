@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,6 +63,8 @@ def read_log(path: str, accumulation: int, step_s: float | None = None) -> Measu
     return MeasuredStep(step_s=whole_s, phases=phases)
 
 
+DAMAGED = (ValueError, KeyError, TypeError, AttributeError, RecursionError, EOFError, gzip.BadGzipFile, zlib.error)
+"""What reading a file raises that is no trace."""
 TIMERS = (("forward", "fwd"), ("backward", "bwd"), ("step", "step"))
 
 
@@ -72,11 +75,16 @@ def read_kineto(path: str, step_s: float | None = None) -> MeasuredStep:
         with opened(path, "rt", encoding="utf-8") as file:
             record = json.load(file)
         events = [
-            {**e, "ts": float(e["ts"]), "dur": float(e["dur"]), "args": e.get("args") or {}}
+            {
+                **e,
+                "ts": float(e["ts"]),
+                "dur": float(e["dur"]),
+                "bytes": float((e.get("args") or {}).get("bytes") or 0),
+            }
             for e in record["traceEvents"]
             if e.get("ph") == "X" and "dur" in e
         ]
-    except (ValueError, KeyError, TypeError, AttributeError, EOFError, gzip.BadGzipFile) as error:
+    except DAMAGED as error:
         raise MeasuredStepError(f"{path} is no trace of torch.profiler, as export_chrome_trace writes it") from error
     steps = sorted({(e["ts"], e["ts"] + e["dur"]) for e in events if _is_step(e)})
     steps = steps[1:] if len(steps) > 2 else steps
@@ -95,9 +103,8 @@ def read_kineto(path: str, step_s: float | None = None) -> MeasuredStep:
         if kind := _kind(e):
             by_kind.setdefault(kind, []).append((e["ts"], e["ts"] + e["dur"]))
             if kind in ("h2d", "d2h"):
-                size = float(e["args"].get("bytes", 0))
-                copied_bytes += size
-                pageable_bytes += size if "Pageable" in e["name"] else 0.0
+                copied_bytes += e["bytes"]
+                pageable_bytes += e["bytes"] if "Pageable" in e["name"] else 0.0
     busy_s = {kind: _union(spans) / len(steps) / 1e6 for kind, spans in by_kind.items()}
     whole_s = step_s or (window[1] - window[0]) / len(steps) / 1e6
     return MeasuredStep(

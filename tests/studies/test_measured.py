@@ -1,0 +1,97 @@
+"""Steps that others measured, as `explain-run` reads them: DeepSpeed's logs, and traces of PyTorch's profiler."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tierplan.studies.slow_step.measured import MeasuredStepError, read_kineto, read_log
+
+
+def event(cat: str, name: str, ts: float, dur: float, **args: object) -> dict[str, object]:
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": args}
+
+
+def trace_of(events: list[dict[str, object]], folder: Path) -> str:
+    with gzip.open(path := folder / "trace.json.gz", "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    return str(path)
+
+
+def test_micro_batches_of_a_log_are_summed_and_the_first_step_is_left_out(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    lines = [f"[Rank 0] time (ms) | fwd_microstep: {f} | bwd_microstep: 20 | step_microstep: {s}"
+             for f, s in ((500, 0), (500, 900), (10, 0), (12, 30), (10, 0), (12, 30))]  # fmt: skip
+    log.write_text("\n".join(lines))
+    found = read_log(str(log), 2)
+    assert found.step_s == pytest.approx(0.092)
+    assert found.phases is not None
+    assert found.phases.forward_s == pytest.approx(0.022)
+    log.write_text("loss 3.2\n")
+    with pytest.raises(MeasuredStepError, match="wall_clock_breakdown"):
+        read_log(str(log), 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("time (ms) | fwd_microstep: 5 | bwd_microstep: 20 | step_microstep: 1", "1 of the 2 micro-batches of a step"),
+        ("time (ms) | fwd: 0.00 | bwd: 0.00 | step: 0.00", "steps of 0 ms"),
+    ],
+)
+def test_a_log_without_one_step_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(text)
+    with pytest.raises(MeasuredStepError, match=message):
+        read_log(str(tmp_path / "log"), 2)
+
+
+def test_a_trace_is_read_with_overlaps_counted_once(tmp_path: Path) -> None:
+    events = [event("user_annotation", f"ProfilerStep#{k}", k * 1e6, 1e6) for k in range(2)]
+    events += [
+        event("kernel", "gemm", 1e5, 2e5),
+        event("kernel", "norm", 2e5, 2e5),
+        event("kernel", "ncclReduce", 0, 9e5),
+    ]
+    events += [event("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", 1e6, 4e5, bytes=300),
+               event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 1e6, 1e5, bytes=100),
+               event("user_annotation", "Optimizer.step#AdamW.step", 1.5e6, 5e5)]  # fmt: skip
+    found = read_kineto(trace_of(events, tmp_path))
+    assert found.step_s == pytest.approx(1.0)
+    assert found.busy_s == pytest.approx({"compute": 0.15, "p2p": 0.45, "d2h": 0.2, "h2d": 0.05, "update": 0.25})
+    assert found.pageable_frac == 0.75
+
+
+@pytest.mark.parametrize("events", [[1], [{"ph": "X", "dur": 1}], [{"ph": "X", "dur": "long", "ts": 0}], None])
+def test_what_is_no_trace_is_refused(events: object, tmp_path: Path) -> None:
+    for content in (events, {"traceEvents": events}):
+        (tmp_path / "x.json").write_text(json.dumps(content))
+        with pytest.raises(MeasuredStepError, match="no trace"):
+            read_kineto(str(tmp_path / "x.json"))
+
+
+def test_a_damaged_trace_is_refused_wherever_the_damage_is(tmp_path: Path) -> None:
+    events = [event("user_annotation", "ProfilerStep#1", 0, 1e6), event("kernel", "gemm", 0, 1e5)]
+    path = Path(trace_of(events * 50, tmp_path))
+    found, whole = read_kineto(str(path)), path.read_bytes()
+    for k in range(len(whole)):
+        path.write_bytes(whole[:k] + bytes([whole[k] ^ 0xFF]) + whole[k + 1 :])
+        with suppress(MeasuredStepError):
+            assert read_kineto(str(path)) == found
+
+
+@pytest.mark.parametrize(("args", "pageable_frac"), [({"bytes": None}, 0.0), (None, 0.0), ({"bytes": 3}, 1.0)])
+def test_a_copy_may_say_nothing_of_its_size(args: object, pageable_frac: float, tmp_path: Path) -> None:
+    copy = {**event("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", 0, 4e5), "args": args}
+    found = read_kineto(trace_of([event("user_annotation", "ProfilerStep#1", 0, 1e6), copy], tmp_path))
+    assert (found.busy_s["d2h"], found.pageable_frac) == (pytest.approx(0.4), pageable_frac)
+
+
+@pytest.mark.parametrize("args", [[1], {"bytes": "many"}, {"bytes": [1]}])
+def test_a_copy_of_no_size_is_refused(args: object, tmp_path: Path) -> None:
+    copy = {**event("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", 0, 4e5), "args": args}
+    with pytest.raises(MeasuredStepError, match="no trace"):
+        read_kineto(trace_of([event("user_annotation", "ProfilerStep#1", 0, 1e6), copy], tmp_path))
