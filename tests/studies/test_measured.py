@@ -73,6 +73,32 @@ def test_what_is_no_trace_is_refused(events: object, tmp_path: Path) -> None:
             read_kineto(str(tmp_path / "x.json"))
 
 
+def test_a_trace_without_marks_is_of_one_step_or_refused(tmp_path: Path) -> None:
+    """Seconds of four steps were booked to one. The host's part of a step counts, too: Adam, after the last copy."""
+
+    def steps(num: int, *, marks: bool = False) -> list[dict[str, object]]:
+        return [
+            made
+            for at in (1e9 + 4e5 * k for k in range(num))
+            for made in (
+                *([event("user_annotation", f"ProfilerStep#{at}", at, 4e5)] if marks else []),
+                event("kernel", "gemm", at, 1e5),
+                event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", at + 1e5, 2e4, bytes=300),
+                event("cpu_op", "Optimizer.step#CPUAdam.step", at + 1.2e5, 2.7e5),
+            )
+        ]
+
+    one = read_kineto(trace_of(steps(1), tmp_path), 0.4)
+    assert one.busy_s["compute"] == pytest.approx(0.1)
+    marked = read_kineto(trace_of(steps(4, marks=True), tmp_path))
+    assert marked.busy_s["compute"] == pytest.approx(0.1)
+    for num, times in ((2, "2.0"), (4, "4.0")):
+        with pytest.raises(
+            MeasuredStepError, match=rf"marks no steps and .* {times} times --step-s.*profiler\.step\(\)"
+        ):
+            read_kineto(trace_of(steps(num), tmp_path), 0.4)
+
+
 def test_a_damaged_trace_is_refused_wherever_the_damage_is(tmp_path: Path) -> None:
     events = [event("user_annotation", "ProfilerStep#1", 0, 1e6), event("kernel", "gemm", 0, 1e5)]
     path = Path(trace_of(events * 50, tmp_path))

@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 from tierplan.sim.analysis.phases import Phases
+from tierplan.sim.output.text import format_s
 
 
 class MeasuredStepError(ValueError):
@@ -63,13 +64,18 @@ def read_log(path: str, accumulation: int, step_s: float | None = None) -> Measu
     return MeasuredStep(step_s=whole_s, phases=phases)
 
 
+MOST_OF_ONE = 1.5
+"""Times as long as a step that a trace of one may last: the profiler slows the host."""
 DAMAGED = (ValueError, KeyError, TypeError, AttributeError, RecursionError, EOFError, gzip.BadGzipFile, zlib.error)
 """What reading a file raises that is no trace."""
 TIMERS = (("forward", "fwd"), ("backward", "bwd"), ("step", "step"))
 
 
 def read_kineto(path: str, step_s: float | None = None) -> MeasuredStep:
-    """The mean step of a trace of `torch.profiler`, as `export_chrome_trace` writes it, perhaps gzipped."""
+    """The mean step of a trace of `torch.profiler`, as `export_chrome_trace` writes it, perhaps gzipped.
+
+    Where it marks no steps it is of one, which takes `step_s`; refused where it lasts much longer.
+    """
     try:
         opened = gzip.open if path.endswith(".gz") else open
         with opened(path, "rt", encoding="utf-8") as file:
@@ -93,8 +99,14 @@ def read_kineto(path: str, step_s: float | None = None) -> MeasuredStep:
         lacks = "events of a GPU" if not device else "steps (call profiler.step(), or give --step-s)"
         raise MeasuredStepError(f"{path} has no {lacks}; record a few steps with ProfilerActivity.CUDA")
     if not steps:
+        lasts_s = _length([*device, *(e for e in events if e.get("cat") in ("cpu_op", "user_annotation"))]) / 1e6
+        if step_s and lasts_s > MOST_OF_ONE * step_s:
+            raise MeasuredStepError(
+                f"{path} marks no steps and lasts {format_s(lasts_s)}, {lasts_s / step_s:.1f} times --step-s: it is of "
+                "several steps, or of one that was slower; call profiler.step() after each, or record one alone"
+            )
         begin = min(e["ts"] for e in device)
-        steps = [(begin, max(e["ts"] + e["dur"] for e in device))]
+        steps = [(begin, begin + _length(device))]
     window = (steps[0][0], steps[-1][1])
     inside = [e for e in events if window[0] <= e["ts"] < window[1]]
     by_kind: dict[str, list[tuple[float, float]]] = {}
@@ -110,6 +122,12 @@ def read_kineto(path: str, step_s: float | None = None) -> MeasuredStep:
     return MeasuredStep(
         step_s=whole_s, busy_s=busy_s, pageable_frac=pageable_bytes / copied_bytes if copied_bytes else 0.0
     )
+
+
+def _length(events: Iterable[Mapping[str, Any]]) -> float:
+    """From the begin of the first to the end of the last."""
+    begins, ends = zip(*((e["ts"], e["ts"] + e["dur"]) for e in events), strict=True)
+    return float(max(ends) - min(begins))
 
 
 def _is_step(event: Mapping[str, Any]) -> bool:
