@@ -207,14 +207,17 @@ def _in_their_best(
 ) -> dict[str, Callable[[], PolicyResult]]:
     """Each published system in the division that suits it best, of those that were searched, for whoever asks."""
 
-    def rank(of: tuple[Search, PolicyResult]) -> tuple[bool, float]:
-        return of[1].num_sequences != sequences, of[1].per_sequence_s
+    def rank(of: tuple[Search, PolicyResult]) -> float:
+        return of[1].per_sequence_s
 
     def result(name: str) -> PolicyResult:
         others = [(s, s.compared[name](is_best=False)) for s in searches]
         if running := [of for of in others if of[1].step_s is not None]:
             return min(running, key=rank)[0].compared[name]()
         own = compared[name]()
+        if own.step_s is not None and own.num_sequences != sequences:
+            alone = f"in this time it was tried in steps of {own.num_sequences} sequences alone"
+            own = replace(own, step_s=None, reason=f"{alone}; give more (--time-limit)")
         elsewhere = (s.compared[name]() for s, r in others if r.lacks_memory and not own.lacks_memory)
         return next(elsewhere, own)  # what memory it lacks says more than that it has no plan for this division
 

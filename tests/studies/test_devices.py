@@ -163,7 +163,7 @@ def test_devices_are_of_those_that_the_machine_has(
 
 def test_the_comparison_has_eighty_columns(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["compare-policies", "--policies", "ddp", "megatron-pp", "--model", model, "--machine", "desktop-4090"]
-    assert main([*asked, *CPU, "--devices", "3", "--sequences", "4", "--seq", "64"]) == 0
+    assert main([*asked, *CPU, "--devices", "3", "--batch", "4", "--seq", "64"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any("2 more are assumed" in line for line in lines)
     assert max(map(len, lines)) <= 80

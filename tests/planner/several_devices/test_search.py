@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from itertools import product
 from math import inf
@@ -86,6 +87,20 @@ def test_each_system_of_several_devices_has_a_time_for_the_same_work_or_a_reason
     assert {p.num_sequences for p in policies.values() if p.step_s is not None} == {4}
     assert {"ddp", "megatron-pp"} & {name for name, p in policies.items() if p.step_s is None}
     assert {"zero-infinity", "roundpipe"} <= {name for name, p in policies.items() if p.step_s is not None}
+
+
+def test_no_system_is_shown_with_other_work_where_there_was_time_for_few_divisions() -> None:
+    """36 sequences in micro-batches of 4 or of 6, as are tried first, are not divided among 4 GPUs."""
+    point = Point(model="gpt2", machine="desktop-4090", seq=64, overrides={"gpu.count": 4, "link.p2p": "9 GB/s"})
+    machine = machine_of(point)
+
+    def make(batch: int, accumulation: int) -> Workload:
+        return workload_at(replace(point, batch=batch, accumulation=accumulation), machine)
+
+    found = plan_sequences(make, machine, sequences=36, time_limit_s=0.1)
+    policies = found.result.policies
+    assert {p.num_sequences for p in policies.values() if p.step_s is not None} == {36}
+    assert re.fullmatch(r"in this time it was tried in steps of 144 .*--time-limit\)", policies["in-memory"].reason)
 
 
 def in_shards(capacity: str = "8 GiB", num: int = 2) -> tuple[Workload, Machine]:
