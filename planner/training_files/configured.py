@@ -55,7 +55,7 @@ def mixed_precision(base: Training, mixed: str, *, shards: bool) -> tuple[Traini
         return replace(base, dtype=mixed, master_weights=True), ()  # type: ignore[arg-type]
     if base.lora:
         adapters = f"{mixed} is autocast of fp32 adapters on a frozen model, which is not said and taken as {mixed}"
-        said, cast = (f"{adapters}, in {base.base}: simulated without it", "") if base.base else (adapters, mixed)
+        said, cast = (f"{adapters}, in {base.base}: simulated without autocast", "") if base.base else (adapters, mixed)
         return replace(base, dtype=mixed, autocast=cast, master_weights=True), (said,)  # type: ignore[arg-type]
     said = f"{mixed} is autocast of a model in fp32: parameters and gradients take 4 bytes each"
     return replace(base, dtype="fp32", autocast=mixed), (said,)  # type: ignore[arg-type]

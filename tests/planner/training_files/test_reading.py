@@ -296,7 +296,7 @@ def test_what_precision_is_taken_for_is_named(tmp_path: Path, frame: dict[str, o
     assert any("fp32 adapters on a frozen model, which is not said and taken as bf16" in n for n in adapted.notes)
     coded = read_training_file(written(tmp_path, frame | on), replace(BASE, lora="r=8", base="nf4"))
     assert (coded.training.dtype, coded.training.autocast) == ("bf16", "")
-    assert any("in nf4: simulated without it" in note for note in coded.notes)
+    assert any("in nf4: simulated without autocast" in note for note in coded.notes)
     plain = read_training_file(written(tmp_path, frame), replace(BASE, master_weights=False))
     assert (plain.training.dtype, plain.training.master_weights) == ("bf16", False)
     assert any("taken as bf16, without an fp32 copy" in note for note in plain.notes)
