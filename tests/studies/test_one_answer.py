@@ -18,6 +18,7 @@ from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.plan import UnitwisePlan
 from tierplan.planner.planning import plan
 from tierplan.planner.prediction import predict
+from tierplan.planner.questions.endurance import SECONDS_PER_YEAR
 from tierplan.planner.results import PlanResult
 from tierplan.planner.search.batches import Division, plan_sequences
 from tierplan.sim.workloads.workload import Workload
@@ -261,6 +262,7 @@ def test_a_look_at_fewer_gpus_is_a_plan_for_them(monkeypatch: pytest.MonkeyPatch
     searched = best_plan(replace(point, devices=2)).result.prediction.tokens_per_s
     assert searched is not None
     known, looked = best.known, list[tuple[int, int]]()
+    in_turns = replace(best.result.plan, order="vertical")
 
     def noted(workload: Workload, *asked: Any, **settings: Any) -> PlanResult:
         training = workload.training
@@ -269,7 +271,11 @@ def test_a_look_at_fewer_gpus_is_a_plan_for_them(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(evaluate, "plan", noted)
     assert evaluate._look_at_fewer(replace(point, devices=2), best, 1.0) == found
-    assert looked == [(known.batch, 2 * known.accumulation), (2 * known.batch, known.accumulation)]
+    assert looked == [(2 * known.batch, known.accumulation)], "in horizontal order, more micro-batches only fetch more"
+    vertical = replace(best, result=replace(best.result, prediction=replace(best.result.prediction, plan=in_turns)))
+    looked.clear()
+    assert evaluate._look_at_fewer(replace(point, devices=2), vertical, 1.0) > 0
+    assert looked == [(2 * known.batch, known.accumulation), (known.batch, 2 * known.accumulation)]
     assert 0.5 * searched < found < 1.1 * searched
     assert evaluate._look_at_fewer(replace(point, devices=3), best, 1.0) == inf, (
         "8 sequences of 4 devices are none of 3"
@@ -293,3 +299,20 @@ def test_where_frozen_parameters_are_is_told() -> None:
     texts = [text for _, text in placements(shown)]  # type: ignore[arg-type]
     assert any(text.startswith("5 x params host, frozen nvme, states") for text in texts)
     assert sum("frozen" in text for text in texts) == 1, "what lies with the adapters is not told apart"
+
+
+def test_systems_are_asked_for_the_same_drive_lifetime_as_the_planner() -> None:
+    """A sweep said that they fit, beside drives that last four days of five years."""
+    point = Point(model="gpt-6.7b", machine="desktop-4090", policy="fuyou", batch=8, accumulation=1, planner_s=0.5)
+    free = predict_point(point)
+    assert free.fits
+    assert free.lifetime_s
+    life_years = free.lifetime_s / SECONDS_PER_YEAR
+    for years, lasts in ((0.99 * life_years, True), (1.01 * life_years, False)):
+        asked = replace(point, drive_lifetime_years=years)
+        found = predict_point(asked)
+        planned = plan(
+            workload_at(asked, machine := machine_of(asked)), machine, drive_lifetime_years=years, time_limit_s=0.5
+        )
+        assert found.fits == (planned.policies["fuyou"].step_s is not None) == lasts
+        assert lasts or f"of the {years:g} years" in found.why_not

@@ -28,10 +28,12 @@ from tierplan.planner.plan import UnitwisePlan, plain_semantics
 from tierplan.planner.plan_rules import PLANNER, undivided
 from tierplan.planner.planning import plan
 from tierplan.planner.prediction import Prediction, predict, predicted
+from tierplan.planner.questions.endurance import SECONDS_PER_YEAR, allowed_bytes_per_s
 from tierplan.planner.results import PlanResult
 from tierplan.planner.search.batches import divisors, plan_sequences
 from tierplan.planner.search.lesser import Known, lesser_of_catalog
 from tierplan.sim.analysis.steady import steady_state
+from tierplan.sim.output.text import format_s
 from tierplan.sim.workloads.models import config_path, read_config
 from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.studies.defaults import default_backend, default_precision, load_or_trace, workload_or_traced
@@ -294,7 +296,8 @@ def predict_point(point: Point) -> Prediction:
     options = {"semantics": point.semantics} if point.semantics else {}
 
     def at(batch: int, accumulation: int) -> Prediction:
-        return predict(point.policy, workload_in(place, point, batch, accumulation), machine, options)
+        found = predict(point.policy, workload_in(place, point, batch, accumulation), machine, options)
+        return found if (years := point.drive_lifetime_years) is None else _lasting(found, machine, years)
 
     if not point.sequences:
         return at(point.batch, point.accumulation)
@@ -317,6 +320,15 @@ def predict_point(point: Point) -> Prediction:
         if len(found) == 2 and not any(p.fits for p in found):
             break  # neither one sequence at a time nor all at once
     return max(found, key=lambda p: p.tokens_per_s or 0.0)
+
+
+def _lasting(prediction: Prediction, machine: Machine, years: float) -> Prediction:
+    """The prediction, unless drives wear out sooner: that is no answer then, as for the planner's own plans."""
+    most_per_s, life_s = allowed_bytes_per_s(machine, years), prediction.lifetime_s
+    if not prediction.fits or life_s is None or most_per_s == inf or life_s >= years * SECONDS_PER_YEAR:
+        return prediction
+    why = f"its drives last {format_s(life_s)} of the {years:g} years that were asked for"
+    return replace(prediction, steady=None, why_not=why)
 
 
 def evaluate_point(point: Point) -> dict[str, object]:
