@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from math import inf
 from typing import Literal
 
@@ -74,6 +74,9 @@ class PlanResult(Shown):
     def policies(self) -> Mapping[str, PolicyResult]:
         """What each policy would reach that was compared with."""
         return {name: result() for name, result in self.compared.items()}
+
+    def __getstate__(self) -> dict[str, object]:  # what says what policies reach holds all that was searched
+        return {**self.__dict__, "compared": {name: partial(replace, result) for name, result in self.policies.items()}}
 
     @property
     def plan(self) -> Plan:

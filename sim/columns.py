@@ -280,6 +280,10 @@ class ScheduleColumns:
             meta=labels.meta,
         )
 
+    def __reduce__(self) -> tuple[object, ...]:  # what makes names cannot be pickled, and names can
+        with collector_paused():
+            return columns_of, (self.schedule(),)
+
 
 def columns_of(schedule: Schedule) -> ScheduleColumns:
     """The columns of a schedule, which is taken to be valid (`schedule.validate`)."""

@@ -102,12 +102,8 @@ class OutOfMemory(SimulationError):
             remedy = f"{this} schedule completes with {self.needed_bytes:,} bytes there or more"
         return f"{self.what}; held by {held or 'nothing'}. {remedy}; or choose a plan that keeps less there"
 
-    def __reduce__(self) -> tuple[object, ...]:  # what makes the names of columns cannot be pickled
-        return _restore, (self.columns.schedule(), self.stuck)
-
-
-def _restore(schedule: Schedule, where: Stuck) -> OutOfMemory:
-    return OutOfMemory(columns_of(schedule), where)
+    def __reduce__(self) -> tuple[object, ...]:  # without what was derived
+        return OutOfMemory, (self.columns, self.stuck)
 
 
 def completes(schedule: Schedule) -> bool:

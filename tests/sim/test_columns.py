@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import re
 from dataclasses import fields, replace
@@ -47,7 +48,9 @@ def test_reordered_columns_are_those_of_the_reordered_schedule(schedule: Schedul
     order = list(range(len(schedule.ops)))
     random.Random(seed).shuffle(order)
     expected = replace(schedule, ops=tuple(schedule.ops[i] for i in order))
-    assert columns_of(schedule).reordered(np.array(order, np.int32)).schedule() == expected
+    columns = columns_of(schedule).reordered(np.array(order, np.int32))
+    assert columns.schedule() == expected
+    assert pickle.loads(pickle.dumps(columns)).schedule() == expected, "names go along"
 
 
 @settings(max_examples=200, deadline=None)
