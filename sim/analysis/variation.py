@@ -69,8 +69,10 @@ def vary(
     Factors are log-normal with mean 1, since times scatter to the long side and are never negative.
 
     Raises `ValueError` when nothing varies, a spread is not a number of 0 or more, or names no stream or limit of the
-    machine; when `num_steps` is 2 or below 1.
+    machine; when `num_steps` is 2 or below 1, or `num_samples` below 1.
     """
+    if num_samples < 1:
+        raise ValueError(f"num_samples is {num_samples}; give 1 or more")
     if num_steps < 1 or num_steps == 2:
         raise ValueError(f"num_steps is {num_steps}; give 1, or 3 or more: the first and the last do not count")
     rates = measured_spreads(machine) if rates is None else dict(rates)
@@ -103,7 +105,7 @@ def vary(
         # Demand per second stays the same: a faster draw stands for faster hardware, so shared limits do not cap it.
         work_ns = np.rint(work_s * slower * 1e9).astype(np.int64)
         samples.append(step_s(prices._replace(work_ns=work_ns, limits=np.array(drawn_limits, np.float64))))
-    low, median, high = np.quantile(samples, (INTERVAL[0], 0.5, INTERVAL[1])) if samples else (math.nan,) * 3
+    low, median, high = np.quantile(samples, (INTERVAL[0], 0.5, INTERVAL[1]))
     return Variation(
         nominal_s=step_s(prices),
         median_s=float(median),

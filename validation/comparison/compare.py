@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from math import ceil
+from math import ceil, inf
 from statistics import fmean
 
 import numpy as np
@@ -203,8 +203,13 @@ def compare(
     skipped_steps
         Numbers of more measured steps that are left out of every figure: the first after each pause of a run in turns.
 
-    Raises `ValueError` when a trace lacks ops of the schedule or has others: it is of another schedule.
+    Raises `ValueError` when a trace lacks ops of the schedule or has others: it is of another schedule. And for steps
+    that it has not, or a time that none takes.
     """
+    times_s = {"predicted_step_s": (predicted_step_s,), "interval_s": interval_s or ()}
+    for name, values in times_s.items():
+        if wrong := [s for s in values if s is not None and not 0 < s < inf]:
+            raise ValueError(f"{name} has {wrong[0]} s; give a finite number of seconds above 0")
     steps_p, steps_m = cut_predicted(predicted, warmup_steps), cut_steps(measured, warmup_steps, skipped_steps)
     for trace, steps in ((predicted, steps_p), (measured, steps_m)):
         _check_same_ops(schedule, trace, steps)

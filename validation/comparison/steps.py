@@ -80,8 +80,10 @@ def cut_steps(trace: Trace, warmup_steps: int = 2, skipped_steps: Collection[int
     """The steps of `trace`.
 
     The first `warmup_steps` are not steady, as long as one step remains. Nor are `skipped_steps`, such as the first
-    step after each pause of a run in turns. Raises `ValueError` for a trace without spans.
+    step after each pause of a run in turns. Raises `ValueError` for a trace without spans, or without such a step.
     """
+    if warmup_steps < 0:
+        raise ValueError(f"warmup_steps is {warmup_steps}; give 0 or more")
     if not trace.spans:
         raise ValueError(f"trace {trace.name!r} has no spans; there is nothing to compare")
     spans: dict[int, dict[str, Span]] = {}
@@ -89,6 +91,10 @@ def cut_steps(trace: Trace, warmup_steps: int = 2, skipped_steps: Collection[int
         op = split_step(span.key)
         spans.setdefault(op.step or 0, {})[op.key] = span
     order = sorted(spans)
+    if foreign := sorted({*skipped_steps} - {*order}):
+        raise ValueError(
+            f"skipped_steps has {foreign[0]}, but trace {trace.name!r} has steps {order[0]} to {order[-1]}; give others"
+        )
     windows_ns = {}
     # The trace of a resumed run begins at some step; its clock begins with it.
     before = 0

@@ -138,6 +138,7 @@ source = "mixes"
         ({"rates": {"s": -0.1}}, "the spread of 's' is -0.1"),
         ({"ops": {"s": float("nan")}}, "the spread of 's' is nan"),
         ({"ops": 0.1, "num_steps": 2}, "num_steps is 2; give 1, or 3 or more"),
+        ({"ops": 0.1, "num_samples": 0}, "num_samples is 0; give 1 or more"),
     ],
 )
 def test_what_makes_no_sense_is_refused(more: dict, message: str) -> None:

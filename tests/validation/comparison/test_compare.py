@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -72,6 +74,21 @@ def test_keys_without_a_step_are_one_step() -> None:
     one = toy_trace(SCHEDULE, 1)
     bare = replace(one, spans=tuple(s._replace(key=split_step(s.key).key) for s in one.spans))
     assert compare(SCHEDULE, bare, one).step_error_frac == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"warmup_steps": -1}, "warmup_steps is -1; give 0 or more"),
+        ({"skipped_steps": [77]}, r"skipped_steps has 77, but trace .* has steps 0 to 3; give others"),
+        ({"predicted_step_s": -1.0}, r"predicted_step_s has -1.0 s; give a finite number of seconds above 0"),
+        ({"interval_s": (1.0, math.inf)}, r"interval_s has inf s; give a finite number of seconds above 0"),
+    ],
+)
+def test_steps_and_times_that_there_are_not_are_refused(more: dict[str, Any], message: str) -> None:
+    trace = toy_trace(SCHEDULE, 4)
+    with pytest.raises(ValueError, match=message):
+        compare(SCHEDULE, trace, trace, **more)
 
 
 def test_parts_of_every_stream_add_up_to_the_step() -> None:
