@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -125,9 +126,25 @@ class Trace(Shown):
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
         """Reads what `save` wrote. Raises `TraceError` with the path and the reason."""
-        return load_record(
-            cls, path, format=FORMAT, version=VERSION, made_by="a trace as Trace.save writes it", error=TraceError
-        )
+        made_by = "a trace as Trace.save writes it"
+        trace = load_record(cls, path, format=FORMAT, version=VERSION, made_by=made_by, error=TraceError)
+        if wrong := trace._contradiction():
+            raise TraceError(f"{path} is not {made_by}: {wrong}")
+        return trace
+
+    def _contradiction(self) -> str:
+        """What no execution gives; empty where there is nothing of the kind."""
+        for span in self.spans:
+            if not 0 <= span.start_ns <= span.end_ns:
+                return f"op {span.key!r} begins at {span.start_ns:,} ns and ends at {span.end_ns:,} ns"
+        keys = [span.key for span in self.spans]
+        if len({*keys}) < len(keys):
+            return f"op {next(key for key, num in Counter(keys).items() if num > 1)!r} is there twice"
+        held = peaks(self.memory, {event.tier for event in self.memory})
+        for tier, peak_bytes in held.items():  # a run may go on when events are kept no more
+            if (told := self.peak_bytes.get(tier, 0)) < peak_bytes:
+                return f"peak_bytes of tier {tier!r} is {told:,}, but its rows of memory add up to {peak_bytes:,}"
+        return ""
 
     def rows(self) -> Iterator[dict[str, object]]:
         """The ops, in order of start."""

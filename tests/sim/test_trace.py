@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -72,6 +74,24 @@ def test_a_span_of_the_wrong_length_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text(json.dumps(record))
     with pytest.raises(TraceError, match="is not a trace"):
         Trace.load(tmp_path / "t.json")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"spans": (TRACE.spans[0]._replace(end_ns=-7),)}, "op 'o' begins at 7 ns and ends at -7 ns"),
+        ({"spans": (TRACE.spans[0]._replace(start_ns=-7),)}, "op 'o' begins at -7 ns and ends at 10 ns"),
+        ({"spans": TRACE.spans * 2}, "op 'o' is there twice"),
+        ({"peak_bytes": {"m": 6}}, "peak_bytes of tier 'm' is 6, but its rows of memory add up to 7"),
+        ({"peak_bytes": {}}, "peak_bytes of tier 'm' is 0, but its rows of memory add up to 7"),
+    ],
+)
+def test_what_no_execution_gives_is_refused(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+    replace(TRACE, **changed).save(tmp_path / "t.json")
+    with pytest.raises(TraceError, match=f"is not a trace as Trace.save writes it: {message}"):
+        Trace.load(tmp_path / "t.json")
+    replace(TRACE, peak_bytes={"m": 8}).save(tmp_path / "t.json")
+    Trace.load(tmp_path / "t.json")  # a run whose last steps were not traced
 
 
 def test_a_pipe_is_written_to_and_stays_one(tmp_path: Path) -> None:
