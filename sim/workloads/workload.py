@@ -375,8 +375,11 @@ class Workload(Shown):
 
     @property
     def num_active(self) -> int | None:
-        """Parameters that a token meets: of experts, those that it is sent to; None where nobody says how many."""
+        """Parameters that a token meets: of experts, those that it is sent to; None where nobody says how many, or
+        where parameters beside experts are frozen: which of them are experts' is not known."""
         counts = {self.config[name] for name in EXPERTS if name in self.config}
+        if counts and any(unit.num_frozen for unit in self.blocks):
+            return None
         experts = [shape for unit in self.units for shape in unit.shapes if len(shape) == 3 and shape[0] in counts]
         if not experts:
             return self.num_parameters

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.policies import POLICIES, decide
 from tierplan.planner.policies.options import OptionError
 from tierplan.planner.prediction import predict
-from tierplan.runtime.tracing.trace import trace_workload
+from tierplan.runtime.tracing.trace import trace_config, trace_workload
 from tierplan.sim.workloads.models import load_workload, read_config
 from tierplan.sim.workloads.workload import Training, Workload
 
@@ -137,6 +138,19 @@ def test_papers_count_the_experts_that_a_token_is_sent_to(name: str, published: 
     assert whole == pytest.approx(published, rel=0.02)
     found = predict("fsdp", workload, load_machine("server-8xh100"))
     assert found.tflops_8nd == pytest.approx(8 * active[1] * (found.tokens_per_s or 0.0) / 1e12)
+
+
+def test_experts_that_are_frozen_are_not_taken_for_ones_that_every_token_meets() -> None:
+    """Their shapes are not known, and all of them were counted."""
+    training, mixtral = Training(sequence_length=16), {**config_of("mixtral"), "num_experts_per_tok": 2}
+    whole = trace_config("mixtral", mixtral, training)
+    assert (whole.num_active or 0) < whole.num_parameters
+    frozen = trace_config("mixtral", mixtral, replace(training, lora="r=4,targets=q_proj+v_proj"))
+    assert frozen.num_active is None
+    words_frozen = trace_config("mixtral", mixtral, replace(training, freeze="model.embed_tokens*"))
+    assert words_frozen.num_active == whole.num_active
+    dense = trace_config("llama", config_of("llama"), replace(training, lora="r=4"))
+    assert dense.num_active == dense.num_parameters
 
 
 def test_papers_count_is_left_out_where_parameters_are_frozen(capsys: pytest.CaptureFixture[str]) -> None:
