@@ -24,9 +24,9 @@ PLAN_KEY = "tierplan-plan"
 
 
 def digest(thing: Workload | Machine | Schedule) -> str:
-    """SHA-256 of all that a workload, a machine or a schedule says; `meta` and descriptions are left out."""
+    """SHA-256 of all that a workload, a machine or a schedule says; what is only for people is left out."""
     record = msgspec.to_builtins(thing, enc_hook=lambda v: dict(v) if isinstance(v, Mapping) else str(v))
-    for name in ("meta", "description", "nameplate", "basis"):
+    for name in ("meta", "description", "nameplate", "basis", "computed_for"):
         record.pop(name, None)
     for unit in record.get("units", ()):
         del unit["num_kernels"], unit["num_elementwise"], unit["num_modules"]  # which follow from the model

@@ -30,7 +30,8 @@ def _of_sequences(workload: Workload, sequences: int, accumulation: int, parts: 
     """`workload` in micro-batches of so many sequences: so many times one of so many parts of what they were."""
     given = {"per_device_train_batch_size": sequences, "gradient_accumulation_steps": accumulation}
     units = tuple(_cut(unit, parts, times, sequences=sequences) for unit in workload.units)
-    return replace(workload, training=replace(workload.training, **given), units=units)  # type: ignore[arg-type]
+    training = replace(workload.training, **given)  # type: ignore[arg-type]
+    return replace(workload, training=training, computed_for=None, units=units)
 
 
 def cut_operators(workload: Workload, parts: int) -> Workload:

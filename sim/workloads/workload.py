@@ -7,7 +7,7 @@ norm, output projection and loss). The planner decides what happens to each amou
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from math import prod
 from typing import Annotated, Literal, get_args
 
@@ -38,6 +38,10 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Keys of a config that say how many experts a block has, whose matrices lie in one parameter."""
 CODED_SHARE = 16
 """A saved tensor with less than one value in so many of the unit's activations is not coded."""
+NOT_OF_AMOUNTS = (
+    "gradient_accumulation_steps", "master_weights", "optimizer", "max_grad_norm", "activation_format",
+)  # fmt: skip
+"""Settings of training that change nothing in what units compute, save and own."""
 DTYPE_BYTES: Mapping[str, int] = {dtype: FORMATS[dtype].bits // 8 for dtype in get_args(DType)}
 
 
@@ -353,8 +357,11 @@ class Workload(Shown):
     """Tensors made once per micro-batch and used by every block (masks, rotary tables): on the device throughout."""
     config: Mapping[str, object] = field(default_factory=dict)
     """The `config.json` it came from: what the runtime builds the model from."""
+    computed_for: Training | None = field(default=None, repr=False, compare=False)
+    """The settings that the amounts were computed for; None stands for `training`, and becomes it."""
 
     def __post_init__(self) -> None:
+        self._check_settings()
         if not self.units:
             raise WorkloadError(f"workload {self.name!r} has no units; a model needs at least one")
         if len({u.name for u in self.units}) < len(self.units):
@@ -364,6 +371,21 @@ class Workload(Shown):
             )
         if all(u.is_frozen or not u.num_parameters for u in self.units) and any(u.is_frozen for u in self.units):
             raise WorkloadError(f"all parameters of {self.name!r} are frozen; there is nothing to train")
+
+    def _check_settings(self) -> None:
+        """Whether the amounts are those of the settings: `replace` changes these alone."""
+        new, old = self.training, self.computed_for or self.training
+        object.__setattr__(self, "computed_for", old)
+        if new is old:
+            return
+        names = (f.name for f in fields(Training) if f.name not in NOT_OF_AMOUNTS)
+        if changed := [name for name in names if getattr(new, name) != getattr(old, name)]:
+            name = changed[0]
+            raise WorkloadError(
+                f"workload {self.name!r} was computed for {name} {getattr(old, name)!r}, but is given "
+                f"{getattr(new, name)!r} beside the same amounts; make it anew with these settings (load_workload, "
+                "trace_workload), or where its units were computed anew, say computed_for=None"
+            )
 
     @property
     def blocks(self) -> tuple[Unit, ...]:
@@ -412,6 +434,12 @@ class Workload(Shown):
     def first_trained(self) -> int:
         """The first unit with a backward: below it all is frozen, so nobody wants a gradient of what these make."""
         return next(u for u, unit in enumerate(self.units) if not unit.is_frozen)
+
+    def record(self) -> dict[str, object]:
+        """The workload as JSON values."""
+        record = asdict(self)
+        del record["computed_for"]  # which says settings twice
+        return record
 
     def rows(self) -> list[dict[str, object]]:
         """The units."""

@@ -67,7 +67,7 @@ def _show(args: argparse.Namespace) -> int:
     units = {u.name: u for u in workload.units}
     if args.unit and args.unit not in units:
         raise WorkloadError(f"there is no unit {args.unit!r} in {workload.name}; it has {', '.join(units)}")
-    tell(args, asdict(workload), unit_lines(units[args.unit]) if args.unit else table_lines(workload))
+    tell(args, workload.record(), unit_lines(units[args.unit]) if args.unit else table_lines(workload))
     return 0
 
 
@@ -94,7 +94,7 @@ def _deepspeed(args: argparse.Namespace) -> int:
         f"To simulate it: tierplan simulate --policy {deepspeed.policy}{options} --model {args.model} "
         f"{shlex.join(str(word) for word in words)} --machine X"
     )
-    record = {**asdict(deepspeed), "workload": asdict(workload)}
+    record = {**asdict(deepspeed), "workload": workload.record()}
     tell(args, record, [*lines, "", *table_lines(workload), "", simulate])
     return 0
 

@@ -45,7 +45,9 @@ def varied(rng: random.Random, accumulation: int) -> Workload:
         if rng.random() < 0.7:
             units[-1] = replace(units[-1], shares=units[0].name, num_parameters=rng.choice((1000, MB)))
     training = replace(chain.training, per_device_train_batch_size=4)
-    return replace(chain, units=tuple(units), training=training, shared_bytes=rng.choice((0, 0, 3 * MB)))
+    return replace(
+        chain, units=tuple(units), training=training, computed_for=None, shared_bytes=rng.choice((0, 0, 3 * MB))
+    )
 
 
 def _varied_unit(rng: random.Random, unit: Unit) -> Unit:

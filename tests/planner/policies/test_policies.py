@@ -41,7 +41,8 @@ def run(policy: str, workload: Workload, machine: Machine, **options: Any) -> tu
 
 
 def batches(size: int, **training: Any) -> Workload:
-    return replace(toy_workload(6), training=Training(per_device_train_batch_size=size, **training))
+    training = Training(per_device_train_batch_size=size, **training)
+    return replace(toy_workload(6), training=training, computed_for=None)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.configs import CLOSED, config_of
 from tierplan.sim.workloads.adapters import read_adapters
 from tierplan.sim.workloads.models import SUPPORTED, load_workload, named_models, read_config, workload_of
-from tierplan.sim.workloads.workload import NotCovered, Training, Unit, WorkloadError
+from tierplan.sim.workloads.workload import NOT_OF_AMOUNTS, NotCovered, Training, Unit, WorkloadError
 from tierplan.studies.defaults import load_or_trace
 
 BASE = Training(sequence_length=32)
@@ -298,3 +298,24 @@ def test_feedforward_layers_are_those_of_ia3() -> None:
     assert read_adapters("method=ia3,targets=up_proj,feedforward=up_proj").feedforward == ("up_proj",)
     with pytest.raises(ValueError, match="feedforward layers, which are those of method=ia3"):
         read_adapters("r=4,targets=up_proj,feedforward=up_proj")
+
+
+OTHER_SETTINGS: dict[str, object] = {
+    "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "sequence_length": 512, "dtype": "fp16",
+    "trained_dtype": "fp32", "autocast": "bf16", "master_weights": False, "optimizer": "adamw:states=8bit",
+    "attention": "plain", "max_grad_norm": 1.0, "padded": True, "loss_chunks": 4, "backend": "cpu",
+    "lora": "r=4", "freeze": "wte*", "base": "nf4", "activation_format": "fp8",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(Training)])
+def test_other_settings_beside_the_same_amounts_are_refused(name: str) -> None:
+    """Or their amounts are the same: then the model at these settings says so."""
+    training = Training(lora="r=8" if name in ("lora", "base") else "", dtype="fp32" if name == "autocast" else "bf16")
+    workload, other = load_workload("gpt2", training), replace(training, **{name: OTHER_SETTINGS[name]})  # type: ignore[arg-type]
+    if name in NOT_OF_AMOUNTS:
+        assert replace(workload, training=other) == load_workload("gpt2", other)
+        return
+    with pytest.raises(WorkloadError, match=f"'gpt2' was computed for {name} .*make it anew with these settings"):
+        replace(workload, training=other)
+    assert replace(workload, training=other, computed_for=None).training == other, "for whoever computed units, too"
