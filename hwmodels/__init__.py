@@ -5,6 +5,7 @@ shown        how things show themselves in a notebook
 machine      tiers, streams with rates, shared limits, and what an op costs: all that simulator and planner need
 units        amounts with units as people write them: "256 GiB", "6.5 GB/s"
 records      records in files, read strictly, with the place and the value in errors
+arguments    arguments of public functions, checked against their annotations
 description  a machine's keys and the parts it has, every number with its source; read and written as TOML
 build        turns a description into a machine
 scaling      machines like a given one, with more memory or other rates

@@ -22,7 +22,7 @@ HERE = "here"
 """Name of the machine that `tierplan machine measure` describes."""
 
 
-def load_machine(name_or_path: str, overrides: Sequence[str] = ()) -> Machine:
+def load_machine(name_or_path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Machine:
     """The machine of a catalog name, a TOML file, or `here` (measured), with `key=value` overrides.
 
     Raises `MachineError` for an unknown name, a bad file, or a wrong key or value.
@@ -30,7 +30,7 @@ def load_machine(name_or_path: str, overrides: Sequence[str] = ()) -> Machine:
     return build_machine(load_description(name_or_path, overrides))
 
 
-def load_description(name_or_path: str, overrides: Sequence[str] = ()) -> Description:
+def load_description(name_or_path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Description:
     """As `load_machine`, but the description: every number with its source."""
     name, path = str(name_or_path), description_path(name_or_path)
     where = path.name if name in catalog_names() else str(path)

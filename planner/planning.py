@@ -13,13 +13,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from math import inf
-from typing import Any
+from typing import Any, get_args
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.infeasible import InfeasiblePlan, lacking_in_all, short_bytes_of_all
 from tierplan.planner.loop import Search
 from tierplan.planner.plan import Plan, UnitwisePlan
 from tierplan.planner.plan_rules import Order, PlanError
+from tierplan.planner.policies import check_name
 from tierplan.planner.questions.endurance import allowed_bytes_per_s
 from tierplan.planner.results import PlanResult
 from tierplan.planner.search.budget import Budget
@@ -88,6 +89,8 @@ def plan(
     ------
     InfeasiblePlan
         When nothing fits, with what is missing; or when nothing that fits spares the drives.
+    PlanError
+        For a policy or an order that there is not.
     """
     write_limit = inf
     if drive_lifetime_years is not None:
@@ -102,6 +105,10 @@ def plan(
         "beat_s": beat_s,
     }
     orders = asked["orders"]
+    for name in asked["policies"] or ():
+        check_name(name)
+    if unknown := sorted({*(orders or ())} - {*get_args(Order)}):
+        raise PlanError(f"orders has {unknown[0]!r}; choose of {', '.join(get_args(Order))}")
     refuse_lacking(workload, machine)
     started, budget = time.perf_counter(), budget_of(time_limit_s, is_of_several=machine.num_devices > 1)
 

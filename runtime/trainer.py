@@ -14,11 +14,12 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import nn
 
+from tierplan.hwmodels.arguments import check_annotated
 from tierplan.hwmodels.names import COMPUTE, DEVICE, HOST
 from tierplan.runtime.autograd.chunked_loss import loss_in_chunks
 from tierplan.runtime.autograd.hooks import ModelHooks
@@ -130,6 +131,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         check_count("checkpoint_every", self.checkpoint_every, least=1)
+        check_annotated("Trainer", get_type_hints(Trainer), vars(self))
         self._rank, self._num_ranks = (self.ranks.rank, self.ranks.size) if self.ranks is not None else (0, 1)
         self._step = executable_step(self.schedule, self._rank, self._num_ranks)
         self._stages, self._sends = stages(self.schedule), ends_of_sends(self.schedule)

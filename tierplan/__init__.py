@@ -13,6 +13,7 @@ Names are imported when they are first used: torch is loaded only by what runs i
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
@@ -83,6 +84,10 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'tierplan' has no attribute {name!r}; it has {', '.join(sorted(_EXPORTS))}")
     module, attribute = _EXPORTS[name]
     value = getattr(importlib.import_module(f"tierplan.{module}"), attribute)
+    if inspect.isfunction(value):  # the package itself calls it as it is
+        from tierplan.hwmodels.arguments import checked
+
+        value = checked(value, f"tierplan.{name}")
     globals()[name] = value
     return value
 
