@@ -32,7 +32,7 @@ def load_machine(name_or_path: str | os.PathLike[str], overrides: Sequence[str] 
 
 def load_description(name_or_path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Description:
     """As `load_machine`, but the description: every number with its source."""
-    name, path = str(name_or_path), description_path(name_or_path)
+    name, path = str(name_or_path), description_path(str(name_or_path))
     where = path.name if name in catalog_names() else str(path)
     return with_part_values(override(parse_description(read_utf8(path), where=where), overrides))
 

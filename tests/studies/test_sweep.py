@@ -247,6 +247,12 @@ def test_what_was_answered_before_a_file_changed_is_answered_anew(
 def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "results.jsonl").write_text("hello\n")
     with pytest.raises(ValueError, match="a line that is no result: b'hello"):
+
+
+@pytest.mark.parametrize("line", ["hello", '{"key":"a","row":"x"}', '{"key":"a","row":null}', "null"])
+def test_a_foreign_file_is_refused(tmp_path: Path, line: str) -> None:
+    (tmp_path / "results.jsonl").write_text(line + "\n")
+    with pytest.raises(ValueError, match=f"a line that is no result: b'{line}"):
         sweep(grid(2), cost, out_dir=tmp_path, num_workers=1)
 
 

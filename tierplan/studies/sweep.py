@@ -250,7 +250,7 @@ class _ResultsFile:
         for line in whole.splitlines():
             try:
                 record = json.loads(line)
-                key, row = record["key"], record["row"]
+                key, row = record["key"], {**record["row"]}
             except (ValueError, KeyError, TypeError):
                 raise ValueError(
                     f"{self.path} has a line that is no result: {line[:60]!r}; remove it, or use another folder"
