@@ -55,6 +55,10 @@ def plan(
 ) -> PlanResult:
     """The best plan for one optimizer step of `workload` on `machine`.
 
+    Of several devices, one that was found for all of them: `tierplan plan` also asks whether fewer train as many tokens
+    per second, as `tierplan.studies.evaluate.best_plan` does; the result's `tried_fewer` says which it is. To ask here,
+    plan for `load_machine(name, ["gpu.count=1"])` as well.
+
     Parameters
     ----------
     semantics

@@ -69,6 +69,9 @@ class PlanResult(Shown):
     notes: tuple[str, ...] = field(default=())
     milp_gap: float | None = None
     """How far whole actions were above the bound of the program without integers; None where that was not solved."""
+    tried_fewer: bool = False
+    """Whether plans were looked for, too, that leave some of several devices idle: `tierplan plan` and
+    `tierplan.studies.evaluate.best_plan` do, `plan` does not."""
 
     @cached_property
     def policies(self) -> Mapping[str, PolicyResult]:
@@ -133,7 +136,9 @@ class PlanResult(Shown):
     def __repr__(self) -> str:
         """One line: the whole is what `tierplan plan` prints."""
         p = self.prediction
+        num = 1 if p.hardware is None else p.hardware.num_devices
+        gpus = f" (for all {num} GPUs; fewer were not tried)" if num > 1 and not self.tried_fewer else ""
         return (
-            f"<PlanResult {p.model} on {p.machine}: {self.step_s:.4g} s per step, {p.tokens_per_s:,.0f} tokens/s, "
-            f"gap {self.gap * 100:.1f} %, limited by {self.limited_by}>"
+            f"<PlanResult {p.model} on {p.machine}{gpus}: {self.step_s:.4g} s per step, "
+            f"{p.tokens_per_s:,.0f} tokens/s, gap {self.gap * 100:.1f} %, limited by {self.limited_by}>"
         )

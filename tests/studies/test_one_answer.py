@@ -201,6 +201,22 @@ def test_two_gpus_are_never_slower_than_one(tmp_path: Path, monkeypatch: pytest.
     assert num_idle == 2, "two are quicker wherever this looks, so nothing is shown"
 
 
+def test_the_python_function_says_where_the_command_has_more_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`plan` has one machine and plans for all of it; whoever asks it for one GPU has what the command gives."""
+    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 2_000)
+    overrides = {"gpu.count": 2, "link.p2p": "1 MB/s"}
+    point = Point(model="gpt2", machine="server-8xh100", seq=128, accumulation=2, overrides=overrides)
+    best = best_plan(point)
+    assert best.result.tried_fewer
+    assert "were not tried" not in repr(best.result)
+    one, of_all = (plan(best.workload, machine_of(replace(point, devices=n))) for n in (1, 2))
+    assert not of_all.tried_fewer
+    assert repr(of_all).split(":")[0].endswith("(for all 2 GPUs; fewer were not tried)")
+    assert "were not tried" not in repr(one)
+    per_s = [result.prediction.tokens_per_s or 0.0 for result in (of_all, one, best.result)]
+    assert per_s[0] < per_s[1] == pytest.approx(per_s[2])
+
+
 def test_three_gpus_are_never_slower_than_two(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two sequences go to two GPUs evenly, and to three not at all: one of these is left idle."""
     monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 2_000)

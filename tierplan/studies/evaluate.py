@@ -141,7 +141,10 @@ def best_plan(point: Point, *, known: Known | None = None, beat_s: float = inf, 
             with suppress(InfeasiblePlan):
                 return _leaving_idle(best_plan(one, beat_s=beat_s, **only), point, place)
         raise
-    return _or_on_fewer(best, point, place, known, beat_s, only) if may_idle else best
+    if not may_idle:
+        return best
+    best = _or_on_fewer(best, point, place, known, beat_s, only)
+    return replace(best, result=replace(best.result, tried_fewer=True))
 
 
 def _on_all(
@@ -207,7 +210,7 @@ def _leaving_idle(best: BestPlan, point: Point, place: CalibratedPlace, known: K
     most_per_s, bound = _bounded(point)
     bound_s = one.step_s * one.tokens_per_s / most_per_s  # type: ignore[operator]  # it fits
     changed: dict[str, Any] = {"lower_bound_s": bound_s, "bound_shares": bound.shares, "s_per_gb": bound.s_per_gb}
-    result = replace(best.result, prediction=replace(one, idle_why=why), **changed)
+    result = replace(best.result, prediction=replace(one, idle_why=why), tried_fewer=True, **changed)
     return BestPlan(workload=workload, machine=place.machine, result=result)
 
 
