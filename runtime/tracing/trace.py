@@ -33,7 +33,7 @@ from tierplan.runtime.reference import loss_of, without_cache
 from tierplan.runtime.tracing.backend import backend_rules, behind_autocast
 from tierplan.runtime.tracing.record import UnitRecorder
 from tierplan.sim.workloads.families.slices import with_sizes_of_one
-from tierplan.sim.workloads.models import check_length, read_config
+from tierplan.sim.workloads.models import check_settings, read_config
 from tierplan.sim.workloads.optimizers import in_flat_order
 from tierplan.sim.workloads.workload import Training, Unit, Workload, WorkloadError
 
@@ -55,7 +55,7 @@ def trace_config(
     at: Callable[[Training], Workload] | None = None,
 ) -> Workload:
     """The same for a config that is at hand; `at` gives the workload in other settings, where some are kept."""
-    check_length(name, raw, training)
+    check_settings(name, raw, training)
     shape = (training.per_device_train_batch_size, training.sequence_length)
     names = ("input_ids", "labels", *(["attention_mask"] if training.padded else []))
     batch = {key: placeholder(shape, torch.int64) for key in names}

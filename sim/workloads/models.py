@@ -185,7 +185,7 @@ def workload_of(name: str, raw: Mapping[str, object], training: Training) -> Wor
     if training.attention == "plain":
         raise NotCovered("plain attention is not covered by the closed forms; use flash, or tracing (--exact)")
     family.check(config, training)
-    check_length(name, raw, training)
+    check_settings(name, raw, training)
     batch, length = training.per_device_train_batch_size, training.sequence_length
     hidden = (batch, length, config.hidden)
     embed = measure_unit("embed", "embed", training, lambda t, ids: family.embed(t, config, ids), (batch, length))
@@ -212,8 +212,14 @@ def workload_of(name: str, raw: Mapping[str, object], training: Training) -> Wor
     return with_sizes_of_one(workload, lambda training: workload_of(name, raw, training))
 
 
-def check_length(name: str, raw: Mapping[str, object], training: Training) -> None:
-    """Refuses sequences that are longer than the positions that a model has, but for relative ones (T5)."""
+def check_settings(name: str, raw: Mapping[str, object], training: Training) -> None:
+    """Refuses sequences that are longer than the positions that a model has, but for relative ones (T5); and another
+    type for trained parameters where these are the model's own."""
+    if training.trained_dtype not in (None, training.dtype) and not training.lora:
+        raise WorkloadError(
+            f"trained_dtype is {training.trained_dtype!r}, but without adapters the parameters of the model are "
+            f"trained, which are in {training.dtype!r}; leave it out, or give adapters to train, such as lora r=16"
+        )
     positions = raw.get(
         "n_positions", raw.get("max_position_embeddings", DEFAULT_POSITIONS.get(str(raw["model_type"])))
     )

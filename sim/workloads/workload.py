@@ -109,6 +109,11 @@ class Training:
                 f"autocast is {self.autocast!r}, which casts weights in fp32 for each product, but the model is in "
                 f"{self.base or self.dtype!r}; give dtype fp32, or with adapters {self.autocast}, or leave out autocast"
             )
+        if self.autocast and self.trained_dtype not in (None, "fp32"):
+            raise WorkloadError(
+                f"autocast is {self.autocast!r}, which casts trained weights in fp32, but trained_dtype is "
+                f"{self.trained_dtype!r}; leave out one of the two"
+            )
         if self.base and self.base not in bases():
             raise WorkloadError(
                 f"base is {self.base!r}; choose one of {', '.join(bases())}, or none for weights in dtype"

@@ -82,7 +82,10 @@ def _deepspeed(args: argparse.Namespace) -> int:
     options = "".join(f" --option {k}={v}" for k, v in deepspeed.options.items())
     words = ["--batch", t.per_device_train_batch_size, "--accumulation", t.gradient_accumulation_steps]
     words += ["--seq", t.sequence_length, "--dtype", t.dtype]
-    names = ("autocast", "optimizer", "max_grad_norm", "attention", "loss_chunks", "lora", "base", "activation_format")
+    names = (
+        "autocast", "optimizer", "max_grad_norm", "attention", "loss_chunks", "lora", "trained_dtype", "base",
+        "activation_format",
+    )  # fmt: skip
     others = {name: getattr(t, name) for name in names} | {"backend": args.backend or scenario.DEFAULTS.backend}
     for name, value in others.items():
         flag = "--acts" if name == "activation_format" else f"--{name.replace('_', '-')}"

@@ -52,6 +52,8 @@ class Point:
     optimizer: str = "adamw"
     lora: str = ""
     """Adapters to train, as `adapters.read_adapters` reads them."""
+    trained_dtype: str | None = None
+    """Of adapters: fp32, bf16 or fp16. None for fp32, as PEFT has them."""
     freeze: str = ""
     """Patterns of names of parameters that are not trained, with commas between."""
     base: str = ""
@@ -107,12 +109,12 @@ SIZES = ("batch", "accumulation", "sequences")
 """How many sequences a step has."""
 KEYS: Mapping[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("model", "machine", "policy", "dtype", "optimizer", "semantics", "attention"), str),
-    **dict.fromkeys(("lora", "freeze", "base", "activation_format", "autocast"), str),
+    **dict.fromkeys(("lora", "trained_dtype", "freeze", "base", "activation_format", "autocast"), str),
     **dict.fromkeys(("batch", "accumulation", "sequences", "seq", "loss_chunks"), int),
     **dict.fromkeys(("max_grad_norm", "planner_s", "drive_lifetime_years"), (int, float)),
 }
 ALIKE = (
-    "dtype", "autocast", "optimizer", "lora", "freeze", "base", "activation_format", "attention", "loss_chunks",
+    "dtype", "autocast", "optimizer", "lora", "trained_dtype", "freeze", "base", "activation_format", "attention", "loss_chunks",
     "max_grad_norm", "master_weights", "padded", "backend",
 )  # fmt: skip
 OF_TRAINING: Mapping[str, str] = {

@@ -129,6 +129,10 @@ def test_closed_forms_are_exact_with_words_and_output_saved(
 def test_modules_that_are_saved_beside_adapters_have_their_type_and_a_name() -> None:
     with pytest.raises(WorkloadError, match="parameters that are trained are of one type"):
         Training(lora="r=4,save=lm_head", trained_dtype="fp32")
+    with pytest.raises(WorkloadError, match="without adapters the parameters of the model are trained"):
+        workload_of("x", config_of("llama"), Training(sequence_length=8, trained_dtype="fp32"))
+    with pytest.raises(WorkloadError, match="casts trained weights in fp32, but trained_dtype is 'bf16'"):
+        Training(lora="r=4", trained_dtype="bf16", autocast="bf16")
     with pytest.raises(WorkloadError, match="save has lm_heads, which no module"):
         trace_config("x", config_of("llama"), Training(sequence_length=8, lora="r=4,save=lm_heads"))
 

@@ -70,6 +70,19 @@ def test_json_has_every_amount(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ]
 
 
+def test_adapters_have_the_dtype_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """In fp32 they have two moments of 4 bytes, in bf16 a master copy besides."""
+    states: dict[str, int] = {}
+    for name in ("fp32", "bf16"):
+        words = ["--lora", "r=8,targets=q_proj", "--trained-dtype", name, "--seq", "64", "--json"]
+        assert main(["workload", "show", "llama-3.2-1b", *words]) == 0
+        raw = json.loads(capsys.readouterr().out)
+        expected = load_workload("llama-3.2-1b", Training(sequence_length=64, lora=words[1], trained_dtype=name))
+        assert raw["units"][1]["forward"] == expected.units[1].forward
+        states[name] = expected.states_bytes // expected.num_trained
+    assert states == {"fp32": 8, "bf16": 12}
+
+
 def test_names_of_transformers_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
     short = ["--batch", "2", "--accumulation", "3", "--max-grad-norm", "1"]
     long = ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "3", "--max_grad_norm", "1"]

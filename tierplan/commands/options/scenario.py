@@ -19,7 +19,7 @@ from tierplan.studies.study import OF_TRAINING, SEQUENCES, Point
 MODEL = "config.json, a folder that holds one, or a name such as gpt-13b"
 SEMANTICS = ("in-backward", "exact-clip", "delayed-1")
 OF_FILES = (
-    "batch", "accumulation", "seq", "dtype", "autocast", "optimizer", "max_grad_norm", "loss_chunks", "attention",
+    "batch", "accumulation", "seq", "dtype", "autocast", "trained_dtype", "optimizer", "max_grad_norm", "loss_chunks", "attention",
     "backend",
 )  # fmt: skip
 """Settings that a configuration file and an option may both say."""
@@ -79,6 +79,10 @@ def add_training(what: _ActionsContainer, divided: str = "1") -> None:
     option(
         what, "--lora ADAPTERS", "train adapters of PEFT's on a frozen model, such as r=16,targets=all-linear (also "
         "method=dora or ia3, alpha=, dropout=, and save=embed_tokens+lm_head for copies that are trained in full)",
+    )  # fmt: skip
+    option(
+        what, "--trained-dtype", "of adapters and of their gradients (default: fp32, as PEFT has them; DeepSpeed and "
+        "recipes in bf16 have them in the model's)", choices=("bf16", "fp16", "fp32"),
     )  # fmt: skip
     option(
         what, "--freeze PATTERN", "do not train parameters whose names match, such as 'transformer.wte.*'; may be "
