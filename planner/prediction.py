@@ -35,6 +35,7 @@ from tierplan.sim.analysis.phases import Phases, phases
 from tierplan.sim.analysis.steady import SteadyState, steady_state
 from tierplan.sim.columns import ScheduleColumns
 from tierplan.sim.schedule import Schedule, ScheduleError
+from tierplan.sim.workloads.models import by_operator
 from tierplan.sim.workloads.workload import Workload
 
 SAME_FRAC = 1e-3
@@ -250,6 +251,8 @@ def predict(
 
     An unknown policy or option raises `PlanError`.
     """
+    if (options or {}).get("checkpointing") == "selective":
+        workload = by_operator(workload)
     try:
         plan = decide(policy, workload, machine, options)
     except OptionError:

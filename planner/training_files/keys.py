@@ -103,8 +103,8 @@ OF_TRAINER: Known = {
         train_sampling_strategy average_tokens_across_devices accelerator_config include_num_input_tokens_seen
         bf16_full_eval fp16_full_eval use_cache liger_kernel_config past_index ray_scope jit_mode_eval full_determinism
         enable_jit_checkpoint evaluation_strategy push_to_hub* hub_* trackio_* logging_* log_* eval_* save_*
-        dataloader_* lr_scheduler_* warmup_* adam_* do_* ddp_*""",
-        torch_compile=False, torch_compile_backend=(), torch_compile_mode=(), use_liger_kernel=False, tf32=False,
+        dataloader_* lr_scheduler_* warmup_* adam_* do_* ddp_* torch_compile use_liger_kernel""",
+        torch_compile_backend="inductor", torch_compile_mode="default", tf32=False,
         neftune_noise_alpha=(), label_smoothing_factor=0.0, torch_empty_cache_steps=(), auto_find_batch_size=False,
         optim_args="", optim_target_modules=(), parallelism_config=(), use_cpu=False, no_cuda=False, use_ipex=False,
         use_mps_device=False, adafactor=False, split_batches=False, half_precision_backend="cuda_amp",

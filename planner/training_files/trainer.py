@@ -9,13 +9,15 @@ from pathlib import Path
 from tierplan.planner.training_files.configured import MIXED, Configured, check_one_of, mixed_precision, unused_note
 from tierplan.planner.training_files.deepspeed import with_deepspeed
 from tierplan.planner.training_files.fsdp import fsdp_of_trainer, of_fsdp_config
-from tierplan.planner.training_files.reading import count, flag, flat, norm
+from tierplan.planner.training_files.reading import count, flag, flat, norm, section_of
 from tierplan.sim.workloads.optimizers import of_transformers
 from tierplan.sim.workloads.workload import Training, WorkloadError
 
 LONGEST = ("cutoff_len", "max_length", "max_seq_length")
 """LLaMA-Factory's word for the tokens of a sequence at most, and TRL's."""
 
+LIGER_CHUNKS = 8
+"""In about so many parts, or in more, Liger computes logits: the vocabulary over the model's width."""
 TRAINER_ONLY = {"per_device_train_batch_size", "output_dir", "gradient_checkpointing", "optim"}
 
 
@@ -36,16 +38,37 @@ def of_trainer_arguments(raw: Mapping[str, object], base: Training, path: Path) 
         max_grad_norm=norm({"max_grad_norm": 1.0, **raw}, "max_grad_norm", base),  # it clips unless told not to
         optimizer=optimizer,
     )
+    training, of_kernels = _with_kernels(training, raw, path)
+    notes = (*notes, *of_kernels)
     recompute = any(flag(raw, name, path) for name in ("gradient_checkpointing", "activation_checkpointing"))
     if "finetuning_type" in raw:  # LLaMA-Factory's, which recomputes unless told not to
         recompute = not flag(raw, "disable_gradient_checkpointing", path)
     if raw.get("deepspeed") and raw.get("fsdp"):
         raise WorkloadError(f"{path} has both deepspeed and fsdp, of which one can train; leave out the other")
     if deepspeed := raw.get("deepspeed"):
-        return with_deepspeed(deepspeed, training, path, raw, mixed=mixed, recompute=recompute)
+        found = with_deepspeed(deepspeed, training, path, raw, mixed=mixed, recompute=recompute)
+        return found.noting(*of_kernels)
     if raw.get("fsdp"):
         found = of_fsdp_config(fsdp_of_trainer(raw, path), training, raw, path, recompute=recompute)
         return found.noting(*notes)
     notes = (*notes, *unused_note(raw, "fsdp_config", "fsdp is not on"))
     policy = "full-recompute" if recompute else "in-memory"
     return Configured(training=training, policy=policy, options={}, notes=notes, says=flat(raw))
+
+
+def _with_kernels(training: Training, raw: Mapping[str, object], path: Path) -> tuple[Training, tuple[str, ...]]:
+    """The settings with a fused loss and compiled blocks, where the file asks for them, and what is assumed."""
+    notes: tuple[str, ...] = ()
+    if flag(raw, "use_liger_kernel", path):
+        chosen = section_of(raw, "liger_kernel_config")
+        notes = ("use_liger_kernel: its norms, rotations and activations are simulated as PyTorch's",)
+        if chosen.get("fused_linear_cross_entropy", True):
+            training = replace(training, loss="fused", loss_chunks=max(training.loss_chunks, LIGER_CHUNKS))
+            notes += (f"use_liger_kernel: its fused loss is one in {training.loss_chunks} chunks (--loss-chunks)",)
+        elif chosen.get("cross_entropy"):
+            training = replace(training, loss="fused")
+    if flag(raw, "torch_compile", path):
+        training = replace(training, loss="fused", torch_compile=not training.autocast)
+        if training.autocast:
+            notes += ("torch_compile: under autocast, blocks are simulated as they are without it",)
+    return training, notes

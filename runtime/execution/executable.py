@@ -78,16 +78,22 @@ def executable_step(schedule: Schedule, rank: int = 0, num_there: int = 1) -> St
         )
     if schedule.step is None:
         raise TrainingError(f"schedule {schedule.name!r} does not say what it trains; make it with `tierplan plan`")
-    if schedule.step.training.dtype == "fp16":
+    if (training := schedule.step.training).dtype == "fp16":
         raise TrainingError(
             f"schedule {schedule.name!r} trains in fp16, whose small gradients would become zero without a gradient "
             "scaler, which the runtime has not; plan with dtype bf16 or fp32"
         )
-    if cast := schedule.step.training.autocast:
+    if cast := training.autocast:
         raise TrainingError(
             f"schedule {schedule.name!r} trains under autocast to {cast}, which is simulated only; plan with dtype "
             f"{cast} and an fp32 master copy, which takes less memory and time, or with dtype fp32"
         )
+    for what, is_so in (("a fused loss", training.loss == "fused"), ("compiled blocks", training.torch_compile)):
+        if is_so:
+            raise TrainingError(
+                f"schedule {schedule.name!r} trains with {what}, which is simulated only: the runtime runs the model's "
+                "own kernels. Plan without --loss fused and --torch-compile; --loss-chunks keeps logits small, too"
+            )
     tile = next((unit.name for unit in schedule.step.units if is_tile(unit.name)), None)
     if tile is not None:
         raise TrainingError(
@@ -95,12 +101,12 @@ def executable_step(schedule: Schedule, rank: int = 0, num_there: int = 1) -> St
             "of a tiled operator's input is summed over tiles, which rounds it differently from plain training. Plan "
             "with operator_tiles=1"
         )
-    if (optimizer := schedule.step.training.optimizer).partition(":")[0] not in KERNELS:
+    if (optimizer := training.optimizer).partition(":")[0] not in KERNELS:
         raise TrainingError(
             f"schedule {schedule.name!r} updates with {optimizer}, which is simulated only; plan with one of "
             f"{', '.join(KERNELS)}"
         )
-    if (training := schedule.step.training).dtype_of_trained != "fp32" and not training.has_master:
+    if training.dtype_of_trained != "fp32" and not training.has_master:
         moments = training.optim.moments((1024, 1024), True, training.dtype_of_trained)
         if any(moment.format == "fp32" for moment in moments):
             raise TrainingError(

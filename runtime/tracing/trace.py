@@ -33,6 +33,7 @@ from tierplan.runtime.reference import loss_of, without_cache
 from tierplan.runtime.tracing.backend import backend_rules, behind_autocast
 from tierplan.runtime.tracing.record import UnitRecorder
 from tierplan.sim.workloads.families.slices import with_sizes_of_one
+from tierplan.sim.workloads.fused import with_fused
 from tierplan.sim.workloads.models import check_settings, read_config
 from tierplan.sim.workloads.optimizers import in_flat_order
 from tierplan.sim.workloads.workload import Training, Unit, Workload, WorkloadError
@@ -61,7 +62,7 @@ def trace_config(
     batch = {key: placeholder(shape, torch.int64) for key in names}
     # peft converts types in place, and some models draw until all values are in bounds: fake parameters stand neither
     tracer = _traced(name, hollow_model(raw, training), training, batch)
-    workload = tracer.workload(name, str(raw["model_type"]), config=dict(raw))
+    workload = with_fused(tracer.workload(name, str(raw["model_type"]), config=dict(raw)))
     return with_sizes_of_one(workload, at or (lambda training: trace_config(name, raw, training)))
 
 
@@ -90,7 +91,7 @@ def trace_module(
     training = _with_trained_dtype(name, module, training)
     training = replace(training, padded=training.padded or batch.get("attention_mask") is not None)
     with without_cache(module):
-        return _traced(name, module, training, batch, loss, refuses_glue=True).workload(name, "module")
+        return with_fused(_traced(name, module, training, batch, loss, refuses_glue=True).workload(name, "module"))
 
 
 def _traced(

@@ -26,6 +26,7 @@ from tierplan.sim.workloads.families import bert, gpt2, llama, opt, qwen
 from tierplan.sim.workloads.families.slices import with_sizes_of_one
 from tierplan.sim.workloads.families.tape import Tape, Value
 from tierplan.sim.workloads.families.units import Config, Family, measure_unit
+from tierplan.sim.workloads.fused import with_fused
 from tierplan.sim.workloads.workload import NotCovered, Training, Unit, Workload, WorkloadError
 
 SUPPORTED: Mapping[str, Family] = {
@@ -201,15 +202,26 @@ def workload_of(name: str, raw: Mapping[str, object], training: Training) -> Wor
     blocks: list[Unit] = [replace(block, name=f"L{i}") for i in range(config.layers)]
     if embed.is_frozen:  # nobody wants the gradient of what it makes
         blocks[0] = measure_unit("L0", "block", training, run_block, hidden, passes_back=False)
-    workload = Workload(
-        name=name,
-        model_type=str(raw["model_type"]),
-        training=training,
-        units=(embed, *blocks, head),
-        shared_bytes=family.shared(config, training),
-        config=dict(raw),
+    workload = with_fused(
+        Workload(
+            name=name,
+            model_type=str(raw["model_type"]),
+            training=training,
+            units=(embed, *blocks, head),
+            shared_bytes=family.shared(config, training),
+            config=dict(raw),
+        )
     )
     return with_sizes_of_one(workload, lambda training: workload_of(name, raw, training))
+
+
+def by_operator(workload: Workload) -> Workload:
+    """The workload where it is chosen operator by operator what is kept: of compiled blocks what PyTorch's own keep."""
+    if not workload.training.torch_compile:
+        return workload
+    plain = workload_of(workload.name, workload.config, replace(workload.training, torch_compile=False))
+    pairs = zip(workload.units, plain.units, strict=True)
+    return replace(workload, units=tuple(replace(unit, saved=own.saved) for unit, own in pairs))
 
 
 def check_settings(name: str, raw: Mapping[str, object], training: Training) -> None:

@@ -80,6 +80,11 @@ class Training:
     padded: bool = False
     """Batches have an `attention_mask` in which something is 0: attention takes a mask, and with grouped queries a key
     and a value for each query."""
+    loss: Literal["plain", "fused"] = "plain"
+    """Cross entropy by PyTorch's kernels, in fp32; or by one that reads logits as they are and writes gradients in
+    their place, as Liger's and compiled ones do. Fused is simulated only."""
+    torch_compile: bool = False
+    """Blocks run as kernels that `torch.compile` makes of all between products. Simulated only."""
     loss_chunks: Count = 1
     """Parts of a micro-batch's tokens whose logits are made one after the other; 1: those of all tokens at once."""
     backend: Literal["cpu", "cuda"] = "cuda"
@@ -113,6 +118,11 @@ class Training:
             raise WorkloadError(
                 f"autocast is {self.autocast!r}, which casts trained weights in fp32, but trained_dtype is "
                 f"{self.trained_dtype!r}; leave out one of the two"
+            )
+        if self.torch_compile and (self.autocast or self.attention == "plain"):
+            raise WorkloadError(
+                "torch_compile is described of blocks in one type with fused attention; leave it out, or "
+                f"{'autocast' if self.autocast else 'give attention flash'}"
             )
         if self.base and self.base not in bases():
             raise WorkloadError(
@@ -432,8 +442,14 @@ class Workload(Shown):
     def flops(self) -> float:
         """Of one micro-batch's forward and backward, without logits that are made again where the loss is in chunks."""
         works = [work for unit in self.units for work in (unit.forward, unit.backward)]
-        remade = self.units[-1].forward if self.training.loss_chunks > 1 else {}
-        return flops_of(total_work(works)) - flops_of(remade)
+        return flops_of(total_work(works)) - (flops_of(self.units[-1].forward) if self.remakes_logits else 0)
+
+    @property
+    def remakes_logits(self) -> bool:
+        """For a loss in chunks; a fused one makes gradients at once, but where the output matrix is not trained."""
+        head, t = self.units[-1], self.training
+        trains = head.num_trained > 0 or (head.shares is not None and head.adds_to_shared)
+        return t.loss_chunks > 1 and not (t.loss == "fused" and trains)
 
     @property
     def first_trained(self) -> int:

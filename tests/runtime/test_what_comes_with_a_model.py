@@ -35,6 +35,17 @@ def test_fp16_is_refused_for_want_of_a_gradient_scaler() -> None:
         Trainer(schedule_of(dtype="fp16"), make_model("gpt2").half())
 
 
+@pytest.mark.parametrize(
+    ("asked", "named"), [({"loss": "fused"}, "with a fused loss"), ({"torch_compile": True}, "with compiled blocks")]
+)
+def test_a_schedule_for_kernels_that_are_not_the_models_is_refused(asked: dict[str, Any], named: str) -> None:
+    schedule = schedule_of()
+    assert schedule.step is not None
+    step = replace(schedule.step, training=replace(schedule.step.training, **asked))
+    with pytest.raises(TrainingError, match=f"{named}, which is simulated only"):
+        Trainer(replace(schedule, step=step), make_model("gpt2"))
+
+
 def test_a_schedule_under_autocast_is_refused() -> None:
     schedule = schedule_of(dtype="fp32")
     assert schedule.step is not None

@@ -11,6 +11,7 @@ import pytest
 
 from tests.configs import config_of
 from tierplan.cli import main
+from tierplan.hwmodels.names import DEVICE
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.prediction import predict
 from tierplan.planner.training_files import read_training_file
@@ -421,6 +422,27 @@ def test_the_trainers_bf16_of_adapters_is_what_simulate_says_with_autocast(
     assert read["expected_s"] == given["expected_s"] == with_autocast["step_s"] < 0.95 * without["step_s"]
     assert main([*explained, "--autocast", "bf16"]) == 0
     assert ", without autocast, by `tierplan plan`" in " ".join(capsys.readouterr().out.split())
+
+
+def test_ligers_loss_is_judged_as_a_fused_one_and_what_could_be_is_planned_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Point] = []
+    monkeypatch.setattr(explain, "_best", lambda point, setup, tokens: asked.append(explain._asked(point, setup)))
+    content = {"output_dir": "x", "per_device_train_batch_size": 2, "gradient_checkpointing": True}
+    point = replace(RTX_3090, model="llama-3.2-1b", planner_s=0.1)
+    config, plain = (configured(tmp_path, content | more, point) for more in ({"use_liger_kernel": True}, {}))
+    fused, whole = (explain_run(point, c, MeasuredStep(step_s=1.0)) for c in (config, plain))
+    assert fused.expected_s is not None
+    assert whole.expected_s is not None
+    assert fused.expected_s < whole.expected_s
+    assert fused.expected.steady is not None
+    assert whole.expected.steady is not None
+    assert fused.expected.steady.peak_bytes[DEVICE] < whole.expected.steady.peak_bytes[DEVICE]
+    assert [(p.loss, p.torch_compile, p.loss_chunks) for p in asked] == [("plain", False, 8), ("plain", False, 1)]
+    assert any("its fused loss is one in 8 chunks" in note for note in fused.notes)
+    text = " ".join("\n".join(explanation_lines(replace(fused, best=whole.expected))).split())
+    assert "without a fused loss and compiled blocks, by `tierplan plan`" in text
 
 
 def test_the_trainers_bf16_is_judged_as_autocast_and_what_could_be_is_planned_without(

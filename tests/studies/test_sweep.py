@@ -25,6 +25,7 @@ from tierplan.commands.options.scenario import read_point
 from tierplan.hwmodels import load_description, load_machine
 from tierplan.hwmodels.catalog import here_path
 from tierplan.hwmodels.description import write_description
+from tierplan.studies.evaluate import training_of
 from tierplan.studies.study import Point, Study, StudyError, load_study
 from tierplan.studies.sweep import asking, sweep
 from tierplan.validation.calibration.calibration import UnitFit
@@ -76,6 +77,17 @@ def test_a_study_that_says_no_batch_asks_what_plan_asks() -> None:
     assert point == replace(read_point(args), policy=point.policy)
 
 
+def test_a_study_asks_for_kernels_and_types_as_commands_do() -> None:
+    asked = {"loss": ["fused"], "torch_compile": [True], "lora": ["r=8"], "trained_dtype": ["bf16"]}
+    study = Study(name="x", scenario={"model": ["gpt2"], "machine": ["laptop"], **asked})
+    words = ["--loss", "fused", "--torch-compile", "--lora", "r=8", "--trained-dtype", "bf16"]
+    args = command_parser().parse_args(["plan", "--model", "gpt2", "--machine", "laptop", *words])
+    (point,) = study.points()
+    assert point == replace(read_point(args), policy=point.policy)
+    training = training_of(point, None)
+    assert (training.loss, training.torch_compile, training.trained_dtype) == ("fused", True, "bf16")
+
+
 def test_a_row_has_no_micro_batch_that_nobody_asked_for() -> None:
     """Where it is searched, the answer says it."""
     searched = Point(model="m", machine="x", sequences=8).columns()
@@ -90,6 +102,7 @@ def test_a_row_has_no_micro_batch_that_nobody_asked_for() -> None:
         (("[scenario]", "[scenarios]"), "no key 'scenarios'; the keys are name, question, scenario, set"),
         (("batch", "batches"), r"no key 'batches' in \[scenario\]; the keys are model, machine"),
         (("[1, 8]", '[1, "8"]'), "batch is '8'; it must be a whole number"),
+        (("[1, 8]", "[1, 8]\ntorch_compile = 1"), "torch_compile is 1; it must be true or false"),
         (("[1, 8]", "[]"), "batch is an empty list"),
         (("[1, 8]", "[1, 8]\nsequences = 8"), "sequences looks for the best batch and accumulation; leave out batch"),
         (('model = "gpt-13b"', ""), "names no model; add model"),
@@ -116,6 +129,7 @@ def test_a_study_with_a_mistake_names_it(tmp_path: Path, change: tuple[str, str]
         ({"lora": ["r=8", "rank=8"]}, "rank=8"),
         ({"base": ["nf5"], "lora": ["", "r=8"]}, "nf5"),
         ({"attention": ["flash", "flesh"]}, "flesh"),
+        ({"loss": ["plain", "quick"]}, "quick"),
         ({"semantics": ["", "exact"]}, "semantics is 'exact'; choose among in-backward, exact-clip"),
         ({"gpu.part": ["rtx-4090", "rtx-4091"]}, "rtx-4091"),
     ],

@@ -83,8 +83,8 @@ def _deepspeed(args: argparse.Namespace) -> int:
     words = ["--batch", t.per_device_train_batch_size, "--accumulation", t.gradient_accumulation_steps]
     words += ["--seq", t.sequence_length, "--dtype", t.dtype]
     names = (
-        "autocast", "optimizer", "max_grad_norm", "attention", "loss_chunks", "lora", "trained_dtype", "base",
-        "activation_format",
+        "autocast", "optimizer", "max_grad_norm", "attention", "loss", "loss_chunks", "lora", "trained_dtype",
+        "base", "activation_format",
     )  # fmt: skip
     others = {name: getattr(t, name) for name in names} | {"backend": args.backend or scenario.DEFAULTS.backend}
     for name, value in others.items():
@@ -92,6 +92,7 @@ def _deepspeed(args: argparse.Namespace) -> int:
         words += [flag, value] if value != getattr(scenario.DEFAULTS, name) else []
     words += [] if deepspeed.devices is None else ["--devices", deepspeed.devices]
     words += ["--no-master-weights"] * (not t.master_weights) + ["--exact"] * args.exact + ["--padded"] * t.padded
+    words += ["--torch-compile"] * t.torch_compile
     words += [word for pattern in args.freeze or () for word in ("--freeze", pattern)]
     simulate = (
         f"To simulate it: tierplan simulate --policy {deepspeed.policy}{options} --model {args.model} "
@@ -140,7 +141,8 @@ def table_lines(workload: Workload) -> list[str]:
         *wrapped(
             f"micro-batch {t.per_device_train_batch_size} x {t.sequence_length} tokens, {t.precision}"
             f"{' with fp32 master copy' if t.has_master else ''}, {t.optimizer}, "
-            f"{attention_text(workload)}, {t.backend}"
+            f"{attention_text(workload)}, {'compiled blocks, ' * t.torch_compile}"
+            f"{'fused loss, ' * (t.loss == 'fused')}{t.backend}"
         ),
         f"parameters {format_bytes(workload.params_bytes)}, states {format_bytes(workload.states_bytes)}",
         *(wrapped(f"{n - frozen:,} are trained; {frozen:,} are frozen, in {held}{base}") if frozen else ()),
@@ -156,7 +158,7 @@ def table_lines(workload: Workload) -> list[str]:
     ]
     if not is_measured:
         each = f"{workload.flops / tokens / n:.2f} FLOPs per parameter and token"
-        remade = ", without the logits that are made again for a loss in chunks" if t.loss_chunks > 1 else ""
+        remade = ", without the logits that are made again for a loss in chunks" if workload.remakes_logits else ""
         lines += wrapped(f"Forward and backward: {each}{remade}.")
     return lines
 

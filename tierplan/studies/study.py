@@ -66,6 +66,10 @@ class Point:
     max_grad_norm: float | None = None
     padded: bool = False
     """Batches are padded, so that attention takes a mask."""
+    loss: str = "plain"
+    """plain or fused."""
+    torch_compile: bool = False
+    """Blocks run as kernels of `torch.compile`."""
     loss_chunks: int = 1
     attention: str = "flash"
     backend: str = "auto"
@@ -108,14 +112,15 @@ class Point:
 SIZES = ("batch", "accumulation", "sequences")
 """How many sequences a step has."""
 KEYS: Mapping[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("model", "machine", "policy", "dtype", "optimizer", "semantics", "attention"), str),
+    **dict.fromkeys(("model", "machine", "policy", "dtype", "optimizer", "semantics", "attention", "loss"), str),
     **dict.fromkeys(("lora", "trained_dtype", "freeze", "base", "activation_format", "autocast"), str),
     **dict.fromkeys(("batch", "accumulation", "sequences", "seq", "loss_chunks"), int),
+    **dict.fromkeys(("padded", "torch_compile"), bool),
     **dict.fromkeys(("max_grad_norm", "planner_s", "drive_lifetime_years"), (int, float)),
 }
 ALIKE = (
-    "dtype", "autocast", "optimizer", "lora", "trained_dtype", "freeze", "base", "activation_format", "attention", "loss_chunks",
-    "max_grad_norm", "master_weights", "padded", "backend",
+    "dtype", "autocast", "optimizer", "lora", "trained_dtype", "freeze", "base", "activation_format", "attention",
+    "loss", "loss_chunks", "torch_compile", "max_grad_norm", "master_weights", "padded", "backend",
 )  # fmt: skip
 OF_TRAINING: Mapping[str, str] = {
     "batch": "per_device_train_batch_size", "accumulation": "gradient_accumulation_steps", "seq": "sequence_length",
@@ -140,12 +145,13 @@ class Study:
             if key not in KEYS:
                 raise StudyError(f"study {self.name!r}: no key {key!r} in [scenario]; the keys are {', '.join(KEYS)}")
             for value in values:
-                if not isinstance(value, KEYS[key]) or isinstance(value, bool):
-                    wanted = "text" if KEYS[key] is str else "a whole number" if KEYS[key] is int else "a number"
+                if not isinstance(value, KEYS[key]) or isinstance(value, bool) != (KEYS[key] is bool):
+                    names = {str: "text", int: "a whole number", bool: "true or false"}
+                    wanted = names.get(KEYS[key], "a number")  # type: ignore[arg-type]
                     raise StudyError(f"study {self.name!r}: {key} is {value!r}; it must be {wanted}")
                 if KEYS[key] is int and value < 1:  # type: ignore[operator]
                     raise StudyError(f"study {self.name!r}: {key} is {value}; it must be 1 or more")
-                if KEYS[key] not in (int, str) and not value > 0:  # type: ignore[operator]
+                if KEYS[key] not in (int, str, bool) and not value > 0:  # type: ignore[operator]
                     raise StudyError(f"study {self.name!r}: {key} is {value}; it must be above 0")
         for key in ("model", "machine"):
             if key not in self.scenario:

@@ -21,7 +21,7 @@ CALIBRATION_BLOCKS = 3
 FAMILY_HALF_WIDTH, OTHER_HALF_WIDTH = 0.11, 0.15
 """What a prediction from another model's calibration is off by beyond its own interval, as a logarithm: learnt, each
 of twelve calibrations from the others (`tierplan validate --transfer`; rows and table: docs/commands_campaign.md)."""
-SAME = ("dtype", "autocast", "backend", "optimizer", "attention")
+SAME = ("dtype", "autocast", "backend", "optimizer", "attention", "loss", "torch_compile")
 """Of the training settings: what has to be that of the calibration."""
 
 

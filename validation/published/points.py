@@ -21,12 +21,9 @@ from tierplan.hwmodels.names import COMPUTE, DEVICE, parse_stream
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.prediction import Prediction, predict
 from tierplan.sim.analysis.steady import SteadyState
-from tierplan.sim.workloads.adapters import read_adapters
-from tierplan.sim.workloads.formats import format_of
 from tierplan.sim.workloads.models import read_config, workload_of
 from tierplan.sim.workloads.workload import (
     NotCovered,
-    SavedTensor,
     Training,
     Unit,
     Workload,
@@ -62,9 +59,6 @@ class Question:
     training: Training
     sequences: int
     """In one step, over all devices."""
-    loss: str = ""
-    """`compiled`: one kernel per chunk, which reads and writes logits in 16 bits once, forward and backward. Empty: as
-    the model's class has it."""
     block_s: tuple[float, float] | None = None
     """Measured seconds of a block's forward and backward per token, where published; else its modelled work."""
     config: tuple[tuple[str, Any], ...] = ()
@@ -74,22 +68,10 @@ class Question:
     backward); 0 where each device has its own, whose launches are the machine's (`gpu.launch`)."""
     adapters_of_experts: int = 0
     """Trained parameters of each block that are not in the workload, whose experts' adapters are not traced."""
-    compiled: bool = False
-    """Blocks run as compiled kernels, which read what products write and write what products read, and are so few that
-    their launches do not count."""
 
     def workload(self) -> Workload:
         workload = _workload(self.model, self.training, self.config)
         units = [self._timed(u) if u.kind == "block" else u for u in workload.units]
-        if self.compiled:
-            chosen = self.options.get("checkpointing") == "selective"
-            units = [_compiled(u, workload, by_operator=chosen) if u.kind == "block" else u for u in units]
-        if self.loss:
-            t, head = self.training, units[-1]
-            logits = t.per_device_train_batch_size * t.sequence_length * int(str(workload.config["vocab_size"]))
-            passes = {"elementwise_bytes": 2.0 * 2 * logits}
-            twice = {kind: 2 * amount for kind, amount in head.forward.items()}  # gradients of logits in their place
-            units[-1] = replace(head, forward={**head.forward, **passes}, backward={**twice, **passes})
         return replace(workload, units=tuple(units))
 
     def _timed(self, block: Unit) -> Unit:
@@ -127,55 +109,6 @@ def driven_by_one_process(machine: Machine) -> Machine:
     )
     limits = (*machine.shared_limits, SharedLimit(name="process", limit=1.0))
     return replace(machine, streams=streams, shared_limits=limits)
-
-
-def _compiled(block: Unit, workload: Workload, *, by_operator: bool) -> Unit:
-    """A block whose element-wise work lies in kernels between products; twice as much in backward, where they read what
-    was saved beside gradients. It saves what products and attention read and write, and makes again what lies between,
-    unless somebody chose `by_operator` what it keeps."""
-    t = workload.training
-    values, kept = _kernels_between(workload)
-    tokens = t.per_device_train_batch_size * t.sequence_length
-    decoded = format_of(t.base).coding_bytes(block.num_frozen, 2) if t.base else 0
-    forward, backward = (
-        {**w, "elementwise_bytes": n * 2.0 * values * tokens + decoded}
-        for w, n in ((block.forward, 1), (block.backward, 2))
-    )
-    products = tuple(
-        SavedTensor(index=k, name=name, size_bytes=2 * tokens * width, dtype=t.dtype)
-        for k, (name, width) in enumerate(kept.items())
-    )
-    saved = block.saved if by_operator else products
-    return replace(
-        block, forward=forward, backward=backward, recompute=None, num_kernels=0, num_elementwise=0, saved=saved
-    )
-
-
-def _kernels_between(workload: Workload) -> tuple[int, Mapping[str, int]]:
-    """Of a block, per token: values that kernels between products read and write, and the widths of what is kept.
-
-    A sum and a norm are one kernel, and so is what follows the first products of an MLP. Raises `WorkloadError` for
-    any other than a Llama's, or a GPT-2's without adapters.
-    """
-    c, t = {name: int(str(value)) for name, value in workload.config.items() if str(value).isdigit()}, workload.training
-    if workload.model_type == "gpt2" and not t.lora:
-        d = c["n_embd"]
-        f = c.get("n_inner", 4 * d)
-        kept = {"norm": d, "query, key and value": 3 * d, "attention": d, "mlp norm": d, "inner": f, "product": f}
-        return 8 * d + 2 * f, kept
-    if "num_key_value_heads" not in c:
-        raise WorkloadError(
-            f"compiled blocks are described of Llama, and of GPT-2 without adapters; this is {workload.model_type}"
-        )
-    d, f = c["hidden_size"], c["intermediate_size"]
-    kv = d * c["num_key_value_heads"] // c["num_attention_heads"]
-    wide = {"q_proj": d, "k_proj": kv, "v_proj": kv, "o_proj": d, "gate_proj": f, "up_proj": f, "down_proj": d}
-    adapted = read_adapters(t.lora).targets if t.lora else ()
-    named = wide if adapted == ("all-linear",) else adapted
-    read = {"down_proj": f}  # by products of adapters, which are thin; others read d
-    values = 11 * d + 2 * kv + 3 * f + sum(2 * wide[name] + read.get(name, d) for name in named)
-    kept = {"norm": d, "query": d, "key": kv, "value": kv, "attention": d, "output": d, "mlp norm": d}
-    return values, kept | {"gate": f, "up": f, "product": f}
 
 
 @lru_cache(maxsize=64)
@@ -236,7 +169,7 @@ def question_of(point: Facts, rule: Facts, models: Mapping[str, str]) -> Questio
     )
 
 
-OF_THE_SYSTEM = ("loss", "launch_s", "adapters_of_experts", "compiled")
+OF_THE_SYSTEM = ("launch_s", "adapters_of_experts")
 """What a point or its rule may say of a question, in the question's own words."""
 
 
@@ -302,9 +235,10 @@ def _rows(system: str, point: Facts, rule: Facts, models: Mapping[str, str]) -> 
             rows.append(row(quantity, value, told, why_not, prediction=prediction, group=group, tokens=tokens))
         else:
             steady = None if prediction is None else prediction.steady
-            if {"peak_seq", "peak_policy"} & rule.keys():  # lengths vary: that of the longest; or of other places
-                training = question.training
-                training = replace(training, sequence_length=rule.get("peak_seq", training.sequence_length))
+            if {"peak_seq", "peak_policy", "peak_loss"} & rule.keys():  # of the longest, of other places or logits
+                t = question.training
+                length, loss = rule.get("peak_seq", t.sequence_length), rule.get("peak_loss", t.loss)
+                training = replace(t, sequence_length=length, loss=loss)
                 policy = rule.get("peak_policy", question.policy)
                 steady = replace(question, training=training, policy=policy).answer().steady
             told = None if steady is None else _peak_bytes(question, steady, rule) / PEAKS[quantity]

@@ -45,6 +45,15 @@ def test_closed_forms_are_exact(family: str, size: int, backend: str, dtype: str
     assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "bert"])
+@pytest.mark.parametrize("more", [{}, {"loss_chunks": 2}, {"torch_compile": True}, {"lora": "r=4"}], ids=str)
+def test_kernels_that_are_described_are_the_same_by_closed_forms(family: str, more: dict[str, Any]) -> None:
+    if more and family in ("bert", *(["gpt2"] if "lora" in more else [])):
+        pytest.skip("not described")
+    raw, training = config_of(family), Training(per_device_train_batch_size=2, sequence_length=24, loss="fused", **more)
+    assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
+
+
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize(("backend", "dtype", "batch"), SETTINGS)
 @pytest.mark.parametrize("chunks", [2, 5])

@@ -14,7 +14,7 @@ from tierplan.planner.policies import POLICIES
 from tierplan.planner.prediction import Prediction
 from tierplan.sim.builder import Builder, tiers_of
 from tierplan.sim.pricing import simulate_on
-from tierplan.sim.workloads.workload import Training, WorkloadError
+from tierplan.sim.workloads.workload import Training
 from tierplan.validation.published.points import (
     LAUNCH_S,
     POINTS,
@@ -128,27 +128,6 @@ def test_a_peak_stands_beside_its_time() -> None:
     rows = [row for row in reproduce_points("finetuning", only=name).rows if row.label == name]
     assert [row.quantity for row in rows] == ["step_s", "peak_gb"]
     assert all(row.predicted is not None for row in rows)
-
-
-def test_a_compiled_block_keeps_its_products_and_moves_what_they_read_and_write() -> None:
-    training = Training(sequence_length=64, lora="r=4,targets=q_proj+down_proj", trained_dtype="bf16")
-    plain = Question("x", (), "p", {}, "llama-3.2-1b", training, 1)
-    units = [replace(plain, compiled=compiled).workload().blocks[0] for compiled in (False, True)]
-    eager, fused = (unit.forward for unit in units)
-    d, kv, f = 2048, 512, 8192
-    adapters = (d + f) + 2 * d + 2 * d  # read by their products, written by these, read by the sums
-    assert fused["elementwise_bytes"] == 2 * 64 * (11 * d + 2 * kv + 3 * f + adapters) < eager["elementwise_bytes"]
-    assert {**eager, "elementwise_bytes": 0} == {**fused, "elementwise_bytes": 0}
-
-
-def test_a_compiled_gpt_2_keeps_its_products_too_and_others_are_refused() -> None:
-    plain = Question("x", (), "p", {}, "gpt2", Training(sequence_length=64), 1)
-    eager, fused = (replace(plain, compiled=compiled).workload().blocks[0] for compiled in (False, True))
-    d, f = 768, 3072
-    assert fused.forward["elementwise_bytes"] == 2 * 64 * (8 * d + 2 * f) < eager.forward["elementwise_bytes"]
-    assert fused.saved_bytes == 2 * 64 * (6 * d + 2 * f) < eager.saved_bytes
-    with pytest.raises(WorkloadError, match="of GPT-2 without adapters; this is gpt2"):
-        replace(plain, training=Training(sequence_length=64, lora="r=4"), compiled=True).workload()
 
 
 def test_a_block_takes_no_less_than_its_process_takes_to_issue_it() -> None:

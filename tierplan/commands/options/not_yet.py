@@ -34,7 +34,8 @@ NOT_YET: Mapping[str, str] = {
         "nearest: --devices N for the number of GPUs, --set gpu.part=NAME for what they are"
     ),
     "gpu|card": "nearest: --set gpu.part=NAME (names: tierplan machine list)",
-    "chunk|liger|cross.?entropy": "a loss in chunks: --loss-chunks N",
+    "chunk|liger|cross.?entropy": "a loss in chunks: --loss-chunks N; a fused one, as Liger's: --loss fused",
+    "compile|inductor": "compiled blocks: --torch-compile",
     r"\bd?ram\b|memory": "nearest: --set host.capacity='128 GiB'",
     "drive|nvme|ssd": "nearest: --set nvme.drives=2",
     "len|context|tokens": "nearest: --seq for the tokens of a sequence; of the whole job, `tierplan advise --tokens`",

@@ -19,8 +19,8 @@ from tierplan.studies.study import OF_TRAINING, SEQUENCES, Point
 MODEL = "config.json, a folder that holds one, or a name such as gpt-13b"
 SEMANTICS = ("in-backward", "exact-clip", "delayed-1")
 OF_FILES = (
-    "batch", "accumulation", "seq", "dtype", "autocast", "trained_dtype", "optimizer", "max_grad_norm", "loss_chunks", "attention",
-    "backend",
+    "batch", "accumulation", "seq", "dtype", "autocast", "trained_dtype", "optimizer", "max_grad_norm", "loss",
+    "loss_chunks", "attention", "backend",
 )  # fmt: skip
 """Settings that a configuration file and an option may both say."""
 DEFAULTS = Point(model="", machine="")
@@ -102,6 +102,15 @@ def add_training(what: _ActionsContainer, divided: str = "1") -> None:
     )  # fmt: skip
     chunked = "make the logits of 1/N of a micro-batch's tokens at a time, and again in backward: for long sequences"
     option(what, "--loss-chunks N", f"{chunked} (default {DEFAULTS.loss_chunks})", one)
+    option(
+        what, "--loss", "by PyTorch's kernels, or fused: one kernel reads logits as they are and writes gradients in "
+        "their place, as compiled ones do; Liger's is --loss fused --loss-chunks 8, about; simulated only "
+        f"(default {DEFAULTS.loss})", choices=("plain", "fused"),
+    )  # fmt: skip
+    option(
+        what, "--torch-compile", "blocks run as kernels of torch.compile, one for all between two products: Llama, "
+        "Mistral, Qwen 2 and 3, GPT-2; simulated only",
+    )  # fmt: skip
     clip = "clip gradients by their global norm (default: no clipping)"
     option(what, "--max-grad-norm --max_grad_norm X", clip, finite(above=0))
     kernels = f"whose kernels run: auto is the machine's (default {DEFAULTS.backend})"

@@ -242,7 +242,9 @@ def _asked(point: Point, setup: Setup) -> Point:
     """The point with what the setup trains."""
     t = setup.training
     trained: dict[str, Any] = {name: getattr(t, its) for name, its in OF_TRAINING.items()}
-    return replace(point, **trained | {"dtype": t.autocast or t.dtype, "autocast": ""})  # with an fp32 copy, executed
+    # with an fp32 copy; neither a fused loss nor compiled blocks are executed
+    executed = {"dtype": t.autocast or t.dtype, "autocast": "", "loss": "plain", "torch_compile": False}
+    return replace(point, **trained | executed)
 
 
 def _is_rough(machine: Machine) -> bool:

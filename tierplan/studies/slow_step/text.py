@@ -105,6 +105,7 @@ def _best(e: Explanation) -> str:
     t = e.setup.training
     how = "without autocast" if t.lora else f"the model in {t.autocast} with an fp32 copy"
     cast = f", {how}" if t.autocast else ""
+    cast += ", without a fused loss and compiled blocks" if t.loss == "fused" or t.torch_compile else ""
     return (
         f"What this machine could do: {format_s(e.best.step_s)} for the same sequences{than} (micro-batch "
         f"{e.best.micro_batch} x {e.best.accumulation}{cast}, by `tierplan plan`)."
