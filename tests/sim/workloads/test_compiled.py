@@ -7,10 +7,12 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from tests.configs import config_of
+from tierplan.sim.workloads.models import workload_of
 from tierplan.sim.workloads.workload import Training
-from tierplan.validation.published.points import Question
 
-SIZES = {"hidden_size": 128, "intermediate_size": 448, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {"hidden_size": 128, "intermediate_size": 448, "num_attention_heads": 4, "num_key_value_heads": 2,
+         "head_dim": 32}  # fmt: skip
 LENGTH = 64
 
 
@@ -33,16 +35,7 @@ def test_a_compiled_block_keeps_what_its_products_read_and_write() -> None:
     compiled = torch.compile(lambda x: block(x, position_embeddings=tables), backend="aot_eager_decomp_partition")
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = compiled(hidden)
-    question = Question(
-        "x",
-        (),
-        "p",
-        {},
-        "llama-3.2-1b",
-        Training(sequence_length=LENGTH),
-        1,
-        config=tuple(SIZES.items()),
-        compiled=True,
-    )
+    training = Training(sequence_length=LENGTH, torch_compile=True)
+    workload = workload_of("x", {**config_of("llama"), **SIZES}, training)
     assert out.shape == hidden.shape
-    assert question.workload().blocks[0].saved_bytes == sum(kept.values())
+    assert workload.blocks[0].saved_bytes == sum(kept.values())
