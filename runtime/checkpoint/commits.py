@@ -84,7 +84,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     seal: Stored | None = None
     """A page in the store that names the run and the step."""
     folders: tuple[str, ...] = ()
-    """Of the store; empty if nothing is in it."""
+    """Of the store; empty if nothing is in it. Those in the run's own folder are told from that of the record."""
     stripes: tuple[Count, ...] = ()
     """How the store's data is dealt out to its folders."""
     store_bytes: Count = 0
@@ -99,7 +99,7 @@ class CommitLog:
     """The commits of one run, in its folder."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+        self.folder = self.run_folder = Path(folder)
         files.make_folder(self.folder)
         self._record, self._next = self.folder / RECORD_NAME, self.folder / "next.json"
         self.parts: Sequence[tuple[CommitLog, Commit]] = ()
@@ -176,6 +176,15 @@ class CommitLog:
             f"{self._record} is not a commit record: {why}; put back a whole copy of it, or start the run anew in "
             "another folder"
         )
+
+    def noted(self, store_folder: Path) -> str:
+        """A folder of the store as a commit has it: in the run's own folder so that a copy of that has its own."""
+        is_own = store_folder.absolute().is_relative_to(self.run_folder.absolute())
+        return os.path.relpath(store_folder, self.folder) if is_own else str(store_folder.resolve())
+
+    def store_folders(self, commit: Commit) -> list[str]:
+        """Where a commit says that the folders of its store are."""
+        return [os.path.normpath(self.folder / path) for path in commit.folders]
 
     def resident_path(self, num_steps: int) -> Path:
         return self.folder / f"resident-{num_steps}.bin"
@@ -265,6 +274,7 @@ class CommitLogOfRank(CommitLog):
 
     def __init__(self, folder: str | os.PathLike[str], ranks: Ranks) -> None:
         super().__init__(Path(folder) / f"rank-{ranks.rank}")
+        self.run_folder = Path(folder)
         self._ranks, self._decided = ranks, Path(folder) / RECORD_NAME
 
     def last(self) -> Commit | None:
@@ -349,7 +359,9 @@ def verify_commit(folder: str | os.PathLike[str], nvme_dirs: Sequence[str | os.P
     finally:
         os.close(lock)
     size_bytes = sum(where.size_bytes for where in commit.contents.values() if not where.is_absent)
-    return f"the commit after {commit.num_steps} steps is whole: {len(commit.contents)} contents, {size_bytes:,} bytes"
+    whole = f"the commit after {commit.num_steps} steps is whole: {len(commit.contents)} contents, {size_bytes:,} bytes"
+    drives = [str(path) for path in nvme_dirs] or log.store_folders(commit)
+    return f"{whole}; its NVMe tier in {', '.join(drives)}" if commit.seal is not None else whole
 
 
 def _damage(log: CommitLog, commit: Commit, nvme_dirs: Sequence[str | os.PathLike[str]]) -> Iterator[str]:
@@ -362,7 +374,7 @@ def _damage(log: CommitLog, commit: Commit, nvme_dirs: Sequence[str | os.PathLik
                 yield str(error)
     if commit.seal is None:
         return
-    with closing(Store(nvme_dirs or commit.folders, pattern=commit.stripes, run_id=commit.run_id)) as store:
+    with closing(Store(nvme_dirs or log.store_folders(commit), pattern=commit.stripes, run_id=commit.run_id)) as store:
         store.expect(commit.store_bytes)
         for name, where in {**commit.contents, "the seal": commit.seal}.items():
             if where.in_store:

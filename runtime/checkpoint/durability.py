@@ -127,7 +127,7 @@ class Durability:
                 losses=losses,
                 seal=seal,
                 frozen=dict(bodies.frozen_sums),
-                folders=tuple(str(path.parent.resolve()) for path in store.paths) if store else (),
+                folders=tuple(self._log.noted(path.parent) for path in store.paths) if store else (),
                 stripes=store.pattern if store else (),
                 store_bytes=store.size_bytes if store else 0,
                 rng=tuple(s.numpy().tobytes().hex() for s in rng),

@@ -321,3 +321,27 @@ def test_what_cannot_be_verified(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["run", "--verify", "--out", str(tmp_path / "out")]) == 1
     assert "nvme/tierplan.tier, which the last commit needs, is missing" in capsys.readouterr().err
     assert main(["run", "--verify", "--out", str(tmp_path / "out"), "--nvme", str(tmp_path / "moved")]) == 0
+
+
+def test_a_copy_of_a_run_is_verified_by_its_own_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the NVMe tier lies in the run's folder, as in `tierplan run`; so is a run that was moved."""
+    run, copied, moved = (tmp_path / name for name in ("out", "copied", "moved"))
+    train_on(tmp_path, schedule_for("nvme"), 3, nvme_dir=run / "nvme")
+    where = last_commit(tmp_path).contents["states/L0"]
+
+    def verified(folder: Path) -> str:
+        code = main(["run", "--verify", "--out", str(folder)])
+        said = capsys.readouterr()
+        return said.out if code == 0 else said.err
+
+    shutil.copytree(run, copied)
+    assert f"is whole: {len(last_commit(tmp_path).contents)} contents" in (whole := verified(copied))
+    assert f"NVMe tier in {copied / 'nvme'}" in whole.replace("\n", " ")
+    bit_flip(copied / "nvme" / "tierplan.tier", where)
+    assert "'states/L0' is damaged" in verified(copied)
+    run.rename(moved)
+    assert f"NVMe tier in {moved / 'nvme'}" in verified(moved).replace("\n", " ")
+    (copied / "nvme" / "tierplan.tier").unlink()
+    for _ in range(2):
+        assert f"{copied / 'nvme' / 'tierplan.tier'}, which the last commit needs, is missing" in verified(copied)
+        shutil.rmtree(copied / "nvme", ignore_errors=True)
