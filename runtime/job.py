@@ -137,7 +137,8 @@ class Done:
 
 def run_job(job: Job, *, show_progress: bool = False, ranks: Ranks | None = None) -> Done:
     """Runs or resumes a job. Ctrl-C or SIGTERM lets the step under way end, commits it, and returns with
-    `was_stopped`. With `ranks`, this process does one device's part, and the first one writes for all."""
+    `was_stopped`, unless that was the last one. With `ranks`, this process does one device's part, and the first one
+    writes for all."""
     schedule = load_schedule(job.plan)
     rank, num_ranks = (ranks.rank, ranks.size) if ranks is not None else (0, 1)
     training = _training(schedule, job.plan, rank, num_ranks)
@@ -224,6 +225,7 @@ def run_job(job: Job, *, show_progress: bool = False, ranks: Ranks | None = None
                 note = f"--steps asks for {job.num_steps} steps of the whole run, which had {extra} more before"
                 result = replace(result, notes=(*result.notes, note))
             was_stopped = was_asked() if ranks is None else trainer.was_stopped
+            was_stopped = was_stopped and trainer.num_steps_done < job.num_steps
             if job.export and not was_stopped:
                 export(trainer, job.out_dir / "model")
                 for path in tokenizer_files if rank == 0 else ():
@@ -234,7 +236,7 @@ def run_job(job: Job, *, show_progress: bool = False, ranks: Ranks | None = None
                 tokens_per_step=tokens_per_step,
                 predicted_step_s=predicted,
                 interval_s=(interval[0], interval[1]) if isinstance(interval, list | tuple) else None,
-                was_stopped=was_stopped and trainer.num_steps_done < job.num_steps,
+                was_stopped=was_stopped,
                 out_dir=job.out_dir,
             )
 

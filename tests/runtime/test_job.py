@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -26,6 +27,7 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime import job
 from tierplan.runtime.autograd.coded import code_base
+from tierplan.runtime.checkpoint.commits import CommitLog
 from tierplan.runtime.data.text import TokenBatches
 from tierplan.runtime.memory.arena import PAGE_BYTES
 from tierplan.runtime.memory.tier_file import HEADER_BYTES
@@ -292,6 +294,29 @@ def test_a_signal_commits_and_resume_goes_on(
     assert json.loads((files / "out" / "commit.json").read_text())["num_steps"] == done
     assert main(arguments(files, done + 2, "out", "--resume", "--no-export")) == 0
     assert len(metrics(files, "out")) == done + 2
+
+
+@pytest.mark.parametrize("moment", ["step", "commit", "export"])
+def test_a_signal_in_the_last_step_or_behind_it_lets_the_run_end(
+    moment: str, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All steps are done, so nothing was stopped: the model is exported, which takes no other way to have it."""
+    target, name = {
+        "step": (job._Metrics, "on_step"), "commit": (CommitLog, "write"), "export": (job, "export"),
+    }[moment]  # fmt: skip
+    real: Any = getattr(target, name)
+
+    def with_a_signal(*given: Any, **settings: Any) -> None:
+        real(*given, **settings)
+        if moment != "step" or given[1] == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    with mock.patch.object(target, name, with_a_signal):
+        assert main(arguments(files, 3, "out")) == 0
+    assert "resume with --resume" not in capsys.readouterr().out
+    assert main(arguments(files, 3, "plain")) == 0
+    found, plain = weights_in(files / "out" / "model"), weights_in(files / "plain" / "model")
+    assert all(torch.equal(found[key], plain[key]) for key in plain)
 
 
 @pytest.mark.nightly
