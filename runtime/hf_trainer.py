@@ -12,6 +12,7 @@ Settings that a schedule does not honour are refused (`hf_arguments`). The Train
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
@@ -185,8 +186,10 @@ class ScheduleTrainer(transformers.Trainer):
         if is_interrupted():
             raise KeyboardInterrupt
         *earlier, loss = self._engine.last_losses
-        for earlier_loss in earlier:  # one by one, as the Trainer adds them
-            self._tr_loss += earlier_loss
+        for earlier_loss in earlier:  # one by one, as the Trainer adds them, which leaves out those that are not finite
+            is_left_out = self.args.logging_nan_inf_filter and not math.isfinite(earlier_loss)
+            num_steps = 1 + self.state.global_step - self._globalstep_last_logged
+            self._tr_loss += self._tr_loss / num_steps if is_left_out else earlier_loss
         return torch.tensor(loss, device=self.args.device)
 
     def _clip_grad_norm(self, *unused: Any, **ignored: Any) -> None:
