@@ -287,9 +287,9 @@ class Durability:
 def save_copy(
     folder: str | os.PathLike[str], settings: Mapping[str, Any], placement: Placement, losses: tuple[float, ...]
 ) -> None:
-    """Makes a folder that holds all of the state, and nothing elsewhere. Nothing runs meanwhile."""
+    """Makes a folder that holds all of the state after its last step, and nothing elsewhere. Nothing runs meanwhile."""
     bodies, num_steps, carried = placement.bodies, placement.executor.num_steps_done, placement.executor.carried
-    bodies.places.check_whole()
+    bodies.places.check_whole(num_steps)
     log, run_id = CommitLog(folder), os.urandom(8).hex()
     lock = log.lock()
     try:

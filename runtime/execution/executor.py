@@ -185,12 +185,13 @@ class Executor:
             with self._lock:
                 self._fail(error)
             self.close()
+            rules.carry_over()
             raise
         self._stop_wanted = False  # not at the beginning: a stop may be asked for right before
+        rules.carry_over()
         if self._failure is not None:
             self.close()
             raise self._failure
-        rules.carry_over()
 
     def close(self) -> None:
         """Ends the workers, which else are there as long as this object. It cannot run any more."""

@@ -137,6 +137,8 @@ class Unrolling:
         self._names: dict[str, Instance] = {}
         self._before: list[list[OpRun]] = []
         """The ops of the steps before, the last one first, as far as later ones may wait for them."""
+        self._begins: dict[int, dict[str, Instance]] = {}
+        """By step that has not ended, the initial buffers that it begins with."""
         self.carried: dict[str, Instance] = {b.name: Instance(b) for b in schedule.buffers if b.initial}
         """The initial buffers as they stand between runs."""
 
@@ -187,6 +189,7 @@ class Unrolling:
     def open(self, step: int) -> list[OpRun]:
         """The ops of the next step, in order, knowing what they wait for."""
         names = self._names = self._initial_names()
+        self._begins[step] = dict(names)
         for name, instance in names.items():
             is_reused, instance.outlives = self._lifetimes[name]
             instance.is_reused |= is_reused
@@ -225,13 +228,14 @@ class Unrolling:
             return dict(self.carried)
         return {name: self._names[self._successor[name]] for name in self.carried if name in self._successor}
 
-    def carry_over(self, *, is_last_run: bool) -> None:
-        """What outlives the last step takes its place among the initial buffers; that step may not have run."""
-        self.carried = (
-            self._initial_names()
-            if is_last_run
-            else {name: self._names[name] for name in self.carried if name in self._names}
-        )
+    def end(self, step: int) -> None:
+        """The step has ended."""
+        del self._begins[step]
+
+    def carry_over(self, num_steps: int) -> None:
+        """What outlives the last step that has ended, after so many, takes its place among the initial buffers."""
+        self.carried = self._begins.get(num_steps) or self._initial_names()
+        self._begins.clear()
         for name, instance in self.carried.items():
             instance.buffer = self._buffers[name]
             instance.is_reused, instance.private_to = False, None

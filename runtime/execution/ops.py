@@ -308,7 +308,7 @@ class Bodies:
             gradient = gradient[part.start - own.start : part.stop - own.start].to(self.dtype)  # exact either way
         clip = next((clip for x in call.reads if (clip := value_of(x).clip) is not None), None)
         threads = threads_here(self.num_threads) if layout.optimizer.grain is None else nullcontext()
-        with self.places.changing(), threads:
+        with self.places.changing(call.step), threads:
             self.update(unit.name, flat, gradient, views, part, call.step - late, clip)
 
     def _states_in(self, content: States, memory: torch.Tensor) -> tuple[range, list[View]]:

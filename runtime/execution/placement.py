@@ -102,10 +102,9 @@ class Placement:
     """By name of a parameter that was put back into the model, the checksum of its bytes."""
 
     def run(self, num_steps: int) -> None:
-        """Runs so many steps more; only when all have ended there is a whole model again."""
+        """Runs so many steps more."""
         self.take_back()
         self.executor.run(num_steps)
-        self.bodies.places.is_half_updated = False
 
     # ---- in ----
 
@@ -193,7 +192,7 @@ class Placement:
         A unit whose last update is still to come is given as it is after that. Raises `ExecutionError` where a step
         was half updated.
         """
-        self.bodies.places.check_whole()
+        self.bodies.places.check_whole(self.executor.num_steps_done)
         is_to_come = isinstance(content, Params) and content.unit in self.late_updates
         return self._after_late_update(content.unit) if is_to_come else self._as_it_is(content)
 

@@ -160,8 +160,8 @@ class Rules:
         self._num_opened += 1
 
     def carry_over(self) -> None:
-        """After the last step. When it was stopped early, the step that was opened ahead did not run."""
-        self.unrolling.carry_over(is_last_run=self._num_opened <= self.end)
+        """After the last step that has ended. When it was stopped early, or failed, others were opened ahead."""
+        self.unrolling.carry_over(self.first_step + len(self.step_ends_ns))
         self._num_opened = self.end
         self._ops_left.clear()
         for nodes in (*self._queue.values(), *self._grants.values()):
@@ -311,4 +311,5 @@ class Rules:
             del self._ops_left[node.step]
             # in order, since every stream runs the steps in order
             self.step_ends_ns.append(self._latest_ns.pop(node.step))
+            self.unrolling.end(node.step)
             self.on_step_end()

@@ -283,8 +283,8 @@ class Places:
     """Extents that the last commit needs, and one that is being made: neither written nor freed."""
     snapshot: Snapshot = field(default_factory=lambda: Snapshot({}))
     """What the last commit has taken from memory, or is to take."""
-    is_half_updated: bool = False
-    """An update has begun that is of no step that has ended."""
+    last_updated: int = -1
+    """The last step in which an update has begun."""
 
     @property
     def drives(self) -> Store:
@@ -340,8 +340,8 @@ class Places:
             instance.outside_bytes = 0
 
     @contextmanager
-    def changing(self) -> Iterator[None]:
-        """Around an update: from now on, until the steps under way have ended, there is no whole model."""
+    def changing(self, step: int) -> Iterator[None]:
+        """Around an update in a step: from now on, until the step has ended, there is no whole model."""
         is_changed = True
         try:
             yield
@@ -350,11 +350,11 @@ class Places:
             raise
         finally:
             if is_changed:
-                self.is_half_updated = True
+                self.last_updated = max(self.last_updated, step)
 
-    def check_whole(self) -> None:
-        """Raises `ExecutionError` where the steps under way have not come to their end, and have updated something."""
-        if self.is_half_updated:
+    def check_whole(self, num_steps: int) -> None:
+        """Raises `ExecutionError` where something was updated in a step behind so many, which is all that ended."""
+        if self.last_updated >= num_steps:
             raise ExecutionError(
                 "training ended in the middle of a step, when some parameters had been updated and others had not, so "
                 "there is no whole model; go on from the last commit or checkpoint"
