@@ -54,6 +54,8 @@ def own_ranks(name: str, *, num_threads: int | None = None) -> Iterator[Ranks | 
     try:
         with ranks:
             yield ranks
+            # Who starts them ends the others when the first has left with the status of a stop; they are done, too.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
     except BaseException as error:
         if os.environ.get("TIERPLAN_DEBUG"):
             traceback.print_exception(error)

@@ -82,3 +82,31 @@ def test_a_plan_of_two_wants_two(files: Path, capsys: pytest.CaptureFixture[str]
     done = run(files)
     assert done.returncode == 1
     assert done.stderr.count("tierplan run:") == 1
+
+
+LEAVES_LATE = """
+import atexit, sys, time
+from tierplan.runtime.ranks.launch import own_ranks
+with own_ranks("rank") as ranks:
+    print(f"rank {ranks.rank} has said all")
+if ranks.rank == 0:
+    atexit.register(time.sleep, 1.0)
+sys.exit(130)
+"""
+
+
+@pytest.mark.nightly
+def test_a_rank_that_leaves_behind_the_others_has_not_died(tmp_path: Path) -> None:
+    """All have the status of a stop. What starts them ends the last ones when the first one leaves."""
+    rank, script = tmp_path / "rank.py", tmp_path / "rank"
+    rank.write_text(LEAVES_LATE)
+    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{rank}"\n')
+    script.chmod(0o755)
+    start = f"import sys; from tierplan.runtime.ranks.launch import start_ranks; sys.executable = {str(script)!r}; "
+    command = [sys.executable, "-c", f"{start}sys.exit(start_ranks(2, []))"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert "has died" not in done.stderr
+    assert done.returncode == 130
+    assert sorted(line for line in done.stdout.splitlines() if "has said" in line) == [
+        "rank 0 has said all", "rank 1 has said all"
+    ]  # fmt: skip
