@@ -24,7 +24,7 @@ import json
 import os
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -140,7 +140,12 @@ class CommitLog:
         except msgspec.ValidationError as error:
             raise self._broken(str(error)) from error
 
-    def _after(self, num_steps: int) -> Commit:
+    def decided(self) -> tuple[int, int] | None:
+        """After how many steps how many ranks were committed together last; None where one process was."""
+        content = files.read_content(self._record)
+        return self._decision(self._record, content) if content is not None and content[:1] == b"[" else None
+
+    def after(self, num_steps: int) -> Commit:
         """A rank's commit after so many steps, which all have made and it may not have taken for its last one yet."""
         own = CommitLog.last(self)
         if (own is None or own.num_steps != num_steps) and self._next.exists():
@@ -154,7 +159,7 @@ class CommitLog:
     def _of_others(self, folder: Path, num_steps: int, num_ranks: int) -> Commit:
         """The last commit of all, by another number of ranks; what each had is in `parts`."""
         logs = [CommitLog(folder / f"rank-{k}") for k in range(num_ranks)] if num_ranks > 1 else [CommitLog(folder)]
-        self.parts = [(log, log._after(num_steps)) for log in logs]
+        self.parts = [(log, log.after(num_steps)) for log in logs]
         first = self.parts[0][1]
         if first.rng or any(where.in_store for _, own in self.parts for where in own.contents.values()):
             what = "random numbers of its own" if first.rng else "contents on the NVMe tier"
@@ -286,7 +291,7 @@ class CommitLogOfRank(CommitLog):
         else:
             num_steps, num_ranks = self._decision(self._decided, content)
         if num_ranks == self._ranks.size:
-            return self._after(num_steps)
+            return self.after(num_steps)
         if self._ranks.rank > 0:  # behind the first, which makes good what a crash has left
             self._ranks.barrier("commits")
         others = self._of_others(self._decided.parent, num_steps, num_ranks)
@@ -348,23 +353,39 @@ def verify_commit(folder: str | os.PathLike[str], nvme_dirs: Sequence[str | os.P
     """
     if not Path(folder).is_dir():
         raise CommitError(f"{folder} is not there; give the folder of a run")
-    log = CommitLog(folder)
-    lock = log.lock()
-    try:
-        commit = log.last()
-        if commit is None:
-            raise CommitError(f"{folder} holds no commit; nothing can be resumed from it")
-        if damage := list(_damage(log, commit, nvme_dirs)):
-            raise CommitError("; ".join(damage))
-    finally:
-        os.close(lock)
-    size_bytes = sum(where.size_bytes for where in commit.contents.values() if not where.is_absent)
-    whole = f"the commit after {commit.num_steps} steps is whole: {len(commit.contents)} contents, {size_bytes:,} bytes"
-    drives = [str(path) for path in nvme_dirs] or log.store_folders(commit)
-    return f"{whole}; its NVMe tier in {', '.join(drives)}" if commit.seal is not None else whole
+    with ExitStack() as held:
+        texts, damaged = list[str](), list[str]()
+        for log, commit, own in _last_of_each(CommitLog(folder), held):
+            drives = [str(Path(path) / own) for path in nvme_dirs] or log.store_folders(commit)
+            of_whom = f"{own}: " if own else ""
+            damaged += [of_whom + damage for damage in _damage(log, commit, drives)]
+            size_bytes = sum(where.size_bytes for where in commit.contents.values() if not where.is_absent)
+            texts.append(
+                f"{of_whom}the commit after {commit.num_steps} steps is whole: {len(commit.contents)} contents, "
+                f"{size_bytes:,} bytes" + (f"; its NVMe tier in {', '.join(drives)}" if commit.seal is not None else "")
+            )
+    if damaged:
+        raise CommitError("; ".join(damaged))
+    return "\n".join(texts)
 
 
-def _damage(log: CommitLog, commit: Commit, nvme_dirs: Sequence[str | os.PathLike[str]]) -> Iterator[str]:
+def _last_of_each(log: CommitLog, held: ExitStack) -> Iterator[tuple[CommitLog, Commit, str]]:
+    """The last commit, or that of each rank under the name of its folder; all are locked until `held` is left."""
+    held.callback(os.close, log.lock())
+    decided = log.decided()
+    if decided is None:
+        if (commit := log.last()) is None:
+            raise CommitError(f"{log.folder} holds no commit; nothing can be resumed from it")
+        yield log, commit, ""
+        return
+    num_steps, num_ranks = decided
+    for own in (f"rank-{k}" for k in range(num_ranks)):
+        of_rank = CommitLog(log.folder / own)
+        held.callback(os.close, of_rank.lock())
+        yield of_rank, of_rank.after(num_steps), own
+
+
+def _damage(log: CommitLog, commit: Commit, drives: Sequence[str]) -> Iterator[str]:
     """What is wrong with contents that were in memory, and with those on the NVMe tier."""
     for name, where in commit.contents.items():
         if not where.in_store and not where.is_absent:
@@ -374,7 +395,7 @@ def _damage(log: CommitLog, commit: Commit, nvme_dirs: Sequence[str | os.PathLik
                 yield str(error)
     if commit.seal is None:
         return
-    with closing(Store(nvme_dirs or log.store_folders(commit), pattern=commit.stripes, run_id=commit.run_id)) as store:
+    with closing(Store(drives, pattern=commit.stripes, run_id=commit.run_id)) as store:
         store.expect(commit.store_bytes)
         for name, where in {**commit.contents, "the seal": commit.seal}.items():
             if where.in_store:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tierplan.cli import main
 from tierplan.runtime.checkpoint.commits import Commit, CommitError, CommitLog, CommitLogOfRank, Stored, with_changes
+from tierplan.runtime.checkpoint.durability import _stored
+from tierplan.runtime.memory.arena import Block
+from tierplan.runtime.memory.store import Store
+from tierplan.runtime.memory.tier_file import HEADER_BYTES
 
 
 class Crash(Exception):
@@ -87,3 +96,48 @@ def test_what_ranks_cannot_resume(tmp_path: Path) -> None:
     (tmp_path / "commit.json").write_text("[]")
     with pytest.raises(CommitError, match="does not say after how many steps"):
         log(tmp_path, 0).last()
+
+
+@pytest.mark.parametrize("where", ["memory", "nvme"])
+def test_a_run_of_ranks_is_verified_rank_by_rank(
+    where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the second one had not taken the commit of all for its last one yet."""
+    run, drives = tmp_path / "out", tmp_path / "drives"
+    command, contents = ["run", "--verify", "--out", str(run)], {0: torch.arange(9000) % 251, 1: torch.arange(50) % 7}
+    paths = {}
+    for rank in range(2):
+        name, memory, one = "params/L0", contents[rank].to(torch.uint8), log(run, rank, last=1 if rank else None)
+        own: dict[str, Any] = {}
+        if where == "memory":
+            stored = one.write_resident("ab", 3, [(name, [Block(memory, memory)])])
+            paths[rank], at = one.resident_path(3), stored[name].offset_bytes
+        else:
+            folder = (run if rank else drives) / "nvme" / f"rank-{rank}"
+            with closing(Store([folder])) as store:
+                extent, seal = (store.allocate(len(memory)) for _ in range(2))
+                for each in (extent, seal):
+                    store.write(each, memory, will_be_committed=True)
+                store.sync()
+                stored = {name: _stored(extent, store)}
+                paths[rank], at = store.paths[0], HEADER_BYTES + extent.offset_bytes
+                own = {
+                    "seal": _stored(seal, store), "folders": (one.noted(folder),), "stripes": store.pattern,
+                    "store_bytes": store.size_bytes,
+                }  # fmt: skip
+        committed = with_changes(commit(3), contents=stored, **own)
+        with pytest.raises(Crash) if rank else nullcontext():
+            one.write(committed)
+    for more in ([], ["--nvme", str(drives / "nvme")]) if where == "nvme" else ([],):
+        if more:
+            shutil.move(run / "nvme" / "rank-1", drives / "nvme" / "rank-1")
+            paths[1] = drives / "nvme" / "rank-1" / "tierplan.tier"
+        assert main([*command, *more]) == 0
+        whole = capsys.readouterr().out.replace("\n", " ")
+        assert "rank-0: the commit after 3 steps is whole: 1 contents, 9,000 bytes" in whole
+        assert "rank-1: the commit after 3 steps is whole: 1 contents, 50 bytes" in whole
+    with paths[1].open("r+b") as file:
+        file.seek(at)
+        file.write(b"\xff")
+    assert main([*command, *more]) == 1
+    assert re.search(r"rank-1: 'params/L0'.* is damaged", capsys.readouterr().err)
