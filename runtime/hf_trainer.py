@@ -262,6 +262,11 @@ class ScheduleTrainer(transformers.Trainer):
             )
         super()._load_optimizer_and_scheduler(checkpoint)
         self._engine = replace(self._engine, start=folder)
+        if self._engine.num_steps_done != self.state.global_step:
+            raise TrainingError(
+                f"{folder} was saved after {self._engine.num_steps_done} steps, but {checkpoint} is that of step "
+                f"{self.state.global_step}; resume from a checkpoint whose files were saved together"
+            )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         with self._whole_model():

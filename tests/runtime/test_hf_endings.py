@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import signal
 import threading
 import time
@@ -215,3 +216,18 @@ def test_an_epoch_that_ends_in_less_than_a_step_is_refused_before(
             check_epoch(count, args, accumulation)
     else:
         check_epoch(count, args, accumulation)
+
+
+def test_a_checkpoint_with_states_of_another_step_is_refused(tmp_path: Path) -> None:
+    own: dict[str, Any] = {
+        "schedule": schedule_for(1, None),
+        "nvme_dir": tmp_path / "nvme",
+        "train_dataset": examples(4),
+    }
+    args = arguments(tmp_path, 1, None, save_strategy="steps", save_steps=1, max_steps=2)
+    ScheduleTrainer(**own, model=make_model("gpt2", dropout=0.1), args=args).train()
+    shutil.rmtree(tmp_path / "checkpoint-2" / "tierplan")
+    shutil.copytree(tmp_path / "checkpoint-1" / "tierplan", tmp_path / "checkpoint-2" / "tierplan")
+    trainer = ScheduleTrainer(**own, model=make_model("gpt2", dropout=0.1), args=args)
+    with pytest.raises(TrainingError, match=r"tierplan was saved after 1 steps, but .*checkpoint-2 is that of step 2"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
