@@ -119,6 +119,8 @@ class FakeCuda(Device):
         self._streams = {name: _Stream(name) for name in DEVICE_STREAMS}
         self._host_clock = Clock()
         self._memory: dict[int, tuple[StorageWeakRef, _Memory]] = {}
+        self._most_known = 1000
+        """Of memory; then what is gone is forgotten."""
         self._twins: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         """Of memory from the device's allocator, by its address: what keeps it there for work that is to be done."""
         self._freed: deque[tuple[_Memory, Clock]] = deque()
@@ -240,6 +242,9 @@ class FakeCuda(Device):
     def _memory_of(self, storage: torch.UntypedStorage, home: str | None = None) -> _Memory:
         known = self._memory.get(storage._cdata)
         if known is None or known[0].expired():
+            if len(self._memory) >= self._most_known:
+                self._memory = {key: one for key, one in self._memory.items() if not one[0].expired()}
+                self._most_known = 2 * len(self._memory) + 1000
             known = self._memory[storage._cdata] = StorageWeakRef(storage), _Memory(home)
         return known[1]
 

@@ -140,3 +140,11 @@ def test_memory_is_pinned_once() -> None:
 def test_a_device_that_is_none_is_refused_and_not_the_cpu(name: str) -> None:
     with pytest.raises(ValueError, match=rf"device is '{name}'; choose cpu, cuda or one of several"):
         open_device(name)
+
+
+def test_memory_that_is_gone_is_forgotten() -> None:
+    device = FakeCuda(queue_length=3)
+    for _ in range(5000):
+        made(device)
+    device.settle()
+    assert len(device._memory) < 2500
