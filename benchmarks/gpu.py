@@ -296,7 +296,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.nvme_dir = (args.nvme_dir or args.out / "nvme").resolve()
     args.nvme_dir.mkdir(parents=True, exist_ok=True)
     install_missing(args.wheels, args.out)
-    state = run_slices(all_slices(args), args.out)
+    try:
+        state = run_slices(all_slices(args), args.out)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on behind the slices that are done", file=sys.stderr)
+        return 130
     return 0 if all(one["result"] == "done" for one in state.values()) else 1
 
 

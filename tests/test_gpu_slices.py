@@ -61,6 +61,18 @@ def test_a_slice_ends_with_the_run_and_a_second_run_beside_it_is_refused(tmp_pat
     assert run_slices({"other": ("true",)}, tmp_path)["other"]["result"] == "done"
 
 
+def test_ctrl_c_ends_it_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    work = f"touch {tmp_path}/begun; kill -INT $PPID; sleep 60"
+    slices = {"good": ("true",), "long": ("bash", "-c", work)}
+    monkeypatch.setattr("benchmarks.gpu.all_slices", lambda args: slices)
+    assert main(["--device", "cpu", "--tiny", "--out", str(tmp_path)]) == 130
+    assert (tmp_path / "begun").exists()
+    assert capsys.readouterr().err == "interrupted; the same command goes on behind the slices that are done\n"
+    assert list(json.loads((tmp_path / "state.json").read_text())) == ["good"]
+
+
 def test_what_fails_or_takes_too_long_is_noted_and_not_repeated(tmp_path: Path) -> None:
     slices = {"bad": ("false",), "long": ("sleep", "60"), "good": ("true",)}
     state = run_slices(slices, tmp_path, limit_s=3)
