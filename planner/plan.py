@@ -130,6 +130,21 @@ class Sharing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GradientsByLink:
+    """How DeepSpeed adds up gradients that wait off the device: what has added up so far comes to the device, is added
+    to there, and goes again. After the last micro-batch the sum goes in fp32."""
+
+    waits: Literal["at the end", "in the last", "always"] = "at the end"
+    """Compute waits for these copies at the end of each micro-batch; or after each backward too, of the last
+    micro-batch or of all."""
+    returns_first: bool = False
+    """Those of the first micro-batch come back, too, and all leave in the dtype of training first (ZeRO-3)."""
+    slowdown: float = 1.0
+    """How many times as long these copies hold the link as one of pinned memory does: from and to pageable memory, or
+    one device after the other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UnitwisePlan(Shown):
     """One decision for each unit, on one device or on several that each train on micro-batches of their own."""
 
@@ -164,8 +179,8 @@ class UnitwisePlan(Shown):
     update_over_units: Count = 1
     """Turns of units over which an update is spread whose states come to the device: its parts run between the
     backwards of the units that follow, so that compute need not wait until the link has brought them all."""
-    cast_grads: bool = False
-    """Gradients that go to NVMe are cast to fp32 in host memory first."""
+    by_link: GradientsByLink | None = None
+    """How gradients that wait off the device add up there; None where the host's cores add what leaves the device."""
     segment_units: Count = 1
     """Blocks that are recomputed together: only the first one's input is kept, the others are made again too."""
     sub_batches: Count = 1

@@ -26,6 +26,8 @@ would be kept, with all of its schedule, until cycles are collected."""
 About = tuple[str, StepSpec | None, Mapping[str, object]]
 """A schedule's name, what the runtime has to know, and facts for people and reports."""
 NONE = -1
+HELD_BYTES = "held_bytes"
+"""Work kind of a copy that holds its stream for longer than its bytes take: as long as so many more would."""
 _Op = tuple[int, Sequence[int], Sequence[int], Sequence[int], Said, str, str, int]
 """Its work, what it reads and writes, what it comes after, its key, kind, unit and micro-batch."""
 
@@ -53,7 +55,7 @@ class Builder:
         self._ops: list[_Op] = []
         self._works = Works() if works is None else works
         self._numbers: dict[tuple[str, int], tuple[int, Mapping[str, float]]] = {}  # by stream, and which amounts
-        self._copies: dict[tuple[str, int], int] = {}  # by stream and bytes
+        self._copies: dict[tuple[str, int, float], int] = {}  # by stream, bytes, and bytes that it is held for
 
     # ---- buffers ----
 
@@ -151,18 +153,24 @@ class Builder:
         *,
         over: int | None = None,
         owner: int | None = None,
+        behind: int | None = None,
+        held_bytes: float = 0.0,
         after: Sequence[int] = (),
         unit: str = "",
         m: int = 0,
     ) -> int:
-        """Adds a copy of `source` into `tier`, over the buffer `over` if one is given; the new buffer."""
+        """Adds a copy of `source` into `tier`, over the buffer `over` if one is given; the new buffer.
+
+        It begins when the buffer `behind` is made, and holds the stream for so many bytes more.
+        """
         size_bytes = self.sizes_bytes[source]
         target = self.like(source, tier, owner) if over is None else self.over(over, self.contents[source])
-        number = self._copies.get((stream, size_bytes))
+        number = self._copies.get((stream, size_bytes, held_bytes))
         if number is None:
-            work = {"bytes": size_bytes} if size_bytes else {}
-            number = self._copies[stream, size_bytes] = self._works.number(stream, work)
+            work = {kind: amount for kind, amount in (("bytes", size_bytes), (HELD_BYTES, held_bytes)) if amount}
+            number = self._copies[stream, size_bytes, held_bytes] = self._works.number(stream, work)
         reads = (source,) if over is None else (source, over)
+        reads = reads if behind is None else (*reads, behind)
         after = after if len(after) < 2 else [*dict.fromkeys(after)]
         self._ops.append((number, reads, (target,), after, key, "copy", unit, m))
         return target

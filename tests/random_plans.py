@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.plan import GradientsByLink, UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import PlanError
 from tierplan.sim.workloads.workload import Unit, Workload
 
@@ -47,6 +47,12 @@ def _draw(workload: Workload, rng: random.Random) -> UnitwisePlan:
     semantics = "exact-clip" if clips else rng.choice(["in-backward", "in-backward", "exact-clip", "delayed-1"])
     segment_units = rng.choice([1, 1, 1, 2, 3])
     units = tuple(_draw_unit(unit, rng, semantics, segment_units) for unit in workload.units)
+    other = random.Random(str(units) + "link")  # of `rng`, others draw what they always have
+    by_link = GradientsByLink(
+        waits=other.choice(["at the end", "in the last", "always"]),  # type: ignore[arg-type]
+        returns_first=other.random() < 0.5,
+        slowdown=other.choice([1.0, 2.5]),
+    )
     return UnitwisePlan(
         policy="random",
         units=units,
@@ -60,7 +66,7 @@ def _draw(workload: Workload, rng: random.Random) -> UnitwisePlan:
         write_back=rng.choice(["at once", "delayed", "awaited"]),  # type: ignore[arg-type]
         update_order=rng.choice(["forward", "backward"]),  # type: ignore[arg-type]
         hold_updates=semantics == "exact-clip" and rng.random() < 0.5,
-        cast_grads=rng.random() < 0.5,
+        by_link=by_link if rng.random() < 0.5 else None,
         segment_units=segment_units,
         overtaking=random.Random(str(units)).random() < 0.5,  # of `rng`, others draw what they always have
     )

@@ -19,7 +19,7 @@ import numpy as np
 from tierplan.hwmodels.names import D2H, DEVICE, H2D, HOST, NVME, NVME_READ, NVME_WRITE
 from tierplan.planner.lowering.listing import EMPTY, MARKS
 from tierplan.planner.lowering.placing import NO_REF
-from tierplan.planner.plan import UnitwisePlan
+from tierplan.planner.plan import GradientsByLink, UnitwisePlan
 from tierplan.planner.several_devices.kinds import BUFFER_KINDS, OP_KINDS, OTHER, number_of
 from tierplan.sim.builder import Builder, Said, said
 from tierplan.sim.columns import Float64, Works
@@ -61,7 +61,7 @@ class Terms(NamedTuple):
 
     semantics: str
     order: str
-    cast_grads: bool
+    by_link: GradientsByLink | None
     sums_tied: bool = False
     """A tied head's share of the gradient is summed over micro-batches before its owner's are."""
 
@@ -190,7 +190,8 @@ class Sketch(Builder):
         mark: str = "",
         **more: Any,
     ) -> int:
-        """Copies a buffer into another tier, over one that is there if one is given; the new buffer."""
+        """Copies a buffer into another tier, over one that is there if one is given; the new buffer. As for
+        `Builder.copy`."""
         self._place(rank, lead, mark)
         stream, verb = COPIES[self.tiers[source], tier]
         ended, unit = [op for op in after if op is not None], self.unit.name

@@ -63,7 +63,7 @@ DECLARED = ("params", "frozen", "states*", "old grads")
 AT_HOME = ("params", "states", "state_shards", "host_shards")
 
 TURNS: Mapping[int, TurnKind] = {
-    listing.DECLARE: TurnKind(turns.declare, (*AT_HOME, "frozen", "late_update", "late_grads"), DECLARED),
+    listing.DECLARE: TurnKind(turns.declare, (*AT_HOME, "frozen", "grads", "late_update", "late_grads"), DECLARED),
     listing.FORWARD: TurnKind(turns.forward, ("acts", "input"), IN_FORWARD, BEFORE[:2]),
     listing.FETCH: TurnKind(turns.fetch, (), PARAMS_IN_BACKWARD, BEFORE[:2]),
     listing.REMAKE: TurnKind(turns.remake, ("acts",), REMADE, BEFORE),

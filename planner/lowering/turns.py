@@ -6,7 +6,7 @@ much before (`lead`), and a rank within it. Names, contents and kinds are those 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from tierplan.hwmodels.names import COMPUTE, DEVICE, HOST, HOST_ADAM, NVME
@@ -23,6 +23,7 @@ from tierplan.planner.lowering.sketch import (
     UPDATES,
     Sketch,
 )
+from tierplan.planner.plan import GradientsByLink
 from tierplan.sim.contents import (
     NORM_BYTES,
     CastGradients,
@@ -77,8 +78,10 @@ def declare(s: Sketch) -> None:
             tier = HOST if k < s.choice.host_shards else TIER_OF[s.choice.states]
             s.put(f"states{k}", s.home(content, tier, size_bytes, "states"))
     if n and (s.plan.semantics == "delayed-1" or s.choice.late_update):
-        tier = TIER_OF[s.choice.late_grads]
-        s.put("old grads", s.home(Gradients(name, 0), tier, n * t.grad_bytes, "grads"))
+        is_cast = s.plan.by_link is not None and s.choice.grads != "device" and t.grad_bytes < FP32_BYTES
+        old = CastGradients(name) if is_cast else Gradients(name, 0)
+        each_bytes = FP32_BYTES if is_cast else t.grad_bytes
+        s.put("old grads", s.home(old, TIER_OF[s.choice.late_grads], n * each_bytes, "grads"))
 
 
 # ---- copies ----
@@ -235,14 +238,14 @@ def backward(s: Sketch) -> None:
         acts.append(_acts_to_device(s, SavedActs(unit.name, s.m, indices), s.made(f"left{j}")))
     if s.get("remade") is None and is_made_again:
         _recompute(s, params + inputs, acts, [])
-    reads = [*params, *inputs, *acts, s.get("remade"), s.get("dx")]
+    reads = [*params, *inputs, *acts, s.get("remade"), before := s.get("dx")]
     writes = []
     if s.u > s.workload.first_trained:
         writes.append(s.put("dx", s.buffer(InputGradient(unit.name, s.m), DEVICE, unit.input_bytes, "acts")))
     gradients, work_bytes = _gradients(s, reads, writes)
     _compute(s, backward_key(unit.name, s.m), "backward", unit.backward, reads, writes, work_bytes)
     if gradients is not None:
-        _leave(s, gradients)
+        _leave(s, gradients, before)
         if s.flag:
             _complete(s)
 
@@ -292,23 +295,66 @@ def _adds_up_here(s: Sketch) -> bool:
     return s.choice.grads == "device" or (s.choice.update == "device" and is_one_turn)
 
 
-def _leave(s: Sketch, made: int) -> None:
-    """After one micro-batch: gradients stay on the device, or join those that wait in host memory."""
-    if not _adds_up_here(s):
+def _leave(s: Sketch, made: int, before: int | None) -> None:
+    """After one micro-batch: gradients stay on the device, or join those that wait in host memory (`before`: what the
+    backward before has made)."""
+    if not _adds_up_here(s) and s.plan.by_link is not None:
+        made = _added_by_link(s, made, before, s.plan.by_link)
+    elif not _adds_up_here(s):
         made = s.move(Gradients(s.unit.name, s.m), made, HOST, m=s.m, rank=OFFLOADS)
         accumulated = s.get("grads")
         if accumulated is not None:
-            arrived, made = made, s.over(accumulated)
-            key = op_key("accumulate", s.unit.name, micro_batch_name(s.m))
-            work = {"elementwise_bytes": 3 * s.unit.num_trained * s.workload.training.grad_bytes}
-            reads = [accumulated, arrived]
-            s.op(key, HOST_ADAM, "accumulate", work=work, reads=reads, writes=[made], m=s.m, rank=UPDATES)
+            made = _accumulated(s, HOST_ADAM, accumulated, made)
     s.put("grads", made)
+
+
+def _added_by_link(s: Sketch, made: int, before: int | None, by_link: GradientsByLink) -> int:
+    """Adds what waits in host memory to new gradients on the device, from where the sum goes back; that one, or after
+    the last micro-batch the one on the device."""
+    what, earlier, waits = Gradients(s.unit.name, s.m), s.get("grads"), _waits(s)
+    held_bytes = (by_link.slowdown - 1) * s.sizes_bytes[made]
+    if earlier is not None:
+        behind = made if waits else before
+        brought = s.move(what, earlier, DEVICE, m=s.m, rank=FETCHES, behind=behind, held_bytes=held_bytes)
+        made = _accumulated(s, COMPUTE, brought, made)
+    if s.workload.training.gradient_accumulation_steps == 1 and not by_link.returns_first:
+        return made
+    gone = s.move(what, made, HOST, over=earlier, m=s.m, rank=OFFLOADS, held_bytes=held_bytes)
+    if earlier is None and by_link.returns_first:
+        made = s.move(what, gone, DEVICE, m=s.m, rank=OFFLOADS, held_bytes=held_bytes)
+    if s.flag:
+        return made
+    if waits:
+        _wait(s, [gone, made])
+    return gone
+
+
+def _accumulated(s: Sketch, stream: str, total: int, new: int) -> int:
+    """The sum, in the place of the total."""
+    key, over = op_key("accumulate", s.unit.name, micro_batch_name(s.m)), s.over(total)
+    work = {"elementwise_bytes": 3 * s.unit.num_trained * s.workload.training.grad_bytes}
+    rank = UPDATES if stream == HOST_ADAM else OFFLOADS
+    s.op(key, stream, "accumulate", work=work, reads=[total, new], writes=[over], m=s.m, rank=rank)
+    return over
+
+
+def _waits(s: Sketch) -> bool:
+    """Whether compute waits for this backward's copies of gradients."""
+    if (by_link := s.plan.by_link) is None:
+        return False
+    waits = {"always", "in the last"} if s.flag else {"always"}
+    return s.u == s.workload.first_trained or by_link.waits in waits
+
+
+def _wait(s: Sketch, copied: Sequence[int]) -> None:
+    """What computes next comes after the copies."""
+    what = op_key("wait", s.unit.name, micro_batch_name(s.m))
+    s.op(what, COMPUTE, "wait", work={}, reads=copied, m=s.m, rank=UPDATES, mark="compute")
 
 
 def _complete(s: Sketch) -> None:
     """After the last micro-batch: the norm if one is wanted, and the way to where the update finds them."""
-    name, n, t, choice = s.unit.name, s.unit.num_trained, s.workload.training, s.choice
+    name, n, t, choice, by_link = s.unit.name, s.unit.num_trained, s.workload.training, s.choice, s.plan.by_link
     grads = s.made("grads")
     if choice.states != "device" and choice.update == "home" and choice.grads == "device":
         grads = s.move(Gradients(name), grads, HOST, rank=OFFLOADS)
@@ -317,15 +363,25 @@ def _complete(s: Sketch) -> None:
         stream, work = COMPUTE if s.tiers[grads] == DEVICE else HOST_ADAM, {"elementwise_bytes": n * t.grad_bytes}
         s.op(op_key("norm", name), stream, "norm", work=work, reads=[grads], writes=[norm], rank=UPDATES)
     if choice.grads != "device" and s.tiers[grads] == DEVICE:
-        grads = s.move(Gradients(name), grads, HOST, rank=OFFLOADS)
+        grads = _in_fp32(s, grads) if by_link else grads
+        held_bytes = (by_link.slowdown - 1) * s.sizes_bytes[grads] if by_link else 0.0
+        grads = s.move(Gradients(name), grads, HOST, rank=OFFLOADS, held_bytes=held_bytes)
+        if _waits(s):
+            _wait(s, [grads])
     if choice.grads == "nvme":
-        if s.plan.cast_grads and t.grad_bytes < FP32_BYTES:
-            cast = s.buffer(CastGradients(name), HOST, n * FP32_BYTES, "grads")
-            work = {"elementwise_bytes": n * (t.grad_bytes + FP32_BYTES)}
-            s.op(op_key("cast", name), HOST_ADAM, "cast", work=work, reads=[grads], writes=[cast], rank=OFFLOADS)
-            grads = cast
         grads = s.move(Gradients(name), grads, NVME, rank=OFFLOADS)
     s.put("grads", grads)
+
+
+def _in_fp32(s: Sketch, grads: int) -> int:
+    """A copy of gradients on the device in fp32, or they themselves if they are."""
+    n, grad_bytes = s.unit.num_trained, s.workload.training.grad_bytes
+    if grad_bytes == FP32_BYTES:
+        return grads
+    cast = s.buffer(CastGradients(s.unit.name), DEVICE, n * FP32_BYTES, "grads")
+    work = {"elementwise_bytes": n * (grad_bytes + FP32_BYTES)}
+    s.op(op_key("cast", s.unit.name), COMPUTE, "cast", work=work, reads=[grads], writes=[cast], rank=OFFLOADS)
+    return cast
 
 
 # ---- updates ----

@@ -11,8 +11,9 @@ from dataclasses import replace
 from math import inf
 from typing import Any, TypeVar, get_args
 
+from tierplan.hwmodels.description import KEYS
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.plan import Plan, Sharing, UnitPlan, UnitwisePlan
+from tierplan.planner.plan import GradientsByLink, Plan, Sharing, UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import PlanError
 from tierplan.sim.step import Action, Semantics
 from tierplan.sim.workloads.workload import Unit, Workload
@@ -131,6 +132,32 @@ def data_parallel(
         fields["prefetch_params_units"] = int(options.number("prefetch", low=0))
     units = with_checkpointing(options, workload, unit)
     return unitwise_plan(options, workload, machine, "exact-clip", units=units, hold_updates=True, **fields)
+
+
+def gradients_by_link(options: Options, machine: Machine, stage: int) -> GradientsByLink:
+    """How a stage of DeepSpeed's ZeRO brings gradients to the host, by options `overlap` and `pin_memory`, and
+    `round_robin` before stage 3.
+
+    Copies from and to memory that is not pinned block the host. Without `overlap_comm` they are on compute's stream;
+    with it, before stage 3, after the last micro-batch the host waits for each parameter's copy, as it looks for
+    overflow (`update_offload_overflow_tracker`). There one device copies after the other, since a unit's gradients are
+    one device's, and the others wait for it in the next reduction, unless `round_robin_gradients`.
+    """
+    pinned = options.choice("pin_memory", "on", "off") == "on"
+    overlaps = options.get("overlap", "on") == "on" and pinned
+    in_turn = stage < 3 and options.choice("round_robin", "off", "on") == "off"
+    return GradientsByLink(
+        waits="always" if not overlaps else "in the last" if stage < 3 else "at the end",
+        returns_first=stage == 3,
+        slowdown=(options.num_devices(machine) if in_turn else 1) / (1.0 if pinned else pageable_frac(machine)),
+    )
+
+
+def pageable_frac(machine: Machine) -> float:
+    """The rate of copies from and to pageable memory over that of pinned memory."""
+    key = "link.pageable_frac"
+    said = machine.description.get(key)
+    return float(str(said["value"] if isinstance(said, Mapping) else KEYS[key].default))
 
 
 def has_nvme(machine: Machine) -> bool:

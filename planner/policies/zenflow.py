@@ -26,7 +26,7 @@ OPTIONS: Mapping[str, object] = {"checkpointing": "off", "cores": 0.5, "semantic
 def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     """ZeRO-Offload with delayed updates, and without checkpointing, as in its example."""
     options = Options(NAME, OPTIONS, given)
-    own = {name: options[name] for name in ("checkpointing", "devices")}
+    own = {"gradients": "streamed", **{name: options[name] for name in ("checkpointing", "devices")}}
     own["semantics"] = bounded_semantics(options, workload, "delayed-1")
     plan = zero_offload.policy(workload, machine, own)
     part = (HOST_ADAM, "parameters", options.number("cores", low=0.01, high=1))

@@ -1,21 +1,21 @@
 """ZeRO-Infinity (arXiv 2104.07857): each of parameters, optimizer and checkpoints on the device, the host or NVMe.
 
 Parameters come through three overlapping stages: NVMe to host, host to device, and compute, each some units ahead of
-the next. Gradients go to host memory in backward, are cast to fp32 and, where the optimizer is on NVMe, written
-there. The optimizer runs after backward, unit by unit. DeepSpeed's default (`pipeline=off`: `pipeline_read` and
-`pipeline_write` are false, and the documented four buffers hold the states and the gradient of one update) reads one
-unit's states and gradient, updates, writes them home, and only then reads the next. With `pipeline=on` one is read
-while the one before is updated and the one before that is written back; buffers for four updates bound how far that
-runs ahead. With everything on NVMe a parameter costs 20 bytes of reads (2 + 2 parameters, 12 states, 4 gradient) and
-18 of writes (4, 12, 2).
+the next. Gradients go to host memory in backward (`gradients_by_link`), in fp32, and where the optimizer is on NVMe,
+they are written there. The optimizer runs after backward, unit by unit. DeepSpeed's default (`pipeline=off`:
+`pipeline_read` and `pipeline_write` are false, and the documented four buffers hold the states and the gradient of one
+update) reads one unit's states and gradient, updates, writes them home, and only then reads the next. With
+`pipeline=on` one is read while the one before is updated and the one before that is written back; buffers for four
+updates bound how far that runs ahead. With everything on NVMe a parameter costs 20 bytes of reads (2 + 2 parameters, 12
+states, 4 gradient) and 18 of writes (4, 12, 2).
 
 DeepSpeed also takes host memory that no step shows (`host_buffers=deepspeed`, see `startup_bytes`); a machine with less
 is refused, as it fails there before the first step.
 
 Memory-centric tiling cuts each block's operators into `operator_tiles`, of which one at a time needs the device.
 
-On several devices parameters, gradients and states are partitioned: each device fetches its share over its own link
-and gathers the rest from its peers (`devices`).
+On several devices parameters, gradients and states are partitioned: each device fetches its share over its own link and
+gathers the rest from its peers (`devices`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import replace
 from tierplan.hwmodels.machine import Machine, held_bytes
 from tierplan.planner.plan import Sharing, UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import PLACES, Place, PlanError
-from tierplan.planner.policies.options import Options, by_kind, has_nvme, need_nvme, unitwise_plan
+from tierplan.planner.policies.options import Options, by_kind, gradients_by_link, has_nvme, need_nvme, unitwise_plan
 from tierplan.planner.policies.several.zero import MODULE_HOOKS
 from tierplan.sim.workloads.workload import Workload
 
@@ -39,6 +39,7 @@ OPTIONS: Mapping[str, object] = {
     "pipeline": "off",  # or on: reads and writes of the optimizer beside its updates
     "host_buffers": "deepspeed",  # or none
     "pin_memory": None,  # on or off; default: on where parameters are offloaded too, as in DeepSpeed's examples
+    "overlap": "on",  # or off: compute waits for every copy of gradients
     "operator_tiles": 1,
     "semantics": None,
 }
@@ -89,7 +90,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         updates_in_flight=4 if pipelined else 1,
         hold_updates=True,
         update_order="backward",
-        cast_grads=optimizer != "device",
+        by_link=None if optimizer == "device" else gradients_by_link(options, machine, 3),
         operator_tiles=options.whole_number("operator_tiles", low=1),
         sharing=Sharing(reduces="each" if optimizer == "device" else "last", module_hooks=MODULE_HOOKS),
     )  # fmt: skip

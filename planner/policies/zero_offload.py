@@ -1,12 +1,15 @@
 """ZeRO-Offload (arXiv 2101.06840): parameters on the device, gradients and the optimizer in host memory.
 
-Gradients leave during backward. CPU Adam starts when backward is done (it needs the norm of all gradients and the
-check for overflow); each unit's new parameters are copied back while the next unit is updated. Per parameter and step:
-2 bytes down, 2 bytes up. The delayed parameter update (`semantics=delayed-1`) overlaps the optimizer with the next
-step's compute and is another algorithm, so it is never the default. `device_frac` keeps the optimizer states of that
-share of the parameters on the device (Twin-Flow, DeepSpeed's partial offload), last units first. `update=device` brings
-states to the GPU and back for an update there, as soon as a unit's gradients are made, instead of CPU Adam (paged
-optimizers, torchao's and verl's streamed states). On several devices gradients and states are divided, as in `zero-2`.
+Gradients leave during backward, as DeepSpeed has it (`gradients_by_link`): compute waits for that unless `overlap=on`,
+and with `gradients=streamed`, as the paper and torchao have it, they leave in the dtype of training beside backward,
+and the host adds them. CPU Adam starts when backward is done (it needs the norm of all gradients and the check for
+overflow); each unit's new parameters are copied back while the next unit is updated. Per parameter and step: 4 bytes
+down (streamed: 2), 2 bytes up. The delayed parameter update (`semantics=delayed-1`) overlaps the optimizer with the
+next step's compute and is another algorithm, so it is never the default. `device_frac` keeps the optimizer states of
+that share of the parameters on the device (Twin-Flow, DeepSpeed's partial offload), last units first. `update=device`
+brings states to the GPU and back for an update there, as soon as a unit's gradients are made, instead of CPU Adam
+(paged optimizers, torchao's and verl's streamed states). On several devices gradients and states are divided, as in
+`zero-2`.
 """
 
 from __future__ import annotations
@@ -15,11 +18,20 @@ from collections.abc import Mapping
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Sharing, UnitPlan, UnitwisePlan
-from tierplan.planner.policies.options import Options, unitwise_plan
+from tierplan.planner.policies.options import Options, gradients_by_link, unitwise_plan
 from tierplan.sim.workloads.workload import Workload
 
 NAME = "zero-offload"
-OPTIONS: Mapping[str, object] = {"device_frac": 0.0, "checkpointing": "on", "update": "host", "semantics": None}
+OPTIONS: Mapping[str, object] = {
+    "device_frac": 0.0,
+    "checkpointing": "on",
+    "update": "host",
+    "gradients": "deepspeed",  # or streamed
+    "overlap": "off",
+    "pin_memory": "on",
+    "round_robin": "off",
+    "semantics": None,
+}
 
 
 def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
@@ -27,6 +39,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     options = Options(NAME, OPTIONS, given)
     on_device = options.number("device_frac", low=0, high=1) * workload.num_trained
     recompute = options.choice("checkpointing", "on", "off") == "on"
+    as_deepspeed = options.choice("gradients", "deepspeed", "streamed") == "deepspeed"
     comes = options.choice("update", "host", "device") == "device"
     units: list[UnitPlan] = []
     for unit in reversed(workload.units):
@@ -42,5 +55,11 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         prefetch_states_units=0 if comes else 1,
         hold_updates=True,
         update_order="backward",
-        sharing=Sharing(divided="gradients", reduces="each", by="all_reduce", waits=True),
+        by_link=gradients_by_link(options, machine, 2) if as_deepspeed else None,
+        sharing=Sharing(
+            divided="gradients",
+            reduces="each",
+            by="all_reduce",
+            waits=options.choice("overlap", "off", "on") == "off",
+        ),
     )  # fmt: skip

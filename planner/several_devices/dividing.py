@@ -68,7 +68,7 @@ WHOLES = np.dtype(
         ("is_initial", _BOOL),
         ("is_on_device", _BOOL),
         ("is_everywhere", _BOOL),  # each device has one
-        ("is_copy", _BOOL),  # a copy has brought it: of gradients, what host memory has of their sum
+        ("is_copy", _BOOL),  # a copy has brought it, or is made of that: of gradients, what is of their sum already
         ("is_summed_at_once", _BOOL),  # gradients that stay on the device, summed over devices after each micro-batch
         ("is_summed_at_last", _BOOL),  # gradients that wait on the device for the next step, summed over devices first
         ("has_tied_share", _BOOL),  # this sum over devices begins where one device's share of a tied gradient is
@@ -389,15 +389,16 @@ def divide(d: Dividing, reads: Lists, writes: Lists, after: Lists) -> None:
         written = writes.items[writes.begins[task] : writes.begins[task + 1]]
         kind = d.tasks[task]["kind"]
         computes = kind in (FORWARD, RECOMPUTE, BACKWARD)
-        has_acts = is_sharded = has_sums = False
+        has_acts = is_sharded = is_changed = has_sums = False
         for some in (read, written):
             for b in some:
                 has_acts = has_acts or d.whole[b]["kind"] == ACTS
                 is_sharded = is_sharded or d.whole[b]["is_sharded"]
         for b in written:
             has_sums = has_sums or (computes and d.whole[b]["is_summed_at_once"])
+            is_changed = is_changed or (kind == OTHER and d.whole[b]["is_sharded"])
         is_for_all = not (d.tasks[task]["is_on_device"] or has_acts)
-        is_shared = (kind == COPY and is_sharded) or (kind == UPDATE and not d.terms.divides_nothing)
+        is_shared = (kind == COPY and is_sharded) or is_changed or (kind == UPDATE and not d.terms.divides_nothing)
         is_shared = not is_for_all and (is_shared or (computes and d.terms.cuts_tensors))
         for first in range(1 if is_for_all else d.terms.num_drawn):
             for place in range(len(read)):  # what is exchanged for it comes before it

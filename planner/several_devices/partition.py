@@ -122,7 +122,8 @@ def _wholes(
     is_on_device, cuts_tensors = tier == on_device, sharing.divided == "tensors"
     writes, num_writes = columns.writes.items, np.diff(columns.writes.begins)
     is_copy, is_made_on_device = np.zeros((2, len(tier)), np.bool_)
-    is_copy[writes[np.repeat(tasks["kind"] == dividing.COPY, num_writes)]] = True
+    is_moved = np.isin(tasks["kind"], (dividing.COPY, dividing.OTHER))  # or added to, or cast
+    is_copy[writes[np.repeat(is_moved, num_writes)]] = True
     is_made_on_device[writes[np.repeat(tasks["is_on_device"], num_writes)]] = True
     reuses, becomes = columns.buffer_reuses, columns.buffer_becomes
     is_gradient = is_on_device & (content == dividing.OF_GRADIENTS) & ~is_copy

@@ -130,7 +130,7 @@ def _of_stage(zero: Mapping[str, object], stage: int, path: str, *, checkpoints:
         options = {**places, **_of_optimizer(section_of(zero, "offload_optimizer")), "checkpoints": checkpoints}
         if zero.get("overlap_comm") is False or zero.get("stage3_prefetch_bucket_size") == 0:
             options["prefetch"] = "0"
-        return "zero-infinity", options
+        return "zero-infinity", options | _overlap(zero)
     options = {"checkpointing": "off" if checkpoints == "none" else "on"}
     for key, place, least in (
         ("offload_param", places["params"] != "device", 3),
@@ -141,12 +141,19 @@ def _of_stage(zero: Mapping[str, object], stage: int, path: str, *, checkpoints:
             stages = "3" if least == 3 else "1, 2 or 3"
             raise WorkloadError(f"{path}: {key} needs zero_optimization.stage {stages}, but it is {stage}")
     if places["optimizer"] == "host":
-        return "zero-offload", options
+        if isinstance(in_parts := zero.get("round_robin_gradients"), bool):
+            options["round_robin"] = "on" if in_parts else "off"
+        pinned = {k: v for k, v in _of_optimizer(section_of(zero, "offload_optimizer")).items() if k == "pin_memory"}
+        return "zero-offload", options | pinned | _overlap(zero)
     if stage == 0:
         return "in-memory" if checkpoints == "none" else "full-recompute", {}
-    if isinstance(overlap := zero.get("overlap_comm"), bool):
-        options["overlap"] = "on" if overlap else "off"
-    return f"zero-{stage}", options
+    return f"zero-{stage}", options | _overlap(zero)
+
+
+def _overlap(zero: Mapping[str, object]) -> dict[str, str]:
+    """What a file says of communication beside compute, as an option."""
+    overlap = zero.get("overlap_comm")
+    return {"overlap": "on" if overlap else "off"} if isinstance(overlap, bool) else {}
 
 
 SAME: Mapping[str, str] = {

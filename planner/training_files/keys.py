@@ -51,10 +51,11 @@ OF_DEEPSPEED: Known = {
         bf16_optimizer_states=False),
     **_known("fp16.", """enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale
         consecutive_hysteresis""", fp16_master_weights_and_grads=False),
-    **_known(_ZERO, """stage cpu_offload cpu_offload_params overlap_comm elastic_checkpoint load_from_fp32_weights
-        stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save ignore_unused_parameters""",
+    **_known(_ZERO, """stage cpu_offload cpu_offload_params overlap_comm round_robin_gradients elastic_checkpoint
+        load_from_fp32_weights stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save
+        ignore_unused_parameters""",
         reduce_bucket_size=5e8, allgather_bucket_size=5e8, allgather_partitions=True, reduce_scatter=True,
-        contiguous_gradients=True, round_robin_gradients=False, sub_group_size=1e9, stage3_max_live_parameters=1e9,
+        contiguous_gradients=True, sub_group_size=1e9, stage3_max_live_parameters=1e9,
         stage3_max_reuse_distance=1e9, stage3_prefetch_bucket_size=(0, 5e7), stage3_param_persistence_threshold=1e5,
         stage3_module_granularity_threshold=0, stage3_use_all_reduce_for_fetch_params=False,
         memory_efficient_linear=True, zero_quantized_weights=False, zero_quantized_gradients=False,

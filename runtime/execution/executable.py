@@ -45,6 +45,7 @@ STREAMS_BY_KIND = {
     **dict.fromkeys(("forward", "recompute", "backward", "encode", "decode", "leave"), (COMPUTE,)),
     **dict.fromkeys(("accumulate", "cast", "norm", "clip", "update"), ON_GRADIENTS),
     "copy": tuple(COPIES),
+    "wait": (COMPUTE,),
     **dict.fromkeys(COLLECTIVES, (names.collective(0),)),
     SEND: (),  # only where there are several
 }

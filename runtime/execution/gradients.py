@@ -68,7 +68,7 @@ def _put(value: BufferValue, unit: ModelUnit, k: int, gradient: torch.Tensor) ->
         unit.views_in(value.block)[k].copy_(gradient)
 
 
-def _take_over(value: BufferValue, unit: ModelUnit, other: BufferValue) -> None:
+def take_over(value: BufferValue, unit: ModelUnit, other: BufferValue) -> None:
     """Adds the gradients that `other` has, which is given up after this."""
     for k, gradient in _given(other, unit).items():
         if (old := gradients_of(value, unit)[k]) is not None:
@@ -190,7 +190,7 @@ def end_gradients(call: Call, roles: Iterable[GradientRole], looks: Iterable[Loo
             _take_back(tied, unit, _given(tied, unit))
         _take_back(own, unit, range(len(unit.parameters)))
         if tied is not None:
-            _take_over(own, unit, tied)
+            take_over(own, unit, tied)
         if role.is_whole:
             _complete(own, unit)
     return without

@@ -15,7 +15,7 @@ from tierplan.runtime.autograd.coded import decode_acts, encode_acts
 from tierplan.runtime.autograd.units import ModelError, ModelUnit
 from tierplan.runtime.execution.computing import Computing
 from tierplan.runtime.execution.device import TORCH_DTYPES, Device
-from tierplan.runtime.execution.gradients import flat_gradients, gather, gradients_of
+from tierplan.runtime.execution.gradients import flat_gradients, gather, gradients_of, take_over
 from tierplan.runtime.execution.instances import Call, Instance
 from tierplan.runtime.execution.threads import threads_here
 from tierplan.runtime.execution.values import BufferValue, Places, SavedTensorsHandle, content_of, expect, value_of
@@ -112,6 +112,7 @@ class Bodies:
             "accumulate": self._accumulate, "cast": self._cast, "norm": self._norm, "clip": self._clip,
             "update": self._update, **dict.fromkeys(COLLECTIVES, self._collective), SEND: self._send,
             "leave": lambda call: None,  # the end of a pack's turn: its buffers are free now
+            "wait": lambda call: None,  # for what it reads
         }  # fmt: skip
 
     def __call__(self, call: Call) -> None:
@@ -241,15 +242,22 @@ class Bodies:
         return self._units[named.unit]
 
     def _accumulate(self, call: Call) -> None:
-        total = self.places.place(call.writes[0])
-        total.block.data.view(self.dtype).add_(value_of(call.reads[1]).block.data.view(self.dtype))
+        total, new = self.places.place(call.writes[0]), value_of(call.reads[1])
+        if new.gradients is None:
+            total.block.data.view(self.dtype).add_(new.block.data.view(self.dtype))
+        else:
+            take_over(total, self.unit_of(call.op), new)
 
     def _cast(self, call: Call) -> None:
-        """A gradient in fp32, on its way to NVMe in systems that keep it so there."""
+        """A gradient in fp32, on its way to host memory in systems that keep it so there."""
         old, cast = value_of(call.reads[0]), self.places.place(call.writes[0])
-        cast.filled, cast.is_absent = old.filled, old.is_absent
-        if not old.is_absent:
-            cast.block.data.view(torch.float32).copy_(old.block.data.view(self.dtype))
+        unit, in_fp32 = self.unit_of(call.op), cast.block.data.view(torch.float32)
+        if old.gradients is None:
+            in_fp32.copy_(old.block.data.view(self.dtype))
+        else:
+            own = zip(in_fp32.split(unit.lengths), gradients_of(old, unit), strict=True)
+            into, of = zip(*((part, gradient.view(-1)) for part, gradient in own if gradient is not None), strict=True)
+            torch._foreach_copy_(into, of)
 
     def _norm(self, call: Call) -> None:
         """The norm of what this rank has of each parameter's gradient, as `clip_grad_norm_(foreach=False)` takes it."""

@@ -7,7 +7,7 @@ TrainingError(ValueError)   schedule, model and settings do not fit together
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ from tierplan.runtime.memory.arena import PAGE_BYTES, map_host
 from tierplan.runtime.memory.files import Folders, paths_of
 from tierplan.runtime.memory.store import Extent, Store, measure_weights
 from tierplan.runtime.ranks.collectives import joined, own_part
-from tierplan.sim.contents import Content, Frozen, Gradients, Params
+from tierplan.sim.contents import CastGradients, Content, Frozen, Gradients, Params
 from tierplan.sim.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -54,6 +54,11 @@ def check_begun(has_begun: bool) -> None:
 
 def _bytes_sum(tensor: torch.Tensor) -> str:
     return xxh3_64_hexdigest(tensor.detach().to("cpu").reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _old_gradients(name: str, by_content: Mapping[Content, Instance]) -> Instance | None:
+    """Those of the step before, of a unit whose update is late."""
+    return by_content.get(Gradients(name, 0)) or by_content.get(CastGradients(name))
 
 
 def open_store(
@@ -141,8 +146,7 @@ class Placement:
                 for view in layout.views(start, part) if layout.has_master else ():
                     view.tensors["master"].copy_(flat_n[view.begin :][: view.length])
                 self.fill(by_content[content], start)
-            grads = by_content.get(Gradients(unit.name, 0))
-            if grads is not None:
+            if (grads := _old_gradients(unit.name, by_content)) is not None:
                 grads.value = BufferValue(self.bodies.places.allocate(grads), is_absent=True)
 
     def fill(self, instance: Instance, memory: torch.Tensor) -> None:
@@ -220,13 +224,18 @@ class Placement:
         """A copy of a unit's parameters with the update that the next step would begin with."""
         bodies, by_content = self.bodies, self._by_content()
         unit = bodies.unit_of(Params(name))
-        grads, params = by_content[Gradients(name, 0)], bodies.places.read(by_content[Params(name)]).view(bodies.dtype)
+        params, grads = (
+            bodies.places.read(by_content[Params(name)]).view(bodies.dtype),
+            _old_gradients(name, by_content),
+        )
+        assert grads is not None, f"a late update of {name} has gradients"
         parts = {bodies.states_part(content): self._as_it_is(content) for content in states_of(name, by_content)}
         layout = bodies.layouts[name]
         part = own_part(grads, unit, bodies.ranks)
         own = params if len(params) == len(part) else params[part.start : part.stop]
         if not value_of(grads).is_absent:
-            gradient = bodies.places.read(grads).view(bodies.dtype)
+            is_cast = isinstance(content_of(grads), CastGradients)
+            gradient = bodies.places.read(grads).view(torch.float32 if is_cast else bodies.dtype).to(bodies.dtype)
             views = list(layout.views(layout.join([*parts.values()], [*parts]), part)) if parts else []
             bodies.update(name, own, gradient, views, part, self.executor.num_steps_done - 1)
         if bodies.ranks is not None and len(own) < unit.num_trained:

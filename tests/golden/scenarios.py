@@ -12,6 +12,7 @@ from unittest import mock
 import tierplan as tp
 
 # All that is not at the front door is imported here, so that a move is followed in one place.
+from tierplan.planner.plan import GradientsByLink
 from tierplan.planner.search import budget
 
 SMALL_VOCABULARY = 8192
@@ -339,7 +340,7 @@ HAND_SCENARIOS: Mapping[str, Scenario] = {
             {"params": "host", "grads": "host", "states": "nvme", "input": "nvme", "acts": "nvme", "state_shards": 2},
             semantics="exact-clip",
             order="vertical",
-            cast_grads=True,
+            by_link=GradientsByLink(),
             update_order="backward",
             updates_in_flight=2,
             strict_windows=True,

@@ -208,7 +208,7 @@ def test_beyond_the_largest_of_a_family_depth_grows(
         return [workload_of(f"{n} layers", CONFIG | {"n_layer": n}, training) for n in (1, 2)]
 
     monkeypatch.setattr("tierplan.planner.questions.largest.family", two)
-    host = ["--set", f"host.capacity={gib} GiB", "--set", "host.reserve=0"]
+    host = ["--set", f"host.capacity={gib} GiB", "--set", "host.reserve=0", "--option", "gradients=streamed"]
     assert main(["simulate", "--policy", "zero-offload", "--max-model", *TWO, *host]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"zero-offload: {found} on desktop-4090, 2 of its 2 GPUs")

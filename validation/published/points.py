@@ -239,8 +239,8 @@ def _rows(system: str, point: Facts, rule: Facts, models: Mapping[str, str]) -> 
                 t = question.training
                 length, loss = rule.get("peak_seq", t.sequence_length), rule.get("peak_loss", t.loss)
                 training = replace(t, sequence_length=length, loss=loss)
-                policy = rule.get("peak_policy", question.policy)
-                steady = replace(question, training=training, policy=policy).answer().steady
+                other = {"policy": rule["peak_policy"], "options": {}} if "peak_policy" in rule else {}
+                steady = replace(question, training=training, **other).answer().steady
             told = None if steady is None else _peak_bytes(question, steady, rule) / PEAKS[quantity]
             rows.append(row(quantity, value, told, why_not))
     return rows

@@ -4,7 +4,8 @@
 micro-batch but for `zero-1`, which waits for the last. DeepSpeed's `zero-2` all-reduces them and drops what is not its
 own (`use_multi_rank_bucket_allreduce`), and its compute waits for that unless `overlap=on` (`overlap_comm`, which is
 off by default but in `zero-3`). `optimizer=host` keeps gradients and states in host memory (ZeRO-Offload), where host
-cores update all shards; `params=host` does so with the parameters of `zero-3`. With NVMe, take `zero-infinity`.
+cores update all shards; `gradients_by_link` says how gradients get there. `params=host` does so with the parameters of
+`zero-3`. With NVMe, take `zero-infinity`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Literal
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Sharing, UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import Place
-from tierplan.planner.policies.options import OptionError, Options, Policy, data_parallel
+from tierplan.planner.policies.options import OptionError, Options, Policy, data_parallel, gradients_by_link
 from tierplan.sim.workloads.workload import Workload
 
 OPTIONS: Mapping[str, object] = {
@@ -24,6 +25,8 @@ OPTIONS: Mapping[str, object] = {
     "params": "device",
     "checkpointing": "on",
     "overlap": None,
+    "pin_memory": "on",
+    "round_robin": "off",
     "prefetch": 1,
     "semantics": None,
 }
@@ -55,7 +58,8 @@ def _policy(stage: int, workload: Workload, machine: Machine, given: Mapping[str
         module_hooks=MODULE_HOOKS if stage == 3 else 0.0,
     )
     unit = UnitPlan(params=params, grads=optimizer, states=optimizer)
-    return data_parallel(options, workload, machine, unit, sharing=sharing, update_order="backward")
+    by_link = gradients_by_link(options, machine, stage) if optimizer == "host" else None
+    return data_parallel(options, workload, machine, unit, sharing=sharing, by_link=by_link, update_order="backward")
 
 
 VARIANTS: Mapping[str, Policy] = {f"zero-{stage}": partial(_policy, stage) for stage in DIVIDED}

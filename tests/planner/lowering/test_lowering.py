@@ -12,7 +12,7 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.lowering.listing import compute_order
 from tierplan.planner.lowering.tiling import cut_batches, cut_operators
 from tierplan.planner.milp.amounts import problem
-from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.plan import GradientsByLink, UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import PlanError
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.columns import unroll
@@ -170,7 +170,7 @@ def test_states_in_shards_move_the_same_bytes_and_run_two_steps(params: str, gra
         ("in-backward", False, {}),
         ("in-backward", True, {"write_back": "delayed"}),
         ("exact-clip", False, {"hold_updates": True, "strict_windows": True}),
-        ("exact-clip", False, {"write_back": "awaited", "updates_in_flight": 1, "cast_grads": True}),
+        ("exact-clip", False, {"write_back": "awaited", "updates_in_flight": 1, "by_link": GradientsByLink()}),
         ("delayed-1", False, {}),
     ):
         if grads == "nvme" and (late or semantics == "delayed-1"):

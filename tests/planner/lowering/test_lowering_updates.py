@@ -8,7 +8,7 @@ import pytest
 
 from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
 from tierplan.planner.lowering import lower
-from tierplan.planner.plan import UnitPlan
+from tierplan.planner.plan import GradientsByLink, UnitPlan
 from tierplan.sim.schedule import Op
 
 BLOCK = 3 * MIB
@@ -125,10 +125,10 @@ def test_an_accumulation_reads_two_gradients_and_writes_one() -> None:
 
 def test_a_gradient_is_widened_only_where_it_is_not_fp32() -> None:
     choice = UnitPlan(grads="nvme", states="nvme")
-    ops = ops_of(choice, semantics="exact-clip", cast_grads=True)
+    ops = ops_of(choice, semantics="exact-clip", by_link=GradientsByLink())
     assert ops["cast/L3"].work == {"elementwise_bytes": (2 + 4) * BLOCK}
     assert ops["write_grads/L3"].work == {"bytes": 4 * BLOCK}
-    in_fp32 = ops_of(choice, {"dtype": "fp32"}, semantics="exact-clip", cast_grads=True)
+    in_fp32 = ops_of(choice, {"dtype": "fp32"}, semantics="exact-clip", by_link=GradientsByLink())
     assert "cast/L3" not in in_fp32
     assert in_fp32["write_grads/L3"].work == {"bytes": 4 * BLOCK}
 
@@ -139,3 +139,43 @@ def test_a_norm_reads_the_gradient_where_it_is() -> None:
         choice = UnitPlan(grads=grads, states="host" if grads == "host" else "device")  # type: ignore[arg-type]
         norm = ops_of(choice, clipped, semantics="exact-clip")["norm/L3"]
         assert (norm.stream, norm.work) == (stream, {"elementwise_bytes": 2 * BLOCK})
+
+
+# ---- gradients that add up over the link, as DeepSpeed has it ----
+
+
+@pytest.mark.parametrize(("accumulation", "returns_first", "up", "down"), [
+    (1, False, 0, 4), (3, False, 2 * 2, 3 * 2 + 4), (1, True, 2, 2 + 4), (3, True, 3 * 2, 3 * 2 + 4),
+])  # fmt: skip
+def test_gradients_that_add_up_over_the_link(accumulation: int, returns_first: bool, up: int, down: int) -> None:
+    """Bytes per parameter of `stage_1_and_2.py` (copy_grads_in_partition) and `stage3.py` (partition_grads)."""
+    choice, by_link = UnitPlan(grads="host", states="host"), GradientsByLink(returns_first=returns_first)
+    ops = ops_of(choice, {"gradient_accumulation_steps": accumulation}, semantics="exact-clip", by_link=by_link)
+    moved = {
+        stream: sum(op.work["bytes"] for key, op in ops.items() if "grads/L3" in key and op.stream == stream)
+        for stream in ("gpu0.h2d", "gpu0.d2h")
+    }
+    assert moved == {"gpu0.h2d": up * BLOCK, "gpu0.d2h": down * BLOCK}
+    assert {op.stream for key, op in ops.items() if key.startswith(("accumulate/", "cast/"))} == {"gpu0.compute"}
+
+
+@pytest.mark.parametrize(("waits", "waiting"), [
+    ("always", {"L3/mb0", "L3/mb1", "embed/mb0", "embed/mb1"}), ("in the last", {"L3/mb1", "embed/mb0", "embed/mb1"}),
+    ("at the end", {"embed/mb0", "embed/mb1"}),
+])  # fmt: skip
+def test_compute_waits_for_gradients_where_the_plan_says(waits: str, waiting: set[str]) -> None:
+    choice, by_link = UnitPlan(grads="host", states="host"), GradientsByLink(waits=waits)  # type: ignore[arg-type]
+    ops = ops_of(choice, {"gradient_accumulation_steps": 2}, semantics="exact-clip", by_link=by_link)
+    found = {key.removeprefix("wait/") for key, op in ops.items() if op.kind == "wait"}
+    assert {name for name in found if name.startswith(("L3/", "embed/"))} == waiting
+
+
+def test_a_slower_copy_of_gradients_holds_the_link_for_longer() -> None:
+    """In seconds beside its bytes, which stay as many."""
+    choice = UnitPlan(grads="host", states="host")
+    quick, slow = (
+        ops_of(choice, semantics="exact-clip", by_link=GradientsByLink(slowdown=slowdown))["offload_grads/L3"]
+        for slowdown in (1.0, 2.5)
+    )
+    assert quick.work == {"bytes": 4 * BLOCK}
+    assert slow.work == {"bytes": 4 * BLOCK, "s": pytest.approx(1.5 * 4 * BLOCK / 5e9)}

@@ -460,7 +460,8 @@ def test_a_switch_may_be_a_word(tmp_path: Path, word: object) -> None:
             "offload_optimizer": {"device": "nvme", "pin_memory": word, "pipeline_read": word}}  # fmt: skip
     found = read_training_file(written(tmp_path, {"zero_optimization": zero}), BASE)
     assert found.options == {
-        "params": "host", "optimizer": "nvme", "pipeline": "off", "pin_memory": "off", "prefetch": "0", **KEPT,
+        "params": "host", "optimizer": "nvme", "pipeline": "off", "pin_memory": "off", "prefetch": "0",
+        "overlap": "off", **KEPT,
     }  # fmt: skip
     assert found.says["zero_optimization.offload_optimizer.pin_memory"] is False
 

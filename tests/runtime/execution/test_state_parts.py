@@ -14,7 +14,7 @@ from tests.runtime.models import make_batches, make_model, observed_workload
 from tests.runtime.test_trainer import CPU, check, machine
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
-from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.plan import GradientsByLink, UnitPlan, UnitwisePlan
 from tierplan.runtime.execution.values import states_of
 from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.optim.states import layout_of
@@ -72,7 +72,7 @@ def test_numbers_of_plain_training(dtype: str, clip: float | None, semantics: st
     [
         {"order": "vertical", "prefetch_states_units": 2},
         {"strict_windows": True, "updates_in_flight": 1, "write_back": "awaited"},
-        {"write_back": "delayed", "cast_grads": True},
+        {"write_back": "delayed", "by_link": GradientsByLink()},
     ],
 )
 def test_with_gradients_on_nvme_and_every_way_home(settings: dict[str, Any], tmp_path: Path) -> None:

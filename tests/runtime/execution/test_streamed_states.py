@@ -15,7 +15,7 @@ from tests.toys import uniform_plan
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Rate
 from tierplan.hwmodels.names import HOST_ADAM
-from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.plan import GradientsByLink, UnitPlan, UnitwisePlan
 from tierplan.planner.planning import plan
 from tierplan.planner.prediction import predict
 from tierplan.planner.search.budget import Budget
@@ -145,7 +145,9 @@ def test_gradients_that_wait_elsewhere_come_back(
     workload = observed_workload(model, make_batches(1)[0], training)
     choice = UnitPlan(params="host", states="nvme", grads=grads, update="device", state_shards=shards)  # type: ignore[arg-type]
     semantics = "exact-clip" if clip else "in-backward"
-    chosen = uniform_plan(workload, choice, order=order, semantics=semantics, cast_grads=cast)
+    chosen = uniform_plan(
+        workload, choice, order=order, semantics=semantics, by_link=GradientsByLink() if cast else None
+    )
     schedule = check(model, training, chosen, tmp_path, workload=workload)
     ops = {op.key: op for op in schedule.ops}
     updates = [op for op in schedule.ops if op.kind == "update" and op.unit == "L1"]

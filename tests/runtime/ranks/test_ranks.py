@@ -147,7 +147,8 @@ def order_of_sums(model: nn.Module, schedule: Schedule, num: int) -> Callable[[n
     found: dict[int, list[list[int]]] = {}
     accumulation = schedule.step.training.gradient_accumulation_steps  # type: ignore[union-attr]
     for unit in split_model(model, make_batches(1)[0]):
-        own = [op.kind for op in schedule.ops if op.unit == unit.name and op.stream in ("gpu0.collective", HOST_ADAM)]
+        streams = ("gpu0.collective", "gpu0.compute", HOST_ADAM)
+        own = [op.kind for op in schedule.ops if op.unit == unit.name and op.stream in streams]
         if any(op.kind == "send" for op in schedule.ops):
             groups = [list(range(accumulation))]
         elif own.count("reduce") + own.count("all_reduce") < accumulation:

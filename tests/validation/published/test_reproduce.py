@@ -195,7 +195,7 @@ def without_paths(report: Report) -> Report:
 def test_a_step_time_has_its_critical_path_beside_it(reports: dict[str, Report]) -> None:
     row = next(row for row in reports["zero"].rows if row.path)
     assert row.label.endswith("step")
-    assert row.path == "gpu0.compute 19.2, host.adam 6.6"
+    assert row.path == "gpu0.compute 19.2, host.adam 6.6, gpu0.d2h 3.4"
     assert row.record()["path"] == row.path
     assert f"| {row.path} |" in markdown([replace(reports["zero"], rows=(row,))])
 

@@ -58,7 +58,6 @@ _UNPINNED = "copies from memory that is not pinned go through a buffer, at about
 _ON_CPU = "Adam of PyTorch took 56 s where DeepSpeed's took 8.2 s (DeepSpeed pull request 735)"
 _PIN, _OWN_ADAM = "zero_optimization.offload_{}.pin_memory", "zero_force_ds_cpu_optimizer"
 COSTS = (
-    CostlySetting(_PIN.format("optimizer"), False, LINKS, 2.0, "pin_memory: true", _UNPINNED),
     CostlySetting(_PIN.format("param"), False, LINKS, 2.0, "pin_memory: true", _UNPINNED),
     CostlySetting("optimizer.params.torch_adam", True, CORES, 6.5, "torch_adam: false", _ON_CPU),
     CostlySetting(_OWN_ADAM, False, CORES, 6.5, f"{_OWN_ADAM}: true", _ON_CPU),
@@ -101,12 +100,8 @@ def setup_of(configured: Configured, machine: Machine) -> tuple[Setup, tuple[str
     for where in ("optimizer", "param"):
         place = says.get(f"zero_optimization.offload_{where}.device")
         if place in ("cpu", "nvme") and (key := _PIN.format(where)) not in says:
-            assumed.append(f"{key} is not given, which DeepSpeed takes for false: copies are of pinned memory here")
+            assumed.append(f"{key} is not given, which DeepSpeed before 0.19.5 takes for false: it is true here")
     overlap, several = says.get("zero_optimization.overlap_comm"), machine.num_devices > 1
-    if setup.policy == "zero-offload" and overlap is False:
-        assumed.append("overlap_comm is False: the simulation copies gradients beside backward all the same")
-    if setup.policy == "zero-offload" and overlap is True and several:
-        assumed.append("overlap_comm is True: compute waits for exchanges between GPUs all the same")
     if setup.policy == "zero-infinity" and overlap is False and several:
         assumed.append("overlap_comm is False: GPUs exchange beside compute all the same")
     paths = set(filter(None, (says.get(f"zero_optimization.offload_{w}.nvme_path") for w in ("param", "optimizer"))))
@@ -173,6 +168,10 @@ def changes(setup: Setup, says: Mapping[str, object]) -> Iterator[SetupChange]:
     def option(what: str, why: str, **more: str) -> SetupChange:
         return change(what, why, options={**options, **more})
 
+    if options.get("pin_memory") == "off":
+        yield option("pin_memory: true", _UNPINNED, pin_memory="on")
+    if options.get("overlap") == "off" and setup.policy == "zero-offload":
+        yield option("overlap_comm: true", "gradients are copied beside backward", overlap="on")
     if setup.policy == "zero-infinity":
         if options.get("prefetch") == "0":
             yield option("overlap_comm: true, and prefetching", "parameters come while the GPU computes", prefetch="2")
@@ -186,7 +185,8 @@ def changes(setup: Setup, says: Mapping[str, object]) -> Iterator[SetupChange]:
             both = {"params": "host", "optimizer": "host"}
             yield option("offload_param and offload_optimizer: cpu", "nothing goes through the drives", **both)
         if options.get("params") in ("host", "nvme"):
-            yield option("no offload_param", "parameters stay on the GPU", params="device")
+            pinned = options.get("pin_memory", "on")
+            yield option("no offload_param", "parameters stay on the GPU", params="device", pin_memory=pinned)
         if options.get("checkpoints") == "none":
             yield option("gradient checkpointing", "fewer activations are kept", checkpoints="device")
         if options.get("checkpoints", "host") in ("host", "nvme"):
