@@ -61,7 +61,7 @@ def test_a_fused_loss_keeps_and_moves_what_a_kernel_in_place_of_the_logits_does(
     kind = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     batch = {"input_ids": IDS, "labels": IDS}
     plain, real = (trace_module(Tower(x).to(kind), batch, training) for x in (False, True))
-    asked = replace(plain, training=replace(training, loss="fused"), config={"vocab_size": WORDS})
+    asked = replace(plain, training=replace(training, loss="fused"), config={"vocab_size": WORDS}, computed_for=None)
     head, expected = with_fused(asked).units[-1], real.units[-1]
     logits_bytes, item = IDS.numel() * WORDS * kind.itemsize, kind.itemsize
     assert [t.size_bytes for t in head.saved if t.name == "logits"] == [logits_bytes]
@@ -91,7 +91,7 @@ def test_a_fused_loss_makes_no_logits_again_but_for_a_frozen_matrix() -> None:
 
 def test_a_fused_loss_is_of_logits() -> None:
     workload = load_workload("gpt2", Training())
-    asked = replace(workload, training=Training(loss="fused"), config={})
+    asked = replace(workload, training=Training(loss="fused"), config={}, computed_for=None)
     with pytest.raises(WorkloadError, match=r"cross entropy of logits over a vocabulary, .* leave out loss fused"):
         with_fused(asked)
 

@@ -304,7 +304,7 @@ OTHER_SETTINGS: dict[str, object] = {
     "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "sequence_length": 512, "dtype": "fp16",
     "trained_dtype": "fp32", "autocast": "bf16", "master_weights": False, "optimizer": "adamw:states=8bit",
     "attention": "plain", "max_grad_norm": 1.0, "padded": True, "loss_chunks": 4, "backend": "cpu",
-    "lora": "r=4", "freeze": "wte*", "base": "nf4", "activation_format": "fp8",
+    "loss": "fused", "torch_compile": True, "lora": "r=4", "freeze": "wte*", "base": "nf4", "activation_format": "fp8",
 }  # fmt: skip
 
 
