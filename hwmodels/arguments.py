@@ -13,7 +13,10 @@ import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
+from pathlib import Path, PurePath
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
 
 from tierplan.hwmodels.records import WORDS, shown
 
@@ -74,6 +77,8 @@ def _is(value: Any, hint: Any) -> bool:
         return any(_is(value, one) for one in inner)
     if origin is Literal:
         return isinstance(value, str) and value in inner
+    if hint is bool:
+        return isinstance(value, bool | np.bool_)
     if hint in NUMBERS:
         return isinstance(value, NUMBERS[hint]) and not isinstance(value, bool)
     if origin is None:
@@ -92,6 +97,8 @@ def _is(value: Any, hint: Any) -> bool:
 
 def _runtime(hint: type) -> type:
     """What an object of this type is seen to be an instance of."""
+    if hint is Path:
+        return PurePath
     return object if getattr(hint, "_is_protocol", False) else hint
 
 

@@ -86,7 +86,8 @@ def read_training_file(path: str | Path, base: Training, *, devices: int = 1) ->
         if "paged" in str(raw.get("optim")).lower():
             found = found.noting(f"optim {raw['optim']}: states stay on the GPU here, and are not paged to host memory")
         longest = next((count(raw, name, 0) for name in LONGEST if raw.get(name)), None)
-        return replace(found.noting(*unaccounted_note(flat(raw), OF_TRAINER)), left_open=(), longest=longest)
+        found = replace(found.noting(*unaccounted_note(flat(raw), OF_TRAINER)), left_open=(), longest=longest)
+        return replace(found, plain=found.plain and replace(found.plain, left_open=(), longest=longest))
     if DEEPSPEED_ONLY & raw.keys():
         return of_deepspeed(raw, base, str(path), devices=devices)
     raise WorkloadError(

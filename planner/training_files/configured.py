@@ -33,9 +33,12 @@ class Configured:
     """Tokens of a sequence at most; None where the file does not say."""
     says: Mapping[str, object] = field(default_factory=dict)
     """All that the file says, by dotted key: `zero_optimization.overlap_comm`."""
+    plain: Configured | None = None
+    """The same without the compiled kernels that the file asks for, which are not described of every model."""
 
     def noting(self, *notes: str) -> Configured:
-        return replace(self, notes=(*self.notes, *notes))
+        plain = None if self.plain is None else self.plain.noting(*notes)
+        return replace(self, notes=(*self.notes, *notes), plain=plain)
 
 
 UNSAID = "no {}: it is set in the model, if at all; {} is made again in backward here"

@@ -18,11 +18,18 @@ LONGEST = ("cutoff_len", "max_length", "max_seq_length")
 
 LIGER_CHUNKS = 8
 """In about so many parts, or in more, Liger computes logits: the vocabulary over the model's width."""
+KERNELS = ("use_liger_kernel", "torch_compile", "torch_compile_backend", "torch_compile_mode")
 TRAINER_ONLY = {"per_device_train_batch_size", "output_dir", "gradient_checkpointing", "optim"}
 
 
 def of_trainer_arguments(raw: Mapping[str, object], base: Training, path: Path) -> Configured:
     """`TrainingArguments` as JSON, with the DeepSpeed configuration that they name or hold."""
+    found = _read(raw, base, path)
+    plain = _read({key: value for key, value in raw.items() if key not in KERNELS}, base, path)
+    return found if found.training == plain.training else replace(found, plain=replace(plain, says=found.says))
+
+
+def _read(raw: Mapping[str, object], base: Training, path: Path) -> Configured:
     try:
         optimizer = of_transformers(str(raw.get("optim", "adamw_torch")))
     except ValueError as error:
@@ -63,12 +70,15 @@ def _with_kernels(training: Training, raw: Mapping[str, object], path: Path) -> 
         chosen = section_of(raw, "liger_kernel_config")
         notes = ("use_liger_kernel: its norms, rotations and activations are simulated as PyTorch's",)
         if chosen.get("fused_linear_cross_entropy", True):
-            training = replace(training, loss="fused", loss_chunks=max(training.loss_chunks, LIGER_CHUNKS))
+            chunks = training.loss_chunks if training.loss_chunks > 1 else LIGER_CHUNKS
+            training = replace(training, loss="fused", loss_chunks=chunks)
             notes += (f"use_liger_kernel: its fused loss is one in {training.loss_chunks} chunks (--loss-chunks)",)
         elif chosen.get("cross_entropy"):
             training = replace(training, loss="fused")
-    if flag(raw, "torch_compile", path):
-        training = replace(training, loss="fused", torch_compile=not training.autocast)
-        if training.autocast:
-            notes += ("torch_compile: under autocast, blocks are simulated as they are without it",)
+    # the Trainer compiles where a backend or a mode is given, too
+    if flag(raw, "torch_compile", path) or raw.get("torch_compile_backend") or raw.get("torch_compile_mode"):
+        why = "under autocast" if training.autocast else "with padded batches" if training.padded else ""
+        training = replace(training, loss="fused", torch_compile=not why)
+        if why:
+            notes += (f"torch_compile: {why}, blocks are simulated as they are without it",)
     return training, notes

@@ -184,8 +184,8 @@ class CommitLog:
 
     def noted(self, store_folder: Path) -> str:
         """A folder of the store as a commit has it: in the run's own folder so that a copy of that has its own."""
-        is_own = store_folder.absolute().is_relative_to(self.run_folder.absolute())
-        return os.path.relpath(store_folder, self.folder) if is_own else str(store_folder.resolve())
+        own, folder = self.run_folder.resolve(), store_folder.resolve()
+        return os.path.relpath(folder, self.folder.resolve()) if folder.is_relative_to(own) else str(folder)
 
     def store_folders(self, commit: Commit) -> list[str]:
         """Where a commit says that the folders of its store are."""

@@ -157,7 +157,8 @@ def _block_of(workload: Workload) -> tuple[_Part, ...]:
     if not is_known:
         raise WorkloadError(
             f"compiled blocks are described of {', '.join(COMPILED[:-1])} with LoRA or without, and of GPT-2 without "
-            f"adapters; this is {workload.model_type}: leave out torch_compile"
+            f"adapters; this is {workload.model_type}{f' with {adapters.method}' if adapters else ''}: "
+            "leave out torch_compile"
         )
     return _gpt2(c) if workload.model_type == "gpt2" else _llama(c, adapters.targets if adapters else ())
 

@@ -119,10 +119,11 @@ class Training:
                 f"autocast is {self.autocast!r}, which casts trained weights in fp32, but trained_dtype is "
                 f"{self.trained_dtype!r}; leave out one of the two"
             )
-        if self.torch_compile and (self.autocast or self.attention == "plain"):
+        if self.torch_compile and (self.autocast or self.padded or self.attention == "plain"):
+            other = "autocast" if self.autocast else "padded" if self.padded else "give attention flash"
             raise WorkloadError(
-                "torch_compile is described of blocks in one type with fused attention; leave it out, or "
-                f"{'autocast' if self.autocast else 'give attention flash'}"
+                "torch_compile is described of blocks in one type with fused attention and no mask; leave it out, or "
+                f"{other}"
             )
         if self.base and self.base not in bases():
             raise WorkloadError(

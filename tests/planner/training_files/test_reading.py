@@ -269,6 +269,8 @@ def test_trainer_arguments(tmp_path: Path) -> None:
           "liger_kernel_config": {"fused_linear_cross_entropy": False, "cross_entropy": True}}, ("fused", 1, False)),
         ({"torch_compile": True, "deepspeed": {"bf16": {"enabled": True}}}, ("fused", 1, True)),
         ({"torch_compile": True, "bf16": True}, ("fused", 1, False)),
+        ({"torch_compile_backend": "inductor"}, ("fused", 1, True)),  # the Trainer compiles then, too
+        ({"torch_compile_mode": "default"}, ("fused", 1, True)),
         ({"torch_compile": False, "use_liger_kernel": "false"}, ("plain", 1, False)),
     ],
 )  # fmt: skip
@@ -281,6 +283,12 @@ def test_kernels_of_liger_and_of_a_compiler_are_read(
     assert any("in 8 chunks" in note for note in found.notes) == (t.loss_chunks == 8)
     assert any("blocks are simulated as they are without it" in note for note in found.notes) == ("bf16" in said)
     assert not any("not taken into account" in note for note in found.notes)
+    assert (found.plain is None) == (expected == ("plain", 1, False))
+    if (plain := found.plain) is not None:
+        assert (plain.training.loss, plain.training.loss_chunks, plain.training.torch_compile) == ("plain", 1, False)
+        assert (plain.left_open, plain.says) == (found.left_open, found.says)
+    padded = read_training_file(written(tmp_path, {"output_dir": "x", **said}), replace(BASE, padded=True))
+    assert not padded.training.torch_compile, "blocks are described without a mask"
 
 
 @pytest.mark.parametrize(

@@ -345,3 +345,15 @@ def test_a_copy_of_a_run_is_verified_by_its_own_files(tmp_path: Path, capsys: py
     for _ in range(2):
         assert f"{copied / 'nvme' / 'tierplan.tier'}, which the last commit needs, is missing" in verified(copied)
         shutil.rmtree(copied / "nvme", ignore_errors=True)
+
+
+def test_a_folder_of_another_place_is_noted_as_it_lies(tmp_path: Path) -> None:
+    """Under the run's name by `..` or by a link, it is none of the run's own: a copy of that has no other one."""
+    log = CommitLog(run := tmp_path / "run")
+    (run / "nvme").mkdir(parents=True)
+    (drive := tmp_path / "drive").mkdir()
+    (run / "link").symlink_to(drive)
+    assert (log.folder / log.noted(run / "nvme")).resolve() == (run / "nvme").resolve()
+    assert not Path(log.noted(run / "nvme")).is_absolute()
+    for way in (run / ".." / "drive", run / "link", drive):
+        assert log.noted(way) == str(drive.resolve())

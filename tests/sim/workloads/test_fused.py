@@ -114,7 +114,9 @@ def test_a_compiled_gpt_2_keeps_its_products_too_and_others_are_refused() -> Non
     d, f = 768, 3072
     assert fused.forward["elementwise_bytes"] == 2 * 64 * (8 * d + 2 * f) < eager.forward["elementwise_bytes"]
     assert fused.saved_bytes == 2 * 64 * (6 * d + 2 * f) < eager.saved_bytes
-    with pytest.raises(WorkloadError, match="of GPT-2 without adapters; this is gpt2: leave out torch_compile"):
+    with pytest.raises(
+        WorkloadError, match="of GPT-2 without adapters; this is gpt2 with lora: leave out torch_compile"
+    ):
         trace_config("x", config_of("gpt2"), Training(sequence_length=8, lora="r=4", torch_compile=True))
     with pytest.raises(WorkloadError, match="this is mixtral"):
         trace_config("x", config_of("mixtral"), Training(sequence_length=8, torch_compile=True))

@@ -140,6 +140,12 @@ def read_point(args: argparse.Namespace) -> Point:
 def read_configured(args: argparse.Namespace, file: str, base: Training, *, devices: int = 1) -> Configured:
     """What a configuration file asks for on so many GPUs, with what the options say where it leaves something open."""
     found = read_training_file(file, base, devices=devices)
+    completed = _completed(args, file, found)
+    return completed if found.plain is None else replace(completed, plain=_completed(args, file, found.plain))
+
+
+def _completed(args: argparse.Namespace, file: str, found: Configured) -> Configured:
+    """With what options say of what the file leaves open."""
     if found.longest and args.seq is None:
         whole_length = replace(found.training, sequence_length=found.longest)
         note = f"all sequences are taken to be of {found.longest} tokens, the most that the file allows (--seq)"

@@ -209,7 +209,7 @@ class _Simulator:
 
 def explain_run(point: Point, configured: Configured, measured: MeasuredStep) -> Explanation:
     """The explanation of a measured step of a configuration; `point` says model, machine and the planner's limit."""
-    machine = machine_of(point)
+    machine, configured = machine_of(point), _as_described(point, configured)
     setup, assumed = setup_of(configured, machine)
     place = place_of(_asked(point, setup))
     simulator = _Simulator(point.model, place, point.exact)
@@ -238,12 +238,25 @@ def explain_run(point: Point, configured: Configured, measured: MeasuredStep) ->
     return replace(explanation, suspects=_suspects(simulator, setup, explanation), notes=(*notes, *hints))
 
 
+def _as_described(point: Point, configured: Configured) -> Configured:
+    """The configuration, without compiled kernels of its file where those are not described of the model."""
+    if configured.plain is None:
+        return configured
+    try:
+        load_or_trace(point.model, configured.training, exact=point.exact)
+    except ValueError as error:  # of closed forms, or of the model that is traced
+        return configured.plain.noting(f"compiled kernels that the file asks for are not simulated: {error}")
+    return configured
+
+
 def _asked(point: Point, setup: Setup) -> Point:
     """The point with what the setup trains."""
     t = setup.training
     trained: dict[str, Any] = {name: getattr(t, its) for name, its in OF_TRAINING.items()}
     # with an fp32 copy; neither a fused loss nor compiled blocks are executed
-    executed = {"dtype": t.autocast or t.dtype, "autocast": "", "loss": "plain", "torch_compile": False}
+    executed: dict[str, Any] = {"dtype": t.autocast or t.dtype, "autocast": "", "loss": "plain", "torch_compile": False}
+    if t.loss == "fused":
+        executed["loss_chunks"] = point.loss_chunks  # those of a fused one make nothing again
     return replace(point, **trained | executed)
 
 
