@@ -14,7 +14,7 @@ import pytest
 from tests.runtime.checkpoint.conftest import PutCommitted
 from tests.runtime.checkpoint.test_commits import STEPS, new_trainer, plain_weights, same, schedule_for, train_on
 from tests.runtime.models import make_batches
-from tierplan.runtime.checkpoint.commits import CommitError, CommitLog
+from tierplan.runtime.checkpoint.commits import CommitError
 from tierplan.runtime.memory.files import StoreError
 from tierplan.runtime.memory.store import Store, measure_weights
 
@@ -48,9 +48,10 @@ def test_of_two_processes_one_gets_the_folder(tmp_path: Path) -> None:
         for _ in range(2):
             if os.fork() == 0:
                 try:
-                    done = CommitLog(folder / "out").last()
-                    train_on(folder, schedule)
-                    os.write(tell, b"done\n" if done is None or done.num_steps < STEPS else b"already done\n")
+                    with new_trainer(folder, schedule, resume=True) as trainer:
+                        num_left = STEPS - trainer.num_steps_done
+                        trainer.run(make_batches(STEPS), num_left)
+                    os.write(tell, b"done\n" if num_left else b"already done\n")
                 except StoreError as error:
                     os.write(tell, f"{error}\n".encode())
                 finally:
