@@ -25,6 +25,7 @@ from tierplan.commands.options.scenario import read_point
 from tierplan.hwmodels import load_description, load_machine
 from tierplan.hwmodels.catalog import here_path
 from tierplan.hwmodels.description import write_description
+from tierplan.studies import sweep as sweeping
 from tierplan.studies.evaluate import training_of
 from tierplan.studies.study import Point, Study, StudyError, load_study
 from tierplan.studies.sweep import asking, sweep
@@ -202,6 +203,14 @@ def test_what_another_version_has_answered_is_answered_anew(
     assert again == sweep(grid(3), cost, num_workers=1)
     assert "3 points of another version" in capsys.readouterr().err
     assert sweep(grid(3), before, out_dir=tmp_path, num_workers=1) == again
+
+
+def test_another_version_of_what_is_traced_is_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sweeping.code_version()
+    monkeypatch.setattr(sweeping, "version", lambda name: "9.9" if name == "transformers" else version(name))
+    assert sweeping.code_version.__wrapped__() != before
+    monkeypatch.setattr(sweeping, "version", version)
+    assert sweeping.code_version.__wrapped__() == before
 
 
 @pytest.mark.parametrize("changed", ["machine", "here", "model", "cached", "auto", "newer", "file"])

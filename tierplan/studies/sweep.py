@@ -21,8 +21,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,11 @@ Asking = Callable[[Sequence[Point], Evaluate], list[Callable[[], Row]]]
 
 @functools.cache
 def code_version() -> str:
-    """Of the code and the catalog of this package."""
+    """Of the code and the catalog of this package, and of those whose model classes are traced."""
     root, found = Path(tierplan.__file__).parent, hashlib.blake2b(digest_size=8)
+    for name in ("torch", "transformers"):
+        with suppress(PackageNotFoundError):
+            found.update(version(name).encode())
     for folder, _, names in sorted(os.walk(root, followlinks=True)):
         for name in sorted(names):
             if name.endswith((".py", ".toml", ".json")):
@@ -58,12 +62,12 @@ def versions_of(points: Mapping[str, Point]) -> dict[str, str]:
     """Of everything that the answer depends on beside the question, the code and what files say now."""
 
     @functools.cache
-    def version(*names: str) -> str:
+    def version_at(*names: str) -> str:
         contents = [path.read_bytes() if path.is_file() else b"" for path in files_of(*names)]
         record = [code_version(), *(hashlib.sha256(content).hexdigest() for content in contents)]
         return hashlib.blake2b(json.dumps(record).encode(), digest_size=8).hexdigest()
 
-    return {key: version(p.model, p.machine, p.calibration) for key, p in points.items()}
+    return {key: version_at(p.model, p.machine, p.calibration) for key, p in points.items()}
 
 
 def sweep(
