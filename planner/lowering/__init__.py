@@ -30,7 +30,7 @@ from tierplan.planner.several_devices.packs.unitwise import unitwise_pack_column
 from tierplan.planner.several_devices.paged import paged_columns
 from tierplan.planner.several_devices.partition import partition
 from tierplan.sim.analysis.ordering import refine_columns
-from tierplan.sim.builder import tiers_of
+from tierplan.sim.builder import HELD_BYTES, tiers_of
 from tierplan.sim.columns import ScheduleColumns, Work
 from tierplan.sim.schedule import Schedule, validate
 from tierplan.sim.workloads.workload import Workload
@@ -54,7 +54,8 @@ class Lowering:
         if (machine := self._first_for_all(plan.devices)) is None:
             return self.columns(plan, refine=False), self.machine
         plan.check(self.workload)
-        return known_columns(_of_the_first, plan, self._with_launches(plan.sharing), machine), machine
+        columns = known_columns(_of_the_first, plan, self._with_launches(plan.sharing), machine)
+        return _holding(columns, machine), machine
 
     def columns(self, plan: Plan, *, refine: bool = True) -> ScheduleColumns:
         """As `lower`, without a name being made where one device runs a unit-wise plan."""
@@ -71,6 +72,7 @@ class Lowering:
                     columns = known_columns(_partitioned, plan, workload, self.machine)
                 else:
                     columns = unitwise_step(plan, workload).columns(self.machine)
+                columns = _holding(columns, self.machine)
                 if plan.parts:
                     columns = _held_back(columns, self.machine, with_parts(self.machine, plan.parts))
             case PackPlan():
@@ -91,6 +93,20 @@ def _partitioned(plan: UnitwisePlan, workload: Workload, machine: Machine, drawn
 
 
 _of_the_first = partial(_partitioned, drawn=1)
+
+
+def _holding(columns: ScheduleColumns, machine: Machine) -> ScheduleColumns:
+    """With seconds in place of bytes for which copies hold their stream: what is known of a schedule has no rates."""
+
+    def in_seconds(work: Work) -> Work:
+        if HELD_BYTES not in work.amounts:
+            return work
+        amounts = dict(work.amounts)
+        held = {"bytes": amounts.pop(HELD_BYTES)}
+        return Work(work.stream, {**amounts, SECONDS: machine.cost(work.stream, held).alone_s})
+
+    holds = any(HELD_BYTES in work.amounts for work in columns.works)
+    return replace(columns, works=tuple(map(in_seconds, columns.works))) if holds else columns
 
 
 def _held_back(columns: ScheduleColumns, machine: Machine, less: Machine) -> ScheduleColumns:

@@ -9,7 +9,7 @@ from typing import get_args
 
 import numpy as np
 
-from tierplan.hwmodels.machine import SECONDS, Machine
+from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering.known import chains_of
 from tierplan.planner.lowering.listing import ALIAS, EMPTY, NUM_KINDS, Asked, listed
 from tierplan.planner.lowering.placing import Step, walk, written
@@ -19,8 +19,8 @@ from tierplan.planner.lowering.tiling import cut_batches, cut_operators
 from tierplan.planner.plan import UnitwisePlan, facts_of
 from tierplan.planner.plan_rules import WriteBack
 from tierplan.planner.several_devices.kinds import ENDS, OTHER, Kinds
-from tierplan.sim.builder import HELD_BYTES, buffer_labels, tiers_of
-from tierplan.sim.columns import Int32, Int64, Labels, OpLabel, ScheduleColumns, Work
+from tierplan.sim.builder import buffer_labels, tiers_of
+from tierplan.sim.columns import Int32, Int64, Labels, OpLabel, ScheduleColumns
 from tierplan.sim.compiled.graph_columns import graph_columns
 from tierplan.sim.compiled.readiness import consistent_order
 from tierplan.sim.schedule import ScheduleError
@@ -49,15 +49,6 @@ def unitwise_step(plan: UnitwisePlan, whole: Workload) -> UnitwiseStep:
         ]
         plan = replace(plan, units=tuple(units))
     return UnitwiseStep(chains[key], plan)
-
-
-def _held(work: Work, machine: Machine) -> Work:
-    """The work with what its stream is held for in seconds."""
-    if HELD_BYTES not in work.amounts:
-        return work
-    amounts = dict(work.amounts)
-    held = {"bytes": amounts.pop(HELD_BYTES)}
-    return Work(work.stream, {**amounts, SECONDS: machine.cost(work.stream, held).alone_s})
 
 
 class UnitwiseStep:
@@ -146,7 +137,7 @@ class UnitwiseStep:
         becomes[self.step.ids[np.where(is_old, self.initial - old + new, self.initial)]] = self.initial_ids
         columns = ScheduleColumns(
             tiers=tiers_of(machine),
-            works=tuple(_held(self.chain.works.listed[w], machine) for w in made.works.tolist()),
+            works=tuple(self.chain.works.listed[w] for w in made.works.tolist()),
             op_work=made.work,
             reads=made.reads,
             writes=made.writes,
