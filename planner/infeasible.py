@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf
 
 from tierplan.hwmodels.machine import Machine, MachineError
@@ -18,6 +18,7 @@ from tierplan.planner.milp.bounds import Shortage, lower_bound, shortages
 from tierplan.planner.plan import UnitwisePlan, plain_semantics
 from tierplan.planner.plan_rules import Order, PlanError
 from tierplan.planner.search.budget import Budget
+from tierplan.planner.several_devices.sharded import sharded
 from tierplan.sim.output.text import format_bytes, format_s
 from tierplan.sim.workloads.workload import Workload, WorkloadError
 
@@ -164,11 +165,20 @@ def largest_batch(make: Callable[[int], Workload], machine: Machine, *, below: i
 
     is_cut = False
 
+    def has_room(workload: Workload) -> bool:
+        """By the bounds."""
+        if lacking_in_all(workload, machine):
+            return False
+        batch = workload.training.per_device_train_batch_size
+        parts: set[tuple[Order, int]] = {("vertical", t) for t in (*SUB_BATCHES, batch) if batch % t == 0}
+        posed = partial(problem, workload, machine, semantics=plain_semantics(workload.training))
+        whole = [posed(order=order, sub_batches=t) for order, t in (("horizontal", 1), *parts)]
+        in_shards = (sharded(p, machine.num_devices, "nothing") for p in whole if machine.num_devices > 1)
+        return any(lower_bound(p).feasible for p in (*in_shards, *whole))
+
     def fits(batch: int) -> bool:
         nonlocal is_cut
         workload = make(batch)
-        if lacking_in_all(workload, machine):
-            return False
         simulate_plan = PlanSimulator(workload, machine, Budget(TRY_S, TRY_OPS))
         for name in TRIED:
             with suppress(PlanError, MachineError, WorkloadError):
@@ -176,13 +186,7 @@ def largest_batch(make: Callable[[int], Workload], machine: Machine, *, below: i
                 asked = untied(tried) if isinstance(tried, UnitwisePlan) else [tried]  # as `plan` does
                 if any(simulate_plan(one).fits for one in asked):
                     return True
-        chosen = plain_semantics(workload.training)
-        parts: set[tuple[Order, int]] = {("vertical", t) for t in (*SUB_BATCHES, batch) if batch % t == 0}
-        problems = (
-            problem(workload, machine, semantics=chosen, order=order, sub_batches=t)
-            for order, t in (("horizontal", 1), *parts)
-        )
-        if not any(lower_bound(p).feasible for p in problems):
+        if not has_room(workload):
             return False
         search = Search(workload, machine, None, Budget(TRY_S, TRY_OPS), seed=0)
         search.begin(policies=())
@@ -191,6 +195,8 @@ def largest_batch(make: Callable[[int], Workload], machine: Machine, *, below: i
         is_cut = is_cut or (not has_found and search.budget.is_out_of_time)
         return has_found
 
+    if not has_room(make(1)):
+        return LargestBatch(0)  # nor have more sequences, however they are cut
     largest = 0
     below = min(below, MANY)
     for bit in reversed(range(below.bit_length())):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from math import inf
 from typing import Any
@@ -15,7 +16,8 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner import loop
 from tierplan.planner.compared import is_same
-from tierplan.planner.infeasible import InfeasiblePlan
+from tierplan.planner.infeasible import InfeasiblePlan, largest_batch
+from tierplan.planner.lowering.tiling import with_batch
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import compute_s, lower_bound
 from tierplan.planner.milp.modes import MODES
@@ -125,6 +127,22 @@ def test_plans_on_all_devices_are_searched_there() -> None:
     reached = [p.step_s for p in found.policies.values() if p.step_s is not None and p.num_batches == 2]
     assert len(reached) > 3
     assert found.step_s <= min(reached)
+
+
+def test_the_largest_batch_of_several_devices_is_one_that_fits_in_their_shards() -> None:
+    """One of them has no room for the model, beside whatever micro-batch."""
+    workload, machine = in_shards()
+    machine = with_capacity(machine, {"host": 10**6, "nvme": 10**6})
+    largest = largest_batch(partial(with_batch, workload), machine, below=16)
+    assert 1 <= largest.num_sequences < 16
+
+    def fits(batch: int) -> bool:
+        try:
+            return plan(with_batch(workload, batch), machine, time_limit_s=1, batches="each").step_s > 0
+        except InfeasiblePlan:
+            return False
+
+    assert [b for b in range(largest.num_sequences, largest.num_sequences + 3) if fits(b)] == [largest.num_sequences]
 
 
 @pytest.mark.parametrize("keeps", ["nothing", "all"])
