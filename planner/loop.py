@@ -16,7 +16,7 @@ from tierplan.planner.compared import NEAR, Compared, is_same
 from tierplan.planner.infeasible import InfeasiblePlan, least_lacking, spares_no_drives
 from tierplan.planner.lowering import Lowering
 from tierplan.planner.milp.amounts import Problem, Shape, problem
-from tierplan.planner.milp.bounds import Bound, lower_bound
+from tierplan.planner.milp.bounds import IMPOSSIBLE, Bound, lower_bound
 from tierplan.planner.milp.integral import MANY_UNITS
 from tierplan.planner.milp.program import SOLVER, Solver
 from tierplan.planner.milp.totals import bound_of_totals
@@ -88,8 +88,7 @@ class Search:
         self.batches = batches if self.num_devices > 1 else None
         self.devices = 1 if self.batches == "shared" else self.num_devices
         """Of plans of units."""
-        self.started = time.perf_counter()
-        self.budget = budget
+        self.started, self.budget = time.perf_counter(), budget
         self.write_limit_bytes_per_s, self.beat_s = write_limit_bytes_per_s, beat_s
         self.simulate_plan = self._simulator(self.machine)
         self.bound_s = 0.0
@@ -97,7 +96,6 @@ class Search:
         self.compared: Mapping[str, Callable[..., PolicyResult]] = {}
         self.notes: list[str] = []
         self.chains: list[OrderSearch] = []
-        self.has_all_orders = True
         self.like: Plan | None = None
         """The kind of plans to try."""
         self.is_interrupted = False
@@ -299,8 +297,10 @@ class Search:
     ) -> OrderSearch:
         incumbents = self._no_incumbents()
         problems = [self.posed(order, num, keeps=keeps) for num in nums for keeps in self.keeps]
-        left = self.budget.ops_left
-        bounds = [self._bound(p, solver) for p in problems]
+        left, bounds, without_room = self.budget.ops_left, list[Bound](), set[int]()
+        for p in problems:  # where those that keep nothing have none, others do not
+            bounds.append(IMPOSSIBLE if p.sub_batches in without_room else self._bound(p, solver))
+            without_room |= set() if bounds[-1].feasible else {p.sub_batches}
         problems = [b.model.problem if b.model else p for p, b in zip(problems, bounds, strict=True)]
         from_program = ProgramPlans(solver, self.simulate_plan, incumbents, notes=self.notes)
         pairs = [pair for pair in zip(problems, bounds, strict=True) if pair[1].feasible]

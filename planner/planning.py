@@ -11,7 +11,8 @@ Errors:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from math import inf
 from typing import Any, get_args
 
@@ -134,7 +135,8 @@ def plan(
         budget.restart()  # to decide some policies there takes simulations
     search.go_on()
     search.hold()
-    result = search.result()
+    with remembering(machine, question):
+        result = search.result()
     remember(machine, question, workload, result)
     return result
 
@@ -168,12 +170,20 @@ def known_of_lesser(
         return known
     if (asked := (digest(less), *question)) in _ANSWERS:
         return _ANSWERS[asked]
-    try:
+    with suppress(InfeasiblePlan):  # this machine may do better
         return Known.of(less, *planned(less))
-    except InfeasiblePlan as error:  # this machine may do better
+    return None
+
+
+@contextmanager
+def remembering(machine: Machine, question: Question) -> Iterator[None]:
+    """Keeps for better machines that nothing fits, where it is so."""
+    try:
+        yield
+    except InfeasiblePlan as error:
         if not error.not_found:
-            _keep(asked, None)
-        return None
+            _keep((digest(machine), *question), None)
+        raise
 
 
 def remember(machine: Machine, question: Question, workload: Workload, result: PlanResult) -> None:

@@ -21,7 +21,7 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.planner.loop import FAR, Search
 from tierplan.planner.milp.program import Solver
 from tierplan.planner.plan_rules import PlanError
-from tierplan.planner.planning import budget_of, known_of_lesser, plan, refuse_lacking, remember
+from tierplan.planner.planning import budget_of, known_of_lesser, plan, refuse_lacking, remember, remembering
 from tierplan.planner.questions.endurance import allowed_bytes_per_s
 from tierplan.planner.results import PlanResult, PolicyResult
 from tierplan.planner.search.budget import Budget
@@ -171,12 +171,13 @@ def plan_sequences(
     for search in searches:
         batch = _cut(search).batch
         planned[batch] = min(search.best_s, planned.get(batch, inf))
-    if best.best_s < inf:
-        workload, result = best.workload, best.result()
-    else:
-        workload = one_by_one
-        result = plan(workload, machine, **asked)  # or says what is missing
-        planned[1] = result.step_s
+    with remembering(machine, question):
+        if best.best_s < inf or beat_s < inf:
+            workload, result = best.workload, best.result()
+        else:
+            workload = one_by_one
+            result = plan(workload, machine, **asked)  # or says what is missing
+            planned[1] = result.step_s
     result = replace(result, compared=_in_their_best(result.compared, searches, sequences))
     remember(machine, question, workload, result)
     return Division(workload=workload, result=result, planned_s=planned)

@@ -280,7 +280,7 @@ def test_that_nothing_fits_the_lesser_machine_is_found_once(gpt: Workload, monke
     for host in ("64 GiB", "96 GiB"):
         with pytest.raises(InfeasiblePlan):
             plan(gpt, load_machine("laptop", [*less, f"host.capacity={host}"]), time_limit_s=0.1)
-    assert len(begun) == 3
+    assert len(begun) == 2, "the catalog's has answered already"
 
 
 def test_the_lesser_machines_search_takes_none_of_the_clock(gpt: Workload, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from tierplan.planner.milp.bounds import compute_s, lower_bound
 from tierplan.planner.milp.modes import MODES
 from tierplan.planner.milp.totals import bound_of_totals
 from tierplan.planner.plan import Keeps, PackPlan, Plan, Sharing, UnitwisePlan, plain_semantics
-from tierplan.planner.plan_rules import PLANNER, PlanError
+from tierplan.planner.plan_rules import PLANNER, Order, PlanError
 from tierplan.planner.planning import plan
 from tierplan.planner.policies import POLICIES, SHARED, decide
 from tierplan.planner.prediction import predict
@@ -143,6 +143,23 @@ def test_the_largest_batch_of_several_devices_is_one_that_fits_in_their_shards()
             return False
 
     assert [b for b in range(largest.num_sequences, largest.num_sequences + 3) if fits(b)] == [largest.num_sequences]
+
+
+@pytest.mark.parametrize("order", ["horizontal", "vertical"])
+def test_what_has_no_room_has_none_for_gathered_parameters_to_stay_either(order: Order) -> None:
+    """So the search asks no program of the ones that keep them."""
+    workload, machine = in_shards()
+    workload = replace(workload, training=replace(workload.training, gradient_accumulation_steps=2), computed_for=None)
+    has_room: dict[Keeps, list[bool]] = {"nothing": [], "all": []}
+    for gigabytes in (1, 2, 4, 6, 8, 12):
+        sizes = {"gpu0": gigabytes * 10**9, "gpu1": gigabytes * 10**9, "host": 6 * 10**9}
+        posed = problem(
+            workload, with_capacity(machine, sizes), semantics=plain_semantics(workload.training), order=order
+        )
+        for keeps, found in has_room.items():
+            found.append(lower_bound(replace(sharded(posed, 2, keeps), has_nvme=False)).feasible)
+    assert 0 < sum(has_room["all"]) < sum(has_room["nothing"]) < 6
+    assert all(here or not there for here, there in zip(has_room["nothing"], has_room["all"], strict=True))
 
 
 @pytest.mark.parametrize("keeps", ["nothing", "all"])
