@@ -103,6 +103,8 @@ class InfeasiblePlan(PlanError):
     """How long was searched, where the clock ended that and a plan may fit."""
     others: tuple[str, ...] = ()
     """Policies that fit, and train other numbers."""
+    is_slower: bool = False
+    """Whether memory may do for some that was left out, since its bound is above the step that is known."""
 
     @cached_property
     def largest_batch(self) -> LargestBatch:

@@ -91,14 +91,13 @@ class Search:
         self.started, self.budget = time.perf_counter(), budget
         self.write_limit_bytes_per_s, self.beat_s = write_limit_bytes_per_s, beat_s
         self.simulate_plan = self._simulator(self.machine)
-        self.bound_s = 0.0
+        self.bound_s, self.is_interrupted = 0.0, False
         self.incumbents, self.seeds = self._no_incumbents(), self._no_incumbents()
         self.compared: Mapping[str, Callable[..., PolicyResult]] = {}
         self.notes: list[str] = []
         self.chains: list[OrderSearch] = []
         self.like: Plan | None = None
         """The kind of plans to try."""
-        self.is_interrupted = False
 
     def _simulator(self, machine: Machine) -> PlanSimulator:
         return PlanSimulator(self.workload, machine, self.budget, write_limit_bytes_per_s=self.write_limit_bytes_per_s)
@@ -461,7 +460,8 @@ class Search:
     def _infeasible(self, problems: list[Problem], bounds: list[Bound]) -> InfeasiblePlan:
         if self.beat_s < inf:
             why = f"none that was tried does, and no other is quicker than the {self.beat_s:.3g} s of one that is known"
-            return InfeasiblePlan(self.workload, self.machine, (), why)
+            is_slower = any(self.beat_s <= bound.searched_s < inf for bound in bounds)
+            return InfeasiblePlan(self.workload, self.machine, (), why, is_slower=is_slower)
         if worn := [c for c in self.simulate_plan.seen.values() if c.wear > 1.0]:
             gentlest = min(worn, key=lambda c: c.wear)
             why = spares_no_drives(len(worn), gentlest.reason, min(bound.step_s for bound in bounds))

@@ -273,6 +273,13 @@ def test_a_largest_batch_that_the_clock_ended_says_that_more_may_fit(monkeypatch
     assert str(hurried).endswith("or more")
 
 
+@pytest.mark.parametrize(("device_mb", "is_slower"), [(100, True), (1, False)])
+def test_whether_what_is_known_or_memory_left_no_plan(device_mb: int, is_slower: bool):
+    with pytest.raises(InfeasiblePlan) as caught:
+        plan(make(1), small_machine(device_mb=device_mb), policies=(), beat_s=1e-6)
+    assert caught.value.is_slower == is_slower
+
+
 def test_a_micro_batch_far_too_large_is_refused_by_arithmetic(monkeypatch: pytest.MonkeyPatch):
     """Nobody spells out in names of ops why a policy does not fit: 4,096 sequences have millions of them."""
     monkeypatch.setattr(Candidate, "reason", property(lambda self: pytest.fail("put in words")))

@@ -297,11 +297,16 @@ def test_a_look_at_fewer_gpus_is_a_plan_for_them(monkeypatch: pytest.MonkeyPatch
         "8 sequences of 4 devices are none of 3"
     )
 
-    def nothing(*_: Any, **__: Any) -> PlanResult:
-        raise InfeasiblePlan(best.workload, best.machine, ())
+    for is_slower, num_looks in ((False, 2), (True, 1)):
+        looked.clear()
 
-    monkeypatch.setattr(evaluate, "plan", nothing)
-    assert evaluate._look_at_fewer(replace(point, devices=2), best, 1.0) == inf
+        def nothing(workload: Workload, *_: Any, is_slower: bool = is_slower, **__: Any) -> PlanResult:
+            looked.append((workload.training.per_device_train_batch_size, 0))
+            raise InfeasiblePlan(best.workload, best.machine, (), is_slower=is_slower)
+
+        monkeypatch.setattr(evaluate, "plan", nothing)
+        assert evaluate._look_at_fewer(replace(point, devices=2), best, 1.0) == inf
+        assert len(looked) == num_looks, "with room, and too slow, they are no quicker where they fetch more"
     more = replace(best, machine=machine_of(replace(point, overrides={"host.capacity": "4096 GiB"})))
     assert evaluate._look_at_fewer(replace(point, devices=2), more, 1.0) == 0.0
 

@@ -245,12 +245,17 @@ def _look_at_fewer(fewer: Point, best: BestPlan, wanted_per_s: float) -> float:
     # micro-batches twice as large, or as many more: in horizontal order these fetch more, and only need less room
     for times in (2, 1):
         accumulation, rest = divmod(micro_batches // num, times)
-        if not rest and not (found and known.plan.order == "horizontal"):
+        if not rest:
             workload = workload_in(place, fewer, times * known.batch, accumulation)
             near_s = workload.training.tokens_per_step * num * (1 + NEAR_FRAC) / max([wanted_per_s, *found])
-            with suppress(InfeasiblePlan):
+            try:
                 result = plan(workload, place.machine, time_limit_s=LOOK_S, beat_s=near_s, **only)
                 found.append(result.prediction.tokens_per_s or 0.0)
+                has_room = True
+            except InfeasiblePlan as error:
+                has_room = error.is_slower
+            if has_room and known.plan.order == "horizontal":
+                break
     return max(found, default=unknown)
 
 
