@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import cache
 from typing import TypeVar
 
 from tierplan.hwmodels.machine import Machine
@@ -82,7 +83,7 @@ def known_columns(
         return columns
     kept[key] = known
     tiers = tuple(replace(k, capacity_bytes=t.capacity_bytes) for k, t in zip(known.tiers, tiers, strict=True))
-    return replace(known, tiers=tiers, labels=lambda: make(plan, workload, machine).labels())
+    return replace(known, tiers=tiers, labels=cache(lambda: make(plan, workload, machine).labels()))
 
 
 def _no_labels() -> Labels:

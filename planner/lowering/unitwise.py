@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import get_args
 
 import numpy as np
@@ -147,7 +147,7 @@ class UnitwiseStep:
             buffer_initial=made.initial,
             buffer_reuses=made.reuses,
             buffer_becomes=becomes,
-            labels=lambda: self._labels(machine),
+            labels=cache(partial(self._labels, machine)),
         )
         wanted = np.lexsort((made.rank, made.wanted_at))
         self.order = consistent_order(wanted, graph_columns(columns))
