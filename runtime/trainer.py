@@ -322,7 +322,7 @@ class Trainer:
     def replay_seconds(self) -> dict[str, dict[int, list[float]]]:
         """By unit and saved tensor, what making it again took each time; of what was replayed with `time_replays`."""
         recipes = self._hooks.recipes if self._is_set_up else {}
-        return {self.units[index].name: dict(r.seconds) for (index, _), (_, r) in recipes.items() if r}
+        return {self.units[index].name: r.seconds() for (index, _), (_, r) in recipes.items() if r}
 
     def restore_model(self) -> None:
         """Makes the model whole: every parameter is in ordinary memory again. For export and evaluation."""

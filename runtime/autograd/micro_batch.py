@@ -222,7 +222,8 @@ class MicroBatchRun:
                 raise AbsentError(f"a recomputation needs {name!r}; the op must read them")
             return tensor.untyped_storage()
 
-        recipe.run(find, wanted, is_timed=self.hooks.are_replays_timed)
+        record = (lambda: self.device.record(COMPUTE)) if self.hooks.are_replays_timed else None
+        recipe.run(find, wanted, record=record)
 
     def _rerun(
         self,

@@ -11,6 +11,7 @@ a tensor would need that (dropout), `recipe` is None and the block is run again 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tierplan.runtime.autograd.nests import flatten, look, tensors_in
+from tierplan.runtime.execution.device import Event
 
 Source = tuple[str, int]
 """Where a storage comes from that the block does not make: `("param", 0)`, `("input", 1)`, `("arg", 4)` or
@@ -182,19 +184,27 @@ class Recipe:
     """Index of the saved tensor by storage number."""
     last: Mapping[int, int]
     """Position of the last call that uses a storage."""
-    seconds: dict[int, list[float]] = field(default_factory=dict)
-    """When timed: seconds of the calls that lead to each saved tensor from others."""
+    marks: list[list[Event | int]] = field(default_factory=list)
+    """Of each run that was timed: before the first call and behind each, an event or the clock in nanoseconds."""
 
     def run(
         self,
         find: Callable[[Source], torch.UntypedStorage],
         wanted: Mapping[int, Any],
         *,
-        is_timed: bool = False,
+        record: Callable[[], Event | None] | None = None,
     ) -> None:
-        """Executes the calls; `find` gives the storage of a source, `wanted` has the `SavedStorage`s to fill."""
+        """Executes the calls; `find` gives the storage of a source, `wanted` has the `SavedStorage`s to fill.
+
+        They are timed if `record` is given: it gives an event behind what has been put on the device's stream, or None
+        where that is done.
+        """
         storages: dict[int, torch.UntypedStorage] = {}
-        spent = [0.0] * len(self.calls)
+        marks: list[Event | int] = []
+
+        def mark() -> None:
+            if record is not None:
+                marks.append(record() or time.perf_counter_ns())
 
         def looked_at(value: object) -> object:
             if not isinstance(value, _View):
@@ -208,14 +218,13 @@ class Recipe:
         def given(value: object) -> object:
             return [looked_at(x) for x in value] if isinstance(value, _Several) else looked_at(value)
 
+        mark()
         with torch.no_grad():
             for i, call in enumerate(self.calls):
-                began = time.perf_counter() if is_timed else 0.0
                 args, kwargs = [given(x) for x in call.args], {name: given(x) for name, x in call.kwargs.items()}
                 out = flatten(call.func(*args, **kwargs))[0]
                 del args, kwargs
-                if is_timed:
-                    spent[i] = time.perf_counter() - began
+                mark()
                 for number, t in zip(call.results, out, strict=True):
                     if number is None:
                         continue
@@ -227,13 +236,24 @@ class Recipe:
                 for number in call.read:
                     if self.last[number] == i:
                         storages.pop(number, None)
-        if is_timed:
-            self._attribute(spent)
+        if marks:
+            self.marks.append(marks)
 
-    def _attribute(self, spent: Sequence[float]) -> None:
+    def seconds(self) -> dict[int, list[float]]:
+        """By saved tensor, what the calls that lead to it from others took in each timed run. Waits for the last."""
+        by_tensor_s: dict[int, list[float]] = {}
+        for marks in self.marks:
+            if not isinstance(last := marks[-1], int):
+                last.wait()
+            times_ns = [mark if isinstance(mark, int) else mark.time_ns() for mark in marks]
+            for index, total_s in self._attributed([(b - a) / 1e9 for a, b in itertools.pairwise(times_ns)]).items():
+                by_tensor_s.setdefault(index, []).append(total_s)
+        return by_tensor_s
+
+    def _attributed(self, spent_s: Sequence[float]) -> dict[int, float]:
         """Each call's time belongs to the first saved tensor that is made from its result."""
         owner: dict[int, int] = {}
-        total: dict[int, float] = dict.fromkeys(self.target.values(), 0.0)
+        total_s: dict[int, float] = dict.fromkeys(self.target.values(), 0.0)
         for i in reversed(range(len(self.calls))):
             call = self.calls[i]
             results = [n for n in call.results if n is not None]
@@ -241,9 +261,8 @@ class Recipe:
             index = saved[0] if saved else next((owner[n] for n in results if n in owner), None)
             if index is None:
                 continue
-            total[index] += spent[i]
+            total_s[index] += spent_s[i]
             for number in call.read:
                 if number not in self.target:
                     owner[number] = index
-        for index, seconds in total.items():
-            self.seconds.setdefault(index, []).append(seconds)
+        return total_s

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 from tests.runtime.models import VOCABULARY, bind_all, make_batches, make_model, observed_workload
 from tests.runtime.test_trainer import CPU, machine
 from tests.toys import uniform_plan
+from tierplan.hwmodels.names import COMPUTE
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.autograd.hooks import ModelHooks
@@ -21,7 +23,7 @@ from tierplan.runtime.autograd.nests import outside_storages
 from tierplan.runtime.autograd.replay import Recipe
 from tierplan.runtime.autograd.units import ModelUnit, split_model
 from tierplan.runtime.checkpoint.weights import hollow_model, random_weights
-from tierplan.runtime.execution.device import Device
+from tierplan.runtime.execution.device import Device, Event
 from tierplan.runtime.reference import loss_of, without_cache
 from tierplan.runtime.tracing.trace import trace_module
 from tierplan.runtime.trainer import Trainer
@@ -36,7 +38,13 @@ def spec_of(unit: ModelUnit, dropped: frozenset[int]) -> UnitSpec:
 
 
 def gradients(
-    family: str, dropped: frozenset[int], *, dropout: float = 0.0, dtype: str = "fp32", repeats: int = 3
+    family: str,
+    dropped: frozenset[int],
+    *,
+    dropout: float = 0.0,
+    dtype: str = "fp32",
+    repeats: int = 3,
+    timed_on: Device | None = None,
 ) -> tuple[list[list[torch.Tensor]], Recipe | None]:
     """Gradients of the middle block's parameters, by repetition, and its recipe if there is one."""
     model = make_model(family, dropout=dropout, dtype=dtype)
@@ -47,7 +55,7 @@ def gradients(
     changed.enter_context(without_cache(model))
     units = split_model(model, batch)
     bind_all(units)
-    hooks = ModelHooks(model, units)
+    hooks = ModelHooks(model, units, are_replays_timed=timed_on is not None)
     specs = [spec_of(unit, dropped if i == 2 else frozenset()) for i, unit in enumerate(units)]
     out = []
     for _ in range(repeats):
@@ -57,7 +65,7 @@ def gradients(
             specs=specs,
             forward=lambda: loss_of(model, batch, None),
             external=outside_storages(batch, model.modules()),
-            device=Device(),
+            device=timed_on or Device(),
             own=range(len(units)),
             seed=11,
         )
@@ -131,13 +139,58 @@ def test_beside_dropout_what_needs_no_random_numbers_is_replayed() -> None:
             assert all(torch.equal(a, b) for a, b in zip(repetition, plain, strict=True)), dropped
 
 
-def test_timed_replays_say_what_each_slot_takes() -> None:
-    _, recipe = gradients("gpt2", frozenset({3, 10}), repeats=1)
+class LateDevice(Device):
+    """Returns at once; by its events each operation takes a second more than the one before."""
+
+    is_asynchronous = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_recorded = self.num_awaited = 0
+
+    def record(self, stream: str) -> Event:
+        assert stream == COMPUTE
+        self.num_recorded += 1
+        return LateEvent(self, self.num_recorded)
+
+
+@dataclass
+class LateEvent:
+    device: LateDevice
+    number: int
+
+    def wait(self) -> None:
+        self.device.num_awaited = self.number
+
+    def time_ns(self) -> int:
+        assert self.number <= self.device.num_awaited
+        return sum(range(self.number)) * 10**9
+
+
+def test_timed_replays_say_what_each_slot_takes_on_the_device() -> None:
+    """Launching says nothing of it: events between the operations do, and nothing waits for them meanwhile."""
+    device = LateDevice()
+    _, recipe = gradients("gpt2", frozenset({3, 10}), repeats=3, timed_on=device)
     assert recipe is not None
-    timed = replace(recipe, seconds={})
-    timed._attribute([1.0] * len(recipe.calls))
-    assert set(timed.seconds) == {3, 10}
-    assert sum(sum(v) for v in timed.seconds.values()) == pytest.approx(len(recipe.calls))
+    num_calls = len(recipe.calls)
+    assert (device.num_recorded, device.num_awaited) == (2 * (num_calls + 1), 0)
+    found = recipe.seconds()
+    assert set(found) == {3, 10}
+    first = sum(range(1, num_calls + 1))
+    assert [sum(times) for times in zip(*found.values(), strict=True)] == [first, first + num_calls * (num_calls + 1)]
+    makes_10 = [
+        k + 1 for k, call in enumerate(recipe.calls) if 10 in map(recipe.target.get, filter(None, call.results))
+    ]
+    assert found[10][0] >= sum(makes_10) > 0
+
+
+def test_timed_replays_say_what_each_slot_takes_on_the_cpu() -> None:
+    began_s = time.perf_counter()
+    _, recipe = gradients("gpt2", frozenset({3, 10}), repeats=3, timed_on=Device())
+    assert recipe is not None
+    found = recipe.seconds()
+    assert {index: len(times) for index, times in found.items()} == {3: 2, 10: 2}
+    assert 0 < sum(map(sum, found.values())) < time.perf_counter() - began_s
 
 
 def test_recomputations_are_replayed_where_weights_came_late(tmp_path: Path) -> None:
