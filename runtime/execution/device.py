@@ -234,11 +234,14 @@ def open_device(name: str) -> Device:
 
 def _let_segments_expand() -> None:
     """What is freed on the device, of whatever sizes, serves whatever comes next. Segments of fixed sizes would hold up
-    to a third more than the ledger; these hold at most a few hundred MiB more (docs/limits.md). Who has set the
-    allocator otherwise is heeded."""
-    if not any("expandable_segments" in os.environ.get(name, "") for name in ALLOCATOR_VARIABLES):
+    to a third more than the ledger; these hold at most a few hundred MiB more (docs/limits.md). Who has said whether
+    segments expand is heeded, and what else is set stays: PyTorch forgets all that is not set again."""
+    known: Any = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    settings = known() if known else next(filter(None, map(os.environ.get, ALLOCATOR_VARIABLES)), "")
+    if "expandable_segments" not in settings:
         set_allocator: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-        (set_allocator or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
+        together = ",".join(filter(None, (settings, "expandable_segments:True")))
+        (set_allocator or torch.cuda.memory._set_allocator_settings)(together)
 
 
 def _map_pinned(size_bytes: int) -> torch.Tensor:

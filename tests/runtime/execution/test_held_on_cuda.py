@@ -163,13 +163,30 @@ def test_the_model_of_the_allocator() -> None:
     assert device.take(1, "b")[2:] == (1024, 1536)
 
 
-@pytest.mark.parametrize("setting", ["", "max_split_size_mb:64", "expandable_segments:False"])
-def test_segments_expand_unless_somebody_says_otherwise(setting: str) -> None:
-    with (
-        mock.patch.dict(os.environ, {"PYTORCH_CUDA_ALLOC_CONF": setting}),
-        mock.patch("torch._C._accelerator_setAllocatorSettings", create=True) as set_allocator,
-    ):
-        CudaDevice()
-    assert [call.args for call in set_allocator.call_args_list] == (
-        [] if "expandable" in setting else [("expandable_segments:True",)]
-    )
+EXPANDS = "expandable_segments:True"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", EXPANDS),
+        ("max_split_size_mb:64", f"max_split_size_mb:64,{EXPANDS}"),
+        ("expandable_segments:False,max_split_size_mb:64", "expandable_segments:False,max_split_size_mb:64"),
+    ],
+)
+@pytest.mark.parametrize("is_new", [True, False])
+def test_segments_expand_unless_somebody_says_otherwise(before: str, after: str, is_new: bool) -> None:
+    """What else somebody has set stays; by what PyTorch says, and where an older one cannot say, by the variable."""
+    real: Any = torch._C
+    at_first = real._accelerator_getAllocatorSettings()
+    real._accelerator_setAllocatorSettings(before)
+    try:
+        with mock.patch.dict(os.environ, {} if is_new else {"PYTORCH_CUDA_ALLOC_CONF": before}):
+            if is_new:
+                CudaDevice()
+            else:
+                with mock.patch.object(real, "_accelerator_getAllocatorSettings", None):
+                    CudaDevice()
+        assert real._accelerator_getAllocatorSettings() == after
+    finally:
+        real._accelerator_setAllocatorSettings(at_first)
