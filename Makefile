@@ -7,7 +7,7 @@ TESTERS ?= 2
 # One thread in each process: two that wait for each other's threads are slower than one.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TESTERS) --dist worksteal
 
-.PHONY: demo gpu gpu-report test docs figures nightly check lint types pytest clean help install
+.PHONY: demo gpu gpu-report gpu-wheels test docs figures nightly check lint types pytest clean help install
 
 help:
 	@echo "make demo    install into $(VENV) when needed, then measure, plan, simulate, train and compare (about a minute)"
@@ -16,6 +16,7 @@ help:
 	@echo "make docs    the pages as a site, in build/site (two minutes)"
 	@echo "make figures make the pictures of README.md and docs/ again (three minutes)"
 	@echo "make gpu     on a borrowed GPU, with the PyTorch of PYTHON: tests, measurement, comparisons, campaign; can be continued"
+	@echo "make gpu-wheels  the few packages that such a machine may lack, for its Python, in the folder WHEELS"
 	@echo "make gpu-report  the page of what it found, GPU_OUT/gpu.md"
 	@echo "make clean   remove $(VENV) and the demo's output"
 
@@ -29,12 +30,22 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $(STAMP)
 
 GPU_OUT ?= gpu-results
+GPU_TAR ?=
+WHEELS ?= wheels
+GPU_PYTHON ?= 3.12
+# What a machine with PyTorch and its usual companions lacks. All of it: nothing is fetched there, needs of these included.
+GPU_PACKAGES := simpy highspy tomli_w msgspec shtab
+GPU_FLAGS_ALL = --out $(GPU_OUT) $(if $(GPU_TAR),--tar $(GPU_TAR))
+
+gpu-wheels:
+	$(PYTHON) -m pip download --no-deps --only-binary=:all: --implementation cp --python-version $(GPU_PYTHON) \
+		--platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 -c constraints.txt -d $(WHEELS) $(GPU_PACKAGES)
 
 gpu: # without network; missing packages are installed from wheels in WHEELS; GPU_FLAGS="--device cpu --tiny" tries it on the CPU
-	$(PYTHON) -m benchmarks.gpu --out $(GPU_OUT) $(if $(WHEELS),--wheels $(WHEELS)) $(GPU_FLAGS)
+	$(PYTHON) -m benchmarks.gpu $(GPU_FLAGS_ALL) --wheels $(WHEELS) $(GPU_FLAGS)
 
 gpu-report: $(STAMP)
-	$(BIN)/python -m benchmarks.gpu --out $(GPU_OUT) --report
+	$(BIN)/python -m benchmarks.gpu $(GPU_FLAGS_ALL) --report
 
 demo: $(STAMP)
 	$(BIN)/tierplan demo

@@ -1,11 +1,13 @@
 """All that a borrowed GPU is asked, in slices that each end within eight minutes, and that can be continued.
 
-    make gpu           runs what is not done yet: tests, a measurement, comparisons, the campaign from its smallest rows
+    make gpu-wheels    here: fills the folder WHEELS with the few packages that a borrowed machine lacks (5 MB)
+    make gpu           there: runs what is not done yet: tests, a measurement, comparisons, the campaign from its
+                       smallest rows; and then once more what has failed
     make gpu-report    the page of it, elsewhere
 
-`OUT/state.json` says which slices are done, and how they ended; each has its log in `OUT/logs`. A slice that was killed
-is run again, one that failed is not (take it out of the file for that). Nothing is fetched: packages that are missing
-are installed from the folder `--wheels`, which `pip download -d wheels -c constraints.txt '.[runtime,dev]'` fills.
+`OUT/state.json` says which slices have ended, and how; each has its log in `OUT/logs`. After each, all results are
+packed into one file below 16 MiB, `--tar` (OUT.tar.gz). Where OUT is empty, a run goes on from that file. Nothing is
+fetched: packages that are missing, and no others, are installed from the folder `--wheels`.
 """
 
 from __future__ import annotations
@@ -16,20 +18,24 @@ import importlib.util
 import itertools
 import json
 import os
+import platform
 import shutil
 import signal
 import statistics
 import subprocess
 import sys
+import tarfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from benchmarks.records import arguments
 
 SLICE_S = 480.0
+TAR_BYTES = 16 << 20
 ENDS_WITH_PARENT = (
     "import ctypes, os, signal, sys; PR_SET_PDEATHSIG = 1\n"
     "ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)\n"
@@ -40,6 +46,8 @@ starting a process needs as much memory as this one has."""
 ROOT = Path(__file__).parent.parent
 NEEDED = ("simpy", "scipy", "numba", "highspy", "networkx", "matplotlib", "tqdm", "tomli_w", "msgspec", "yaml", "rich",
           "shtab", "transformers", "safetensors", "xxhash", "pytest", "hypothesis")  # fmt: skip
+NEWER = {"opt": (5, 23)}
+"""By type of model, the first version of transformers in which it can be planned: before, it looks at its own mask."""
 FAKE_TESTS = ("tests/runtime/execution/test_fake_device.py", "tests/runtime/execution/test_planted_races.py")
 WIDTHS = {"tiny": ((64, 2),), "full": ((768, 12), (1536, 12), (4096, 4))}
 """Of the models that are compared with plain PyTorch: width, and number of blocks."""
@@ -49,30 +57,31 @@ Slices = Mapping[str, Sequence[str]]
 """Commands by name: each is one thing to do, in a process of its own."""
 
 
-def run_slices(slices: Slices, out: Path, *, limit_s: float = SLICE_S) -> dict[str, Any]:
-    """Runs those that the state file does not name, and notes each as it ends. One at a time: none outlives this
-    process, and a second one in the same folder is refused."""
+def run_slices(slices: Slices, out: Path, *, limit_s: float = SLICE_S, tar: Path | None = None) -> dict[str, Any]:
+    """Runs those that are not done by the state file, the ones that failed last, and notes and packs each as it ends.
+    One at a time: none outlives this process, and a second one in the same folder is refused."""
     out.mkdir(parents=True, exist_ok=True)
     with (out / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise SystemExit(f"{out} is in use by another run; wait for it, or give another folder") from None
-        return _run_slices(slices, out, limit_s)
+        state = _run_slices(slices, out, limit_s, tar)
+        pack(out, tar)
+        return state
 
 
-def _run_slices(slices: Slices, out: Path, limit_s: float) -> dict[str, Any]:
+def _run_slices(slices: Slices, out: Path, limit_s: float, tar: Path | None) -> dict[str, Any]:
     ending_with_this = (sys.executable, "-I", "-c", ENDS_WITH_PARENT, str(os.getpid()))
     state_path = out / "state.json"
     state: dict[str, Any] = json.loads(state_path.read_text()) if state_path.exists() else {}
     (out / "logs").mkdir(parents=True, exist_ok=True)
-    for name, command in slices.items():
-        if name in state:
-            continue
+    to_do = [name for name in slices if state.get(name, {}).get("result") != "done"]
+    for name in sorted(to_do, key=lambda name: name in state):
         print(f"{name} ...", end=" ", flush=True)
         began_s = time.monotonic()
         with (out / "logs" / f"{name.replace('/', '-')}.log").open("w") as log:
-            ending = (*ending_with_this, *command)
+            ending = (*ending_with_this, *slices[name])
             process = subprocess.Popen(ending, stdout=log, stderr=log, cwd=ROOT, start_new_session=True)
             try:
                 code = process.wait(limit_s)
@@ -88,8 +97,44 @@ def _run_slices(slices: Slices, out: Path, limit_s: float) -> dict[str, Any]:
         waiting = state_path.with_suffix(".tmp")
         waiting.write_text(json.dumps(state, indent=1))
         waiting.replace(state_path)
+        pack(out, tar)
         print(result, flush=True)
     return state
+
+
+def pack(out: Path, tar: Path | None) -> None:
+    """Into one file, but for what slices work on; without the largest files where it would become too large."""
+    if tar is None:
+        return
+    waiting = tar.with_name(tar.name + ".tmp")
+    work = {out / name for name in ("lock", "packages", "nvme", "text.txt")} | {tar, waiting}
+    files = [p for p in out.rglob("*") if p.is_file() and not work.intersection((p, *p.parents))]
+    files = sorted((p for p in files if p.stat().st_size < 4 * TAR_BYTES), key=lambda p: p.stat().st_size)
+    while True:
+        with tarfile.open(waiting, "w:gz", compresslevel=3) as packed:
+            for path in files:
+                packed.add(path, path.relative_to(out))
+        if waiting.stat().st_size < TAR_BYTES:
+            break
+        files.pop()
+    waiting.replace(tar)
+
+
+def not_planned() -> frozenset[str]:
+    """Types of models that the installed transformers is too old for."""
+    has = tuple(int(part) for part in metadata.version("transformers").split(".")[:2])
+    return frozenset(kind for kind, needed in NEWER.items() if has < needed)
+
+
+def about_versions() -> str:
+    """What is installed, and what is left out for that."""
+    text = f"Python {platform.python_version()}"
+    for name in ("torch", "transformers", "numpy"):
+        text += f", {name} {metadata.version(name)}"
+    for kind in sorted(not_planned()):
+        least = ".".join(map(str, NEWER[kind]))
+        text += f"\nleft out: tests and campaign rows of {kind}, whose models need transformers {least}"
+    return text
 
 
 def all_slices(args: argparse.Namespace) -> Slices:
@@ -97,7 +142,9 @@ def all_slices(args: argparse.Namespace) -> Slices:
     python = sys.executable
     inner = (python, "-m", "benchmarks.gpu", "--out", str(args.out), "--device", args.device, *args.size)
     tests = [str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("tests/**/test_*.py")) if "mark.gpu" in p.read_text()]
-    pytest = (python, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    # what newer or older packages only warn of is no failure there; cuBLAS is deterministic with a fixed workspace only
+    pytest = ("env", "CUBLAS_WORKSPACE_CONFIG=:4096:8", python, "-m", "pytest", "-q", "-W", "default", "-rs")
+    pytest = (*pytest, "-p", "no:cacheprovider")
     slices: dict[str, Sequence[str]] = {"environment": (*inner, "--inner", "environment")}
     if args.device == "fake":
         slices |= {f"tests/{Path(t).stem}": (*pytest, t) for t in FAKE_TESTS}
@@ -119,11 +166,13 @@ def all_slices(args: argparse.Namespace) -> Slices:
 
 
 def rows(campaign: str) -> list[str]:
-    """The runs of a campaign, smallest first."""
+    """The runs of a campaign that the installed transformers can plan, smallest first."""
     from tierplan.validation.campaign.spec import load_campaign
 
     found = []
     for group in load_campaign(campaign).groups:
+        if group.config["model_type"] in not_planned():
+            continue
         width: Any = group.config.get("hidden_size", group.config.get("n_embd"))
         found += [(width**2 * run.blocks, f"{group.name}/{run.name}") for run in group.runs]
     return [name for _, name in sorted(found)]
@@ -131,9 +180,9 @@ def rows(campaign: str) -> list[str]:
 
 def environment() -> None:
     import torch
-    import transformers
 
-    print("torch", torch.__version__, "CUDA", torch.version.cuda, "transformers", transformers.__version__)
+    print(about_versions())
+    print("CUDA", torch.version.cuda)
     for k in range(torch.cuda.device_count()):
         print(torch.cuda.get_device_properties(k))
 
@@ -251,24 +300,33 @@ def report(out: Path) -> str:
 
 
 def install_missing(wheels: Path | None, out: Path) -> None:
-    """Into a folder of its own beside the results, which is on the path of all slices."""
+    """Into a folder of its own beside the results, which is on the path of all slices. Nothing that is there already
+    is installed beside it, so their own needs must be there, too."""
     packages = out / "packages"
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(packages), os.environ.get("PYTHONPATH", "")])
     sys.path.append(str(packages))
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing and wheels is None:
         raise SystemExit(
-            f"these packages are missing: {', '.join(missing)}; give their wheels in a folder (WHEELS=...)"
+            f"these packages are missing: {', '.join(missing)}; give their wheels in a folder (WHEELS=...), which "
+            "`make gpu-wheels` fills where there is a network"
         )
     if missing:
-        names = [{"yaml": "pyyaml", "tomli_w": "tomli-w"}.get(name, name) for name in missing]
-        pip = (sys.executable, "-m", "pip", "install", "--no-index", "--find-links", str(wheels), "--target")
-        subprocess.run([*pip, str(packages), *names], check=True)
+        names = [{"yaml": "pyyaml"}.get(name, name) for name in missing]
+        pip = (sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--find-links", str(wheels))
+        subprocess.run([*pip, "--target", str(packages), *names], check=True)
+        importlib.invalidate_caches()
+
+
+def unpack(tar: Path, out: Path) -> None:
+    with tarfile.open(tar) as packed:
+        packed.extractall(out, filter="data")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments(__doc__)
     parser.add_argument("--out", type=Path, default=Path("gpu-results"))
+    parser.add_argument("--tar", type=Path, help="what results are packed into, and read from (default: OUT.tar.gz)")
     parser.add_argument("--nvme-dir", type=Path, default=None, help="folder on the drive (default: in OUT)")
     parser.add_argument("--device", choices=("cuda", "cpu", "fake"), default="cuda")
     parser.add_argument("--campaign", help="(default: gpu-billions; with --tiny, two rows that any device runs)")
@@ -279,7 +337,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     args.out = args.out.resolve()
     args.campaign = args.campaign or (str(ROOT / "benchmarks" / "gpu-tiny.toml") if args.size else "gpu-billions")
+    tar = (args.tar or args.out.with_name(args.out.name + ".tar.gz")).resolve()
+    if args.inner is None and tar.exists() and ((args.report and args.tar) or not (args.out / "state.json").exists()):
+        unpack(tar, args.out)
     if args.report:
+        if not (args.out / "state.json").exists():
+            raise SystemExit(
+                f"neither {args.out} nor {tar} has results; give another folder or file, or run `make gpu`"
+            )
         (args.out / "gpu.md").write_text(report(args.out))
         print(args.out / "gpu.md")
         return 0
@@ -296,8 +361,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.nvme_dir = (args.nvme_dir or args.out / "nvme").resolve()
     args.nvme_dir.mkdir(parents=True, exist_ok=True)
     install_missing(args.wheels, args.out)
+    print(about_versions(), flush=True)
     try:
-        state = run_slices(all_slices(args), args.out)
+        state = run_slices(all_slices(args), args.out, tar=tar)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on behind the slices that are done", file=sys.stderr)
         return 130

@@ -3,36 +3,52 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import tarfile
+import zipfile
+from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import all_slices, main, report, rows, run_slices
+from benchmarks import gpu
+from benchmarks.gpu import all_slices, install_missing, main, pack, report, rows, run_slices, unpack
 
 DRIVER = """
 import sys, pathlib
 from benchmarks.gpu import run_slices
-out = pathlib.Path(sys.argv[1])
+here = pathlib.Path(sys.argv[1])
 work = 'echo x >> {0}.ran; if [ ! -e {0}.killed ]; then touch {0}.killed; kill -9 $PPID; sleep 60; fi'
-run_slices({f"s/{k}": ("bash", "-c", work.format(out / str(k))) for k in range(4)}, out)
+slices = {f"s/{k}": ("bash", "-c", work.format(here / str(k))) for k in range(4)}
+run_slices(slices, here / "out", tar=here / "out.tar.gz")
 """
 
 
-def test_it_goes_on_after_a_kill_in_any_slice(tmp_path: Path) -> None:
-    codes = []
+@pytest.mark.parametrize("is_lent_anew", [False, True])
+def test_it_goes_on_after_a_kill_in_any_slice(is_lent_anew: bool, tmp_path: Path) -> None:
+    """In its folder; or from the packed file alone, on a machine that knows nothing of the one before."""
+    out, tar, codes = tmp_path / "out", tmp_path / "out.tar.gz", []
     while not codes or codes[-1]:
+        if is_lent_anew and codes:
+            shutil.rmtree(out)
+            if tar.exists():  # not so after a kill in the first
+                unpack(tar, out)
         codes.append(subprocess.run([sys.executable, "-c", DRIVER, str(tmp_path)]).returncode)
         assert len(codes) < 9
     assert codes == [-9] * 4 + [0]
-    assert {name: one["result"] for name, one in json.loads((tmp_path / "state.json").read_text()).items()} == {
+    assert {name: one["result"] for name, one in json.loads((out / "state.json").read_text()).items()} == {
         f"s/{k}": "done" for k in range(4)
     }
+    with tarfile.open(tar) as packed:
+        assert set(packed.getnames()) == {"state.json", *(f"logs/s-{k}.log" for k in range(4))}
     assert [(tmp_path / f"{k}.ran").read_text().count("x") for k in range(4)] == [2, 2, 2, 2]
 
 
@@ -73,12 +89,93 @@ def test_ctrl_c_ends_it_in_one_line(
     assert list(json.loads((tmp_path / "state.json").read_text())) == ["good"]
 
 
-def test_what_fails_or_takes_too_long_is_noted_and_not_repeated(tmp_path: Path) -> None:
-    slices = {"bad": ("false",), "long": ("sleep", "60"), "good": ("true",)}
+def test_what_fails_or_takes_too_long_is_noted_and_repeated_by_the_next_run_behind_what_is_new(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    slices = {name: ("bash", "-c", f"echo {name} >> {ran}; {work}") for name, work in
+              {"bad": "exit 1", "long": "exec sleep 60", "good": "true"}.items()}  # fmt: skip
     state = run_slices(slices, tmp_path, limit_s=3)
     assert [one["result"] for one in state.values()] == ["exit status 1", "over 3 s", "done"]
-    assert run_slices(slices, tmp_path) == state
     assert "| long | over 3 s |" in report(tmp_path)
+    slices |= {name: ("bash", "-c", f"echo {name} >> {ran}") for name in ("bad", "long", "new")}
+    assert {one["result"] for one in run_slices(slices, tmp_path).values()} == {"done"}
+    assert ran.read_text().split() == ["bad", "long", "good", "new", "bad", "long"]
+
+
+def test_results_are_packed_into_a_file_of_limited_size_that_the_page_is_made_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "TAR_BYTES", 40_000)
+    out, tar = tmp_path / "out", tmp_path / "out.tar.gz"
+    for path, size_bytes in {"nvme/a": 1, "packages/b": 1, "c": 30_000, "d/e": 20_000, "f": 50_000}.items():
+        (out / path).parent.mkdir(parents=True, exist_ok=True)
+        (out / path).write_bytes(os.urandom(size_bytes))
+    (out / "zeros").write_bytes(bytes(100_000))
+    run_slices({"good": ("true",)}, out, tar=tar)
+    assert tar.stat().st_size < 40_000
+    with tarfile.open(tar) as packed:
+        assert set(packed.getnames()) == {"state.json", "logs/good.log", "d/e"}  # all of those below the first too many
+    shutil.rmtree(out)
+    assert main(["--out", str(out), "--report"]) == 0
+    assert "| good | done |" in (out / "gpu.md").read_text()
+    run_slices({"later": ("true",)}, out, tar=tmp_path / "came-back.tar.gz")
+    pack(out, tmp_path / "came-back.tar.gz")
+    assert main(["--out", str(tmp_path / "other"), "--tar", str(tmp_path / "came-back.tar.gz"), "--report"]) == 0
+    assert "| later | done |" in (tmp_path / "other" / "gpu.md").read_text()
+    with pytest.raises(SystemExit, match="has results; give another folder"):
+        main(["--out", str(tmp_path / "none"), "--report"])
+
+
+def test_all_that_is_imported_is_looked_for_and_what_a_machine_may_lack_can_be_carried() -> None:
+    root = Path(__file__).parent.parent
+    sources = [
+        p for folder in ("hwmodels", "planner", "runtime", "sim", "validation") for p in root.glob(f"{folder}/**/*.py")
+    ]
+    sources += [root / "benchmarks" / f"{name}.py" for name in ("gpu", "models", "records", "trainings")]
+    nodes = [node for path in sources for node in ast.walk(ast.parse(path.read_text()))]
+    modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    modules += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    optional = {"pandas", "peft"}  # for what no slice does
+    foreign = {module.partition(".")[0] for module in modules} - sys.stdlib_module_names - {"benchmarks", "tierplan"}
+    assert foreign - optional <= {*gpu.NEEDED, "torch", "numpy"}
+    packages = re.search(r"^GPU_PACKAGES := (.*)", (root / "Makefile").read_text(), flags=re.MULTILINE)
+    assert packages is not None
+    assert set(packages[1].split()) <= set(gpu.NEEDED)
+    for name in packages[1].split():  # nor do they need what is not looked for
+        needs = [text for text in metadata.requires(name) or () if ";" not in text]
+        assert {re.split(r"\W", text)[0] for text in needs} <= {*gpu.NEEDED, "numpy"}
+
+
+def test_only_what_is_missing_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what it needs, which is there: a second numpy would hide the first."""
+    wheels, name, info = (
+        tmp_path / "wheels",
+        "package_that_a_machine_lacks",
+        "package_that_a_machine_lacks-1.0.dist-info/",
+    )
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", "import numpy\n")
+        wheel.writestr(f"{info}METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\nRequires-Dist: numpy\n")
+        wheel.writestr(f"{info}WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}RECORD", "")
+    monkeypatch.setattr(gpu, "NEEDED", ("numpy", name))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    with pytest.raises(SystemExit, match=f"missing: {name}; .*make gpu-wheels"):
+        install_missing(None, tmp_path / "out")
+    install_missing(wheels, tmp_path / "out")
+    installed = {path.name for path in (tmp_path / "out" / "packages").iterdir()} - {"__pycache__"}
+    assert installed == {f"{name}.py", info[:-1]}
+    install_missing(None, tmp_path / "out")  # it is there now
+
+
+def test_an_older_transformers_leaves_out_what_it_cannot_do_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "left out" not in gpu.about_versions()
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "5.17.0" if name == "transformers" else real(name))
+    assert "transformers 5.17.0" in gpu.about_versions()
+    assert "left out: tests and campaign rows of opt" in gpu.about_versions()
+    assert {row.partition("/")[0] for row in rows("gpu-billions")} == {"gpt2-2560", "llama-4096"}
 
 
 def test_the_campaign_begins_with_its_smallest_rows(tmp_path: Path) -> None:
@@ -87,7 +184,7 @@ def test_the_campaign_begins_with_its_smallest_rows(tmp_path: Path) -> None:
     )
     names = list(all_slices(args))
     assert len(names) == len(set(names))
-    assert "tests/test_gpu" in names
+    assert "CUBLAS_WORKSPACE_CONFIG=:4096:8" in all_slices(args)["tests/test_gpu"]
     assert names.index("machine") < names.index("campaign/" + rows("gpu-billions")[0])
     sizes = {"opt-2048": 2048**2, "gpt2-2560": 2560**2, "llama-4096": 4096**2}
     works = [sizes[row.split("/")[0]] * int(row.split("/")[1].split("-")[0]) for row in rows("gpu-billions")]
