@@ -13,6 +13,7 @@ fetched: packages that are missing, and no others, are installed from the folder
 from __future__ import annotations
 
 import argparse
+import copy
 import fcntl
 import importlib.util
 import itertools
@@ -27,7 +28,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from typing import Any
 from benchmarks.records import arguments
 
 SLICE_S = 480.0
+TURNS_S = 420.0
+"""Within a slice no further turn is begun that would end later."""
 TAR_BYTES = 16 << 20
 ENDS_WITH_PARENT = (
     "import ctypes, os, signal, sys; PR_SET_PDEATHSIG = 1\n"
@@ -187,10 +190,15 @@ def environment() -> None:
         print(torch.cuda.get_device_properties(k))
 
 
-def beside_plain(device: str, out: Path, width: int, blocks: int, *, steps: int = 12, turns: int = 5) -> None:
-    """Steps of plain PyTorch over those of schedules of the same model, in turns; and a timeline of each schedule."""
-    import torch
+def beside_plain(
+    device: str, out: Path, width: int, blocks: int, *, steps: int = 12, turns: int = 5, budget_s: float = TURNS_S
+) -> None:
+    """Steps of plain PyTorch over those of schedules of the same model, in turns; and a timeline of each schedule.
 
+    The model is built and placed once for each. The result is written after each turn; no turn is begun that would end
+    later than the budget, by the turn before.
+    """
+    began_s = time.monotonic()
     from benchmarks.models import gpt2
     from benchmarks.trainings import machine, schedule_of
     from tierplan.planner.plan import UnitPlan
@@ -215,36 +223,46 @@ def beside_plain(device: str, out: Path, width: int, blocks: int, *, steps: int 
         "all but activations in host memory": UnitPlan(params="host", grads="host", states="host"),
         "all in host memory": UnitPlan(params="host", grads="host", states="host", acts="host", input="host"),
     }
-    batches = itertools.repeat(next(random_batches(build_model(raw, training).config, training)))
+    model = build_model(raw, training)
+    batches = itertools.repeat(next(random_batches(model.config, training)))
+    moved = itertools.repeat({k: v.to(where) for k, v in next(batches).items()})
+    plain = copy.deepcopy(model).to(where)
     steps_s: dict[str, list[float]] = {"plain": [], **{name: [] for name in plans}}
+    shape = {"width": width, "blocks": blocks, "dtype": training.dtype, "device": device, "turns_asked": turns}
 
     def median_s(ends_s: Sequence[float]) -> float:
-        return statistics.median(b - a for a, b in itertools.pairwise(ends_s[2:]))
+        return statistics.median(b - a for a, b in itertools.pairwise(ends_s[2 - steps :]))
 
-    for _ in range(turns):
-        ends_s: list[float] = []
-        plain = build_model(raw, training).to(where)
-        moved = itertools.repeat({k: v.to(where) for k, v in next(batches).items()})
-        note = lambda step, loss, ends_s=ends_s: ends_s.append(time.perf_counter())  # noqa: E731
-        train_plainly(plain, moved, steps=steps, on_step=note)
-        steps_s["plain"].append(median_s(ends_s))
-        del plain
+    with ExitStack() as opened:
+        trainers: dict[str, Trainer] = {}
         for name, choice in plans.items():
             schedule = schedule_of(raw, choice, training, machine(1 << 36, 1 << 37))
-            with Trainer(schedule, build_model(raw, training), device=open_device(device)) as trainer:
+            trainer = Trainer(schedule, copy.deepcopy(model), device=open_device(device), trace_steps=steps)
+            trainers[name] = opened.enter_context(trainer)
+            trainer.run(batches, 0)
+        del model
+        turn_s = 0.0
+        for turn in range(turns):
+            if turn and time.monotonic() + turn_s > began_s + budget_s:
+                break
+            turn_began_s, ends_s = time.monotonic(), list[float]()
+            note = lambda step, loss, ends_s=ends_s: ends_s.append(time.perf_counter())  # noqa: E731
+            train_plainly(plain, moved, steps=steps, on_step=note)
+            steps_s["plain"].append(median_s(ends_s))
+            for name, trainer in trainers.items():
                 trainer.run(batches, steps)
                 result = trainer.result()
-            steps_s[name].append(median_s(result.step_ends_s))
-            write_perfetto({name: result.trace}, out / f"timeline-{width}-{name.replace(' ', '-')}.json")
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-    ratios = {
-        name: statistics.median(a / b for a, b in zip(steps_s["plain"], found, strict=True))
-        for name, found in steps_s.items()
-    }
-    shape = {"width": width, "blocks": blocks, "dtype": training.dtype, "device": device, "turns": turns}
-    found = {**shape, "plain_over_schedule": ratios, "step_s": steps_s}
-    (out / f"beside-plain-{width}.json").write_text(json.dumps(found, indent=1))
+                steps_s[name].append(median_s(result.step_ends_s))
+                if turn == 0:
+                    write_perfetto({name: result.trace}, out / f"timeline-{width}-{name.replace(' ', '-')}.json")
+            ratios = {
+                name: statistics.median(a / b for a, b in zip(steps_s["plain"], one, strict=True))
+                for name, one in steps_s.items()
+            }
+            found = {**shape, "turns": turn + 1, "plain_over_schedule": ratios, "step_s": steps_s}
+            (out / f"beside-plain-{width}.json").write_text(json.dumps(found, indent=1))
+            turn_s = time.monotonic() - turn_began_s
+    print(f"{found['turns']} of {turns} turns taken")
     print(json.dumps(found))
 
 
@@ -287,6 +305,7 @@ def report(out: Path) -> str:
         found = json.loads(path.read_text())
         shape = f"{found['blocks']} blocks of width {found['width']}, {found['dtype']}, on {found['device']}"
         ratios = [(name, f"{ratio:.2f}") for name, ratio in found["plain_over_schedule"].items()]
+        shape += f"; {found['turns']} of {found['turns_asked']} turns"
         lines += ["", f"## Steps of plain PyTorch over the schedule's: {shape}", ""]
         lines += markdown_table(("plan", "ratio"), ratios)
     if (log := out / "logs" / "calibrate.log").exists():

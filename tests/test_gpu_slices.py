@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu
-from benchmarks.gpu import all_slices, install_missing, main, pack, report, rows, run_slices, unpack
+from benchmarks.gpu import all_slices, beside_plain, install_missing, main, pack, report, rows, run_slices, unpack
+from tierplan.runtime import reference
 
 DRIVER = """
 import sys, pathlib
@@ -123,6 +124,30 @@ def test_results_are_packed_into_a_file_of_limited_size_that_the_page_is_made_fr
     assert "| later | done |" in (tmp_path / "other" / "gpu.md").read_text()
     with pytest.raises(SystemExit, match="has results; give another folder"):
         main(["--out", str(tmp_path / "none"), "--report"])
+
+
+def test_turns_beside_plain_training_end_in_time_and_are_kept_as_they_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    beside_plain("cpu", tmp_path, 64, 1, steps=4, turns=3, budget_s=0)
+    assert capsys.readouterr().out.startswith("1 of 3 turns taken\n")
+    found = json.loads((tmp_path / "beside-plain-64.json").read_text())
+    assert (found["turns"], found["turns_asked"]) == (1, 3)
+    assert {len(one_s) for one_s in found["step_s"].values()} == {1}
+    train_plainly, num_calls = reference.train_plainly, 0
+
+    def killed_in_the_third_turn(*args: object, **settings: object) -> object:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 3:
+            raise KeyboardInterrupt
+        return train_plainly(*args, **settings)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(reference, "train_plainly", killed_in_the_third_turn)
+    with pytest.raises(KeyboardInterrupt):
+        beside_plain("cpu", tmp_path, 64, 1, steps=4, turns=3)
+    found = json.loads((tmp_path / "beside-plain-64.json").read_text())
+    assert {len(one_s) for one_s in found["step_s"].values()} == {found["turns"]} == {2}
 
 
 def test_all_that_is_imported_is_looked_for_and_what_a_machine_may_lack_can_be_carried() -> None:
