@@ -325,7 +325,7 @@ def install_missing(wheels: Path | None, out: Path) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(packages), os.environ.get("PYTHONPATH", "")])
     sys.path.append(str(packages))
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing and wheels is None:
+    if missing and not (wheels and wheels.is_dir()):
         raise SystemExit(
             f"these packages are missing: {', '.join(missing)}; give their wheels in a folder (WHEELS=...), which "
             "`make gpu-wheels` fills where there is a network"

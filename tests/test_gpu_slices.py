@@ -21,6 +21,7 @@ import pytest
 
 from benchmarks import gpu
 from benchmarks.gpu import all_slices, beside_plain, install_missing, main, pack, report, rows, run_slices, unpack
+from tests.conftest import pytest_collection_modifyitems
 from tierplan.runtime import reference
 
 DRIVER = """
@@ -187,11 +188,26 @@ def test_only_what_is_missing_is_installed(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     with pytest.raises(SystemExit, match=f"missing: {name}; .*make gpu-wheels"):
-        install_missing(None, tmp_path / "out")
+        install_missing(tmp_path / "no such folder", tmp_path / "out")
     install_missing(wheels, tmp_path / "out")
     installed = {path.name for path in (tmp_path / "out" / "packages").iterdir()} - {"__pycache__"}
     assert installed == {f"{name}.py", info[:-1]}
     install_missing(None, tmp_path / "out")  # it is there now
+
+
+class Case:
+    """Of a test with one parameter."""
+
+    def __init__(self, marker: str, family: str) -> None:
+        self.marker, self.callspec = marker, argparse.Namespace(params={"family": family})
+        self.reasons: list[str] = []
+
+    def get_closest_marker(self, name: str) -> str | None:
+        return self.marker if name == self.marker else None
+
+    def add_marker(self, marker: pytest.MarkDecorator) -> None:
+        assert marker.name == "skip"
+        self.reasons.append(marker.kwargs["reason"])
 
 
 def test_an_older_transformers_leaves_out_what_it_cannot_do_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,6 +217,9 @@ def test_an_older_transformers_leaves_out_what_it_cannot_do_by_name(monkeypatch:
     assert "transformers 5.17.0" in gpu.about_versions()
     assert "left out: tests and campaign rows of opt" in gpu.about_versions()
     assert {row.partition("/")[0] for row in rows("gpu-billions")} == {"gpt2-2560", "llama-4096"}
+    items = [Case("gpu", "opt"), Case("gpu", "llama"), Case("nightly", "opt")]
+    pytest_collection_modifyitems(items)  # type: ignore[arg-type]
+    assert [item.reasons for item in items] == [["transformers is too old for opt"], [], []]
 
 
 def test_the_campaign_begins_with_its_smallest_rows(tmp_path: Path) -> None:
