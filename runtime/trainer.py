@@ -204,6 +204,8 @@ class Trainer:
         A resumed run takes `batches` from the beginning of training and passes over those that were used.
         """
         check_count("steps", steps, least=0)
+        if self._is_closed:
+            raise TrainingError("this trainer is closed, and trains no more; make a new one")
         refuse_interference(self.units)
         before, self._source = self._source, iter(batches)
         source = self._batches.rest() if self._source is before else self._of_rank(self._source)
