@@ -193,7 +193,7 @@ def split_model(model: nn.Module, batch: Mapping[str, object]) -> list[ModelUnit
                 "compile modules inside of the blocks, or nothing"
             )
     in_block = {id(p): name for name, block in blocks for p in block.parameters()}
-    used = _used_outside(model, [name for name, _ in blocks], batch)
+    used = used_outside(model, [name for name, _ in blocks], batch)
     parameters = dict(model.named_parameters())
     if not any(p.requires_grad for p in parameters.values()):
         raise ModelError(f"all parameters of {type(model).__name__} are frozen; there is nothing to train")
@@ -255,13 +255,16 @@ def first_trained(units: Sequence[ModelUnit]) -> int:
     return next(trained, len(units))
 
 
-def _used_outside(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, object]) -> dict[int, set[str]]:
+def used_outside(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, object]) -> dict[int, set[str]]:
     """Names of the parameters that are used outside of blocks, by how many blocks have run before."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     twin = fake_twin(model, mode)
-    inside = {id(p) for name in blocks for p in twin.get_submodule(name).parameters()}
-    outside = {p.untyped_storage()._cdata: name for name, p in twin.named_parameters() if id(p) not in inside}
-    recorder = ReadRecorder(outside)
+    having: dict[int, list[str]] = {}
+    for block in blocks:
+        for p in twin.get_submodule(block).parameters():
+            having.setdefault(id(p), []).append(block)
+    owners = {name: having.get(id(p), []) for name, p in twin.named_parameters()}
+    recorder = ReadRecorder({p.untyped_storage()._cdata: name for name, p in twin.named_parameters()})
     recorder.place, ended = 0, itertools.count(1)
 
     def enter(name: str, module: nn.Module, args: object) -> None:
@@ -283,13 +286,20 @@ def _used_outside(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, o
         ) from error
     used: dict[int, set[str]] = {}
     for place, names in recorder.reads.items():
+        for name in names:
+            if not owners[name] and not isinstance(place, int):
+                raise ModelError(
+                    f"block {place!r} uses parameter {name!r}, which is not its own; register it in the block, or use "
+                    "it outside of blocks"
+                )
+            if owners[name] and place not in owners[name]:
+                where = "outside of all blocks" if isinstance(place, int) else f"by block {place!r}"
+                raise ModelError(
+                    f"parameter {name!r} of block {owners[name][0]!r} is also used {where}, where a schedule need not "
+                    "have it; use it in its block alone (the optimizer decays weights, without a term of the loss)"
+                )
         if isinstance(place, int):
             used[place] = set(names)
-            continue
-        raise ModelError(
-            f"block {place!r} uses parameter {next(iter(names))!r}, which is not its own; register it in the block, or "
-            "use it outside of blocks"
-        )
     return used
 
 

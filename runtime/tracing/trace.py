@@ -26,7 +26,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from tierplan.runtime.autograd.chunked_loss import loss_in_chunks
 from tierplan.runtime.autograd.coded import CodedLinear
 from tierplan.runtime.autograd.nests import flatten, form_of, tensors_in
-from tierplan.runtime.autograd.units import ModelError, fake_batch, fake_twin, find_blocks, placeholder
+from tierplan.runtime.autograd.units import ModelError, fake_batch, fake_twin, find_blocks, placeholder, used_outside
 from tierplan.runtime.checkpoint.weights import hollow_model
 from tierplan.runtime.execution.device import TORCH_DTYPES
 from tierplan.runtime.reference import loss_of, without_cache
@@ -91,7 +91,12 @@ def trace_module(
     training = _with_trained_dtype(name, module, training)
     training = replace(training, padded=training.padded or batch.get("attention_mask") is not None)
     with without_cache(module):
-        return with_fused(_traced(name, module, training, batch, loss, refuses_glue=True).workload(name, "module"))
+        traced = _traced(name, module, training, batch, loss, refuses_glue=True)
+        try:
+            used_outside(module, [block for block, _ in find_blocks(module)], batch)
+        except ModelError as error:
+            raise WorkloadError(f"{name}: {error}") from error
+        return with_fused(traced.workload(name, "module"))
 
 
 def _traced(

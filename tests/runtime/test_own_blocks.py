@@ -18,12 +18,13 @@ from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.planner.policies import decide
-from tierplan.runtime.autograd.units import ModelError
+from tierplan.runtime.autograd.units import ModelError, split_model
 from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.reference import train_plainly
 from tierplan.runtime.tracing.trace import trace_module
 from tierplan.runtime.trainer import train
 from tierplan.sim.step import Action
+from tierplan.sim.workloads.workload import WorkloadError
 
 
 class _Scaled(nn.Module):
@@ -98,6 +99,21 @@ def test_a_block_that_is_run_again_behind_the_next_micro_batch_has_the_values_of
     result = train(schedule, model, batches, steps=3, nvme_dir=tmp_path)
     assert list(result.losses) == train_plainly(plain, batches, steps=3, gradient_accumulation_steps=2)
     assert [layer.num_calls for layer in model.layers] == [layer.num_calls for layer in plain.layers] == [6, 6]
+
+
+class _OfDecayed(_OfScaled):
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        of_first: Any = self.layers[0]
+        return super().forward(input_ids, labels, 1.0) + of_first.inner.weight.pow(2).sum()
+
+
+def test_a_loss_that_uses_a_parameter_of_a_block_is_refused_by_name() -> None:
+    """Its size was said to be wrong, and that plans are made again for that."""
+    why = r"'layers.0.inner.weight' of block 'layers.0' is also used outside of all"
+    with pytest.raises(ModelError, match=why):
+        split_model(_OfDecayed("list"), make_batches(1)[0])
+    with pytest.raises(WorkloadError, match=why):
+        trace_module(_OfDecayed("list"), make_batches(1)[0], CPU)
 
 
 class _Branches(nn.Module):
