@@ -231,7 +231,7 @@ class _Plain(torch.optim.Optimizer):
                     continue
                 dtype = "fp32" if p.dtype == torch.float32 else "bf16"
                 layout = layout_of(settings.name, [p.shape], dtype, is_block=False, has_master=False)
-                empty = torch.zeros(layout.size_bytes(layout.whole), dtype=torch.uint8)
+                empty = torch.zeros(layout.size_bytes(layout.whole), dtype=torch.uint8, device=p.device)
                 states = self.state[p].setdefault("states", empty)
                 update_states(
                     p.view(-1), p.grad.view(-1), list(layout.views(states, layout.whole)), layout, settings,

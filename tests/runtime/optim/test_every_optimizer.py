@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
+from torch import nn
 
 from tests.runtime.execution.test_state_parts import split
 from tests.runtime.models import make_batches, make_model, observed_workload
@@ -15,6 +18,7 @@ from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.execution.placement import TrainingError
+from tierplan.runtime.optim import adam
 from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.reference import train_plainly
 from tierplan.runtime.trainer import Trainer
@@ -101,3 +105,12 @@ def test_an_8_bit_update_moves_8_bit_states() -> None:
         moved.append(workload.states_bytes / workload.num_parameters)
     assert moved[0] == 8
     assert moved[1] < 3  # small ones stay in bf16
+
+
+@pytest.mark.parametrize("spec", ["lion", "adamw:states=8bit", "adamw:states=4bit"])
+def test_plain_training_has_its_states_where_parameters_are(spec: str) -> None:
+    """As on a GPU, for which tensors without memory stand: an operation on those and on others is an error."""
+    layer = nn.Linear(64, 64, device="meta")
+    batches = [{"input": torch.zeros(2, 64, device="meta")}] * 2
+    with mock.patch.object(adam, "_check_finite"), mock.patch.object(torch.Tensor, "item", return_value=0.0):
+        train_plainly(layer, batches, steps=2, optimizer=OptimizerSettings(name=spec), loss=lambda out, _: out.sum())
