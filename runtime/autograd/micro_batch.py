@@ -362,6 +362,7 @@ class MicroBatchRun:
             self._params_of(index),
             leaves,
             self.external.keys() | addresses(flat),
+            device=self.device.torch_device,
             recomputed=frozenset(spec.recomputed),
             moved=frozenset(spec.moved),
         )

@@ -19,6 +19,8 @@ import torch
 from tierplan.runtime.autograd.nests import look
 from tierplan.runtime.autograd.units import FlatParameters
 
+CPU = torch.device("cpu")
+
 
 class AbsentError(RuntimeError):
     """Backward needs bytes that the schedule has not brought to the device."""
@@ -40,6 +42,8 @@ class SavedStorage:
     """As it was first saved, if that was all of the storage in order; else flat."""
     tensor: torch.Tensor | None = None
     """All of the storage, contiguous, in this type and shape."""
+    stays: bool = False
+    """It is in host memory, where backward reads it: the seed of a GPU's attention with dropout."""
 
     def is_all(self, t: torch.Tensor) -> bool:
         """Whether a tensor on this storage is as `tensor`."""
@@ -162,6 +166,8 @@ class _Saver:
 class Recorder(_Saver):
     """The hooks of a unit's forward."""
 
+    device: torch.device = CPU
+    """Of the unit."""
     recomputed: frozenset[int] = frozenset()
     """Indices of saved tensors whose storage is not held, because a recompute makes it again."""
     moved: frozenset[int] = frozenset()
@@ -203,6 +209,7 @@ class Recorder(_Saver):
         self.know(storage, address, saved)
         if not is_recomputed:
             saved.tensor = t.detach() if is_all else t.detach().as_strided(shape, stride, 0)
+            saved.stays = t.device.type != self.device.type
         if self.recomputed:
             self.saved[index] = weakref.ref(saved)
         if is_moved or is_recomputed:

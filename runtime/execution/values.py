@@ -144,7 +144,7 @@ class SavedTensorsHandle(AutogradHandle):
 
     def _use(self, tensors: Sequence[torch.Tensor] | None) -> None:
         for k, each in enumerate(self._saved):
-            if (saved := each()) is not None:
+            if (saved := each()) is not None and not saved.stays:
                 t = None if tensors is None else tensors[k]
                 saved.tensor = t if t is None or t.shape == saved.shape else t.view(saved.dtype).view(saved.shape)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from tierplan.runtime.autograd.saved import Recorder
+from tierplan.runtime.execution.ops import Bodies
 from tierplan.runtime.execution.values import BufferValue, SavedTensorsHandle
 from tierplan.runtime.memory.arena import Pool, map_host
 
@@ -37,3 +40,21 @@ def test_what_is_made_again_is_looked_at_as_before() -> None:
     packed = recorder.pack(z.detach())
     recorder.away.pop(0).take(torch.arange(8.0))
     assert torch.equal(Recorder.unpack(packed), z)
+
+
+def test_what_is_saved_in_host_memory_stays_there() -> None:
+    """As a GPU's attention saves the seed of its dropout, which its backward reads on the host. `meta` stands for the
+    GPU."""
+    device, seed = torch.device("meta"), torch.tensor(1234)
+    recorder = Recorder([], [], set(), device=device, moved=frozenset({0}))
+    packed = recorder.pack(seed)
+    handle = SavedTensorsHandle([recorder.away.pop(0)])
+    begun = handle.begin()
+    source = BufferValue(Pool(map_host, 1 << 20).take(handle.forms.size_bytes), handle=handle)
+    torch._foreach_copy_(handle.parts_of(source.block), handle.parts())
+    handle.leave(begun)
+    before, target = SimpleNamespace(value=source), SimpleNamespace(value=None)
+    bodies = SimpleNamespace(device=SimpleNamespace(torch_device=device, lend=lambda *_: None))
+    Bodies._bring_back(bodies, handle, before, target)  # type: ignore[arg-type]
+    handle.use(target.value)  # type: ignore[arg-type]
+    assert torch.equal(Recorder.unpack(packed), seed)
