@@ -166,7 +166,7 @@ class Trainer:
         self._is_set_up = self._is_closed = self._is_stop_wanted = False
         self.was_stopped = False
         """The last `run` ended because that was asked for."""
-        self._batches = AheadBatches(iter(()), 0)
+        self._batches = AheadBatches(iter(()), 0, torch.clone)
         self._source: Iterator[Batch] | None = None
         self._set_back = ExitStack()
         """What `close` ends, and changes back in the model."""
@@ -218,7 +218,8 @@ class Trainer:
                 raise TrainingError("there are no batches to train on; give at least one micro-batch")
             source = passed_over(itertools.chain([first], source), used // self._num_turns)
             self._set_up(first)
-        self._batches = AheadBatches(source, steps * self._num_micro_batches // self._num_turns)
+        num_wanted = steps * self._num_micro_batches // self._num_turns
+        self._batches = AheadBatches(source, num_wanted, self._device.take)
         torch.set_num_threads(self._threads)
         let_helpers_go()
         wanted = self.num_steps_done + steps

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tierplan.runtime.autograd.nests import flatten
 
@@ -44,8 +45,9 @@ class AheadBatches:
     Each is copied: an iterator may fill the same memory again, while the one before is still used.
     """
 
-    def __init__(self, source: Iterator[Batch], num_wanted: int) -> None:
-        self._source, self._num_left = source, num_wanted
+    def __init__(self, source: Iterator[Batch], num_wanted: int, take: Callable[[Tensor], Tensor]) -> None:
+        """`take` copies a tensor (`Device.take`)."""
+        self._source, self._num_left, self._take = source, num_wanted, take
         self._waiting: tuple[Batch | None, Exception | None] | None = None
 
     def fetch(self) -> None:
@@ -54,7 +56,7 @@ class AheadBatches:
             self._num_left -= 1
             try:
                 batch = next(self._source, None)
-                self._waiting = None if batch is None else _own_copy(batch), None
+                self._waiting = None if batch is None else self._own_copy(batch), None
             except Exception as error:
                 self._waiting = None, error
 
@@ -73,8 +75,7 @@ class AheadBatches:
             yield self.next()  # type: ignore[misc]
         yield from self._source
 
-
-def _own_copy(batch: Batch) -> Batch:
-    flat, nested = flatten(dict(batch))
-    copied: Batch = nested([t.clone() if isinstance(t, torch.Tensor) and not t.requires_grad else t for t in flat])
-    return copied
+    def _own_copy(self, batch: Batch) -> Batch:
+        flat, nested = flatten(dict(batch))
+        copied: Batch = nested([self._take(t) if isinstance(t, Tensor) else t for t in flat])
+        return copied

@@ -88,8 +88,12 @@ class Device:
     def settle(self) -> None:
         """Returns when all work on the device is done, on whatever stream."""
 
+    def take(self, t: torch.Tensor) -> torch.Tensor:
+        """A copy of a caller's tensor, who may fill it again, in the order of this thread's stream."""
+        return t if t.requires_grad else t.clone()
+
     def to_device(self, t: torch.Tensor) -> torch.Tensor:
-        """A copy of host memory, in the order of this thread's stream."""
+        """What was taken, on the device, in the order of this thread's stream."""
         return t
 
     def to_host(self, t: torch.Tensor) -> torch.Tensor:
@@ -159,8 +163,16 @@ class CudaDevice(Device):
     def settle(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
+    def take(self, t: torch.Tensor) -> torch.Tensor:
+        if t.device.type == self.torch_device.type:  # made on the default stream, or behind what is there
+            here = torch.cuda.current_stream(t.device)
+            here.wait_stream(torch.cuda.default_stream(t.device))
+            t.record_stream(here)
+        return super().take(t)
+
     def to_device(self, t: torch.Tensor) -> torch.Tensor:
-        return t.pin_memory().to(self.torch_device, non_blocking=True)
+        pinned = t if t.device.type == self.torch_device.type else t.pin_memory()
+        return pinned.to(self.torch_device, non_blocking=True)
 
     def to_host(self, t: torch.Tensor) -> torch.Tensor:
         return torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)

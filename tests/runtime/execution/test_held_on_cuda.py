@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -23,17 +23,21 @@ import torch
 from tests.runtime.execution.caching_allocator import CachingAllocator, OutOfMemoryError, Taken
 from tests.runtime.execution.test_ledger import CONFIG, UNIFORM, Meter, Watch, nightly, training_of
 from tests.runtime.execution.test_policies_run import RUN
-from tests.runtime.test_trainer import machine
+from tests.runtime.models import make_batches, make_model, observed_workload
+from tests.runtime.test_trainer import CPU, machine
 from tests.toys import uniform_plan
+from tierplan.hwmodels.names import COMPUTE
 from tierplan.planner.lowering import lower
+from tierplan.planner.plan import UnitPlan
 from tierplan.planner.policies import decide
 from tierplan.runtime.data.synthetic import random_batches
 from tierplan.runtime.execution.device import CudaDevice, Device
+from tierplan.runtime.execution.fake_device import FakeCuda
 from tierplan.runtime.execution.rules import TierFullError
 from tierplan.runtime.memory.arena import Pool
 from tierplan.runtime.tracing.models import build_model
 from tierplan.runtime.tracing.trace import trace_config
-from tierplan.runtime.trainer import Trainer
+from tierplan.runtime.trainer import Trainer, train
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Training
 
@@ -190,3 +194,41 @@ def test_segments_expand_unless_somebody_says_otherwise(before: str, after: str,
         assert real._accelerator_getAllocatorSettings() == after
     finally:
         real._accelerator_setAllocatorSettings(at_first)
+
+
+def test_batches_that_are_on_the_gpu_are_waited_for_and_not_pinned() -> None:
+    """The Hugging Face Trainer gives such. `meta` stands for the GPU: no memory of it can be pinned."""
+    with mock.patch("torch._C._accelerator_setAllocatorSettings", create=True):
+        device = CudaDevice("meta")
+    did, t = mock.Mock(), torch.zeros(3, device="meta")
+    did.current_stream.return_value = did.here
+    with (
+        mock.patch("torch.cuda.current_stream", did.current_stream),
+        mock.patch("torch.cuda.default_stream", did.default_stream),
+        mock.patch("torch.Tensor.record_stream", did.record_stream),
+        mock.patch("torch.Tensor.clone", did.clone),
+    ):
+        taken = device.take(t)
+    assert did.mock_calls[-4:] == [
+        mock.call.default_stream(t.device),
+        mock.call.here.wait_stream(did.default_stream()),
+        mock.call.record_stream(did.here),
+        mock.call.clone(),
+    ]
+    assert taken is did.clone()
+    assert device.to_device(t) is t
+
+
+def test_batches_are_taken_where_the_device_computes() -> None:
+    class Taking(FakeCuda):
+        streams: ClassVar[list[str]] = []
+
+        def take(self, t: torch.Tensor) -> torch.Tensor:
+            stream = getattr(self._here, "stream", None)
+            self.streams.append("" if stream is None else stream.name)
+            return super().take(t)
+
+    model, batches, training = make_model("gpt2"), make_batches(4), replace(CPU, gradient_accumulation_steps=2)
+    workload = observed_workload(model, batches[0], training)
+    train(lower(uniform_plan(workload, UnitPlan()), workload, machine()), model, batches, steps=2, device=Taking())
+    assert Taking.streams == [COMPUTE] * 2 * len(batches)
