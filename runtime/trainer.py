@@ -238,7 +238,8 @@ class Trainer:
                 elif self._is_stop_wanted:
                     part = 1
                 self._bodies.commits_after = self.num_steps_done + part if self._durability is not None else None
-                self.placement.run(part)
+                with self._device.planned_kernels():
+                    self.placement.run(part)
                 if self.ranks is not None:
                     self._is_stop_wanted = any(x for (x,) in self.ranks.share([self._is_stop_wanted], "steps"))
                 is_last = self._is_stop_wanted or self.num_steps_done == wanted

@@ -104,6 +104,10 @@ class Device:
         """Brings the model's buffers (rotary tables, masks) to the device; returns what brings them back."""
         return lambda: None
 
+    def planned_kernels(self) -> AbstractContextManager[None]:
+        """Inside, in all threads, PyTorch chooses among the kernels that plans know."""
+        return nullcontext()
+
     def seed(self, seed: int) -> None:
         """Begins the random numbers that a forward draws, as `torch.manual_seed` does, which takes a millisecond."""
         torch.default_generator.manual_seed(seed)
@@ -191,6 +195,9 @@ class CudaDevice(Device):
 
         return restore
 
+    def planned_kernels(self) -> AbstractContextManager[None]:
+        return without_cudnn_attention()
+
     def seed(self, seed: int) -> None:
         super().seed(seed)
         torch.cuda.manual_seed_all(seed)
@@ -215,6 +222,18 @@ class CudaDevice(Device):
             if found_ns - zero_ns > CLOCK_PERIOD_S * 10**9:
                 self._clock = event, found_ns
             return found_ns
+
+
+@contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """Inside, in all threads, PyTorch takes other attention than cuDNN's, which saves what no plan knows, and which it
+    prefers on an H100."""
+    was_on = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(was_on)
 
 
 class _CudaEvent:

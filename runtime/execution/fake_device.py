@@ -25,7 +25,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_map
 
 from tierplan.runtime.autograd.nests import look, tensors_in
 from tierplan.runtime.autograd.replay import changed, is_random, written_arguments
-from tierplan.runtime.execution.device import DEVICE_STREAMS, Device, Event
+from tierplan.runtime.execution.device import DEVICE_STREAMS, Device, Event, without_cudnn_attention
 from tierplan.runtime.memory.arena import Pool, map_host
 
 METADATA = {"set_", "resize_", "t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_", "detach_"}
@@ -199,6 +199,9 @@ class FakeCuda(Device):
                 self._do(stream, stream.num_put)
                 self._host_clock |= stream.clock
         self._raise()
+
+    def planned_kernels(self) -> AbstractContextManager[None]:
+        return without_cudnn_attention()
 
     def to_device(self, t: torch.Tensor) -> torch.Tensor:
         return t.clone()

@@ -86,7 +86,7 @@ def measure_description(
     kinds = tuple(dtypes) or (("bf16", "fp32") if chosen.is_cuda or _has_bf16() else ("fp32",))
     num_rounds, sizes = _plan(budget_s, folders, chosen)
     progress("preparing memory and files", 0.0)
-    with loads(folders, sizes, device=chosen, dtypes=kinds) as (all_loads, notes):
+    with chosen.planned_kernels(), loads(folders, sizes, device=chosen, dtypes=kinds) as (all_loads, notes):
         streams = tuple(dict.fromkeys(load.stream for load in all_loads))
         with StreamThreads(streams, is_beside_gpu=chosen.is_asynchronous) as threads:
             # twice: threads start, kernels are chosen, pages are touched

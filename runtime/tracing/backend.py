@@ -105,7 +105,8 @@ def cuda_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Flash attention for 16-bit types without a mask, else the memory-efficient kernel."""
+    """Flash attention for 16-bit types without a mask, else the memory-efficient kernel; never cuDNN's, which the
+    runtime switches off (`device.without_cudnn_attention`)."""
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (t.to(torch.get_autocast_dtype("cpu")) for t in (query, key, value))
     flash = attn_mask is None and query.dtype != torch.float32 and query.shape[-1] == value.shape[-1] <= 256

@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.runtime.execution.caching_allocator import CachingAllocator, OutOfMemoryError, Taken
 from tests.runtime.execution.test_ledger import CONFIG, UNIFORM, Meter, Watch, nightly, training_of
@@ -232,3 +233,24 @@ def test_batches_are_taken_where_the_device_computes() -> None:
     workload = observed_workload(model, batches[0], training)
     train(lower(uniform_plan(workload, UnitPlan()), workload, machine()), model, batches, steps=2, device=Taking())
     assert Taking.streams == [COMPUTE] * 2 * len(batches)
+
+
+def test_attention_is_that_of_plans_while_the_device_computes() -> None:
+    """And what it was before and behind: PyTorch takes cuDNN's first on an H100, which saves other tensors."""
+    model, batches = make_model("gpt2"), make_batches(2)
+    workload, seen = observed_workload(model, batches[0], CPU), set[bool]()
+
+    def attend(*args: Any, **settings: Any) -> torch.Tensor:
+        seen.add(torch.backends.cuda.cudnn_sdp_enabled())
+        return attention(*args, **settings)
+
+    attention = F.scaled_dot_product_attention
+    schedule = lower(uniform_plan(workload, UnitPlan(acts="recompute")), workload, machine())
+    with (
+        mock.patch.object(F, "scaled_dot_product_attention", attend),
+        Trainer(schedule, model, device="fake") as trainer,
+    ):
+        for batch in batches:
+            trainer.run([batch], 1)
+            assert torch.backends.cuda.cudnn_sdp_enabled()
+    assert seen == {False}

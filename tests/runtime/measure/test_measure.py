@@ -14,6 +14,7 @@ from tierplan.hwmodels.build import build_machine
 from tierplan.hwmodels.catalog import here_path
 from tierplan.hwmodels.description import write_description
 from tierplan.runtime.execution.device import Device
+from tierplan.runtime.execution.fake_device import FakeCuda
 from tierplan.runtime.measure import machine as module
 from tierplan.runtime.measure import report
 from tierplan.runtime.measure.loads import Load, Sizes, TransformerBlock, block_work, loads
@@ -130,6 +131,17 @@ def test_a_gpu_is_measured(config_folder: Path, tmp_path: Path) -> None:
     assert set(machine.limits) == {"nvme", "link", "memory"}
     assert "cores" not in machine.stream("gpu0.compute").takes
     assert machine.tier("gpu0").capacity_bytes > 2**30
+
+
+def test_attention_is_measured_by_the_kernels_that_plans_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    def begun(*args: object, **settings: object) -> None:
+        raise MeasurementError(f"cuDNN's is {'on' if torch.backends.cuda.cudnn_sdp_enabled() else 'off'}")
+
+    monkeypatch.setattr(module, "open_device", lambda name: FakeCuda())
+    monkeypatch.setattr(module, "loads", begun)
+    with pytest.raises(MeasurementError, match="cuDNN's is off"):
+        measure(None, budget_s=20, device="cpu", save=False)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_requests_that_make_no_sense_are_refused(tmp_path: Path) -> None:
