@@ -6,12 +6,14 @@ import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.runtime.execution.test_held_on_cuda import FRAGMENTS_BYTES, WORKSPACES_BYTES
-from tests.runtime.models import make_batches, make_model, observed_workload
+from tests.runtime.models import make_batches, make_model
 from tests.runtime.test_trainer import CPU, machine
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
@@ -19,12 +21,14 @@ from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.reference import train_plainly
 from tierplan.runtime.tracing.trace import trace_config
 from tierplan.runtime.trainer import train
+from tierplan.sim.workloads.workload import Training, Workload
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 STEPS = 4
+CUDA = replace(CPU, backend="cuda")
 
 
 @pytest.fixture(autouse=True)
@@ -34,14 +38,18 @@ def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+def traced(family: str, model: nn.Module, training: Training) -> Workload:
+    """As CUDA's kernels save it, which the CPU's cannot show."""
+    config: Any = model.config
+    return trace_config(family, {**config.to_dict(), "architectures": [type(model).__name__]}, training)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "opt", "llama", "bert"])
 @pytest.mark.parametrize("acts", ["keep", "recompute", "host", "nvme"])
 def test_losses_against_plain_training_on_the_gpu(family: str, acts: str, tmp_path: Path) -> None:
     """States on the device: the same kernels throughout, so bit for bit."""
     model, batches = make_model(family, dropout=0.1), make_batches(STEPS)
-    training = replace(CPU, backend="cuda")
-    raw = {**model.config.to_dict(), "architectures": [type(model).__name__]}  # type: ignore[union-attr, operator]
-    workload = trace_config(family, raw, training)
+    workload = traced(family, model, CUDA)
     schedule = lower(uniform_plan(workload, UnitPlan(acts=acts)), workload, machine())  # type: ignore[arg-type]
     plain = copy.deepcopy(model).cuda()
     losses = train_plainly(plain, [{k: v.cuda() for k, v in b.items()} for b in batches], steps=STEPS)
@@ -55,7 +63,7 @@ def test_losses_against_plain_training_on_the_gpu(family: str, acts: str, tmp_pa
 def test_states_off_the_device(params: str, tmp_path: Path) -> None:
     """The update runs on the host's cores, whose kernels round a little differently."""
     model, batches = make_model("gpt2"), make_batches(STEPS)
-    workload = observed_workload(model, batches[0], CPU)
+    workload = traced("gpt2", model, CUDA)
     choice = UnitPlan(params=params, grads="host", states="nvme")  # type: ignore[arg-type]
     schedule = lower(uniform_plan(workload, choice), workload, machine())
     plain = copy.deepcopy(model).cuda()
@@ -67,8 +75,7 @@ def test_states_off_the_device(params: str, tmp_path: Path) -> None:
 def test_the_ledger_against_the_allocator(tmp_path: Path) -> None:
     """What PyTorch's allocator has handed out at most is what the ledger says, but for kernels' own scratch."""
     model = make_model("gpt2", num_blocks=6)
-    raw = {**model.config.to_dict(), "architectures": [type(model).__name__]}  # type: ignore[union-attr, operator]
-    workload = trace_config("gpt2", raw, replace(CPU, backend="cuda"))
+    workload = traced("gpt2", model, CUDA)
     schedule = lower(uniform_plan(workload, UnitPlan(acts="host")), workload, machine())
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
