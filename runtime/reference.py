@@ -3,7 +3,8 @@
 An ordinary loop with PyTorch's own optimizer (`fused=True`), clipping and gradient accumulation. bf16 training keeps
 an fp32 master copy that the optimizer updates and the model's parameters are rounded from. The only departure from the
 shortest possible loop is that each micro-batch's random numbers are seeded, so that dropout does not depend on the
-order in which micro-batches are computed; and that batches go on with the random numbers that they had.
+order in which micro-batches are computed; and that batches go on with the random numbers that they had. On CUDA, bits
+are equal where PyTorch's algorithms are deterministic (docs/runtime.md).
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
     result = train(schedule, model, batches, steps=12, nvme_dir="/mnt/nvme")
 
 `train` places parameters and optimizer states where the schedule says, executes its steps, and puts the trained
-parameters back into the model. The numbers are those of `tierplan.runtime.reference.train_plainly`, bit for bit.
+parameters back into the model. The numbers are those of `tierplan.runtime.reference.train_plainly`, bit for bit (on
+CUDA where PyTorch's algorithms are deterministic: docs/runtime.md).
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections import defaultdict
 
@@ -14,6 +15,7 @@ from tierplan.planner.search import budget
 def pytest_configure() -> None:
     """A shell starts background jobs with Ctrl-C ignored, and processes that tests start would inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic products, read as CUDA begins
 
 
 @pytest.hookimpl(tryfirst=True)

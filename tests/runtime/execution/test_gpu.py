@@ -33,7 +33,8 @@ CUDA = replace(CPU, backend="cuda")
 
 @pytest.fixture(autouse=True)
 def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    """Strictly, else the backward of attention is not. cuBLAS is so by a variable (`tests/conftest.py`)."""
+    torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -44,12 +45,14 @@ def traced(family: str, model: nn.Module, training: Training) -> Workload:
     return trace_config(family, {**config.to_dict(), "architectures": [type(model).__name__]}, training)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt", "llama", "bert"])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [*((family, "fp32") for family in ("gpt2", "opt", "llama", "bert")), ("llama", "bf16")]
+)
 @pytest.mark.parametrize("acts", ["keep", "recompute", "host", "nvme"])
-def test_losses_against_plain_training_on_the_gpu(family: str, acts: str, tmp_path: Path) -> None:
+def test_losses_against_plain_training_on_the_gpu(family: str, dtype: Any, acts: str, tmp_path: Path) -> None:
     """States on the device: the same kernels throughout, so bit for bit."""
-    model, batches = make_model(family, dropout=0.1), make_batches(STEPS)
-    workload = traced(family, model, CUDA)
+    model, batches = make_model(family, dropout=0.1, dtype=dtype), make_batches(STEPS)
+    workload = traced(family, model, replace(CUDA, dtype=dtype))
     schedule = lower(uniform_plan(workload, UnitPlan(acts=acts)), workload, machine())  # type: ignore[arg-type]
     plain = copy.deepcopy(model).cuda()
     losses = train_plainly(plain, [{k: v.cuda() for k, v in b.items()} for b in batches], steps=STEPS)
@@ -77,8 +80,10 @@ def test_the_ledger_against_the_allocator(tmp_path: Path) -> None:
     model = make_model("gpt2", num_blocks=6)
     workload = traced("gpt2", model, CUDA)
     schedule = lower(uniform_plan(workload, UnitPlan(acts="host")), workload, machine())
+    torch._C._cuda_clearCublasWorkspaces()  # those of earlier tests
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     result = train(schedule, model, make_batches(STEPS), steps=STEPS, nvme_dir=tmp_path, device="cuda")
-    assert torch.cuda.max_memory_allocated() <= 1.01 * result.peak_bytes["gpu0"] + (32 << 20)
-    assert torch.cuda.max_memory_reserved() <= 1.01 * result.peak_bytes["gpu0"] + FRAGMENTS_BYTES + WORKSPACES_BYTES
+    most = 1.01 * result.peak_bytes["gpu0"] + WORKSPACES_BYTES
+    assert torch.cuda.max_memory_allocated() <= most
+    assert torch.cuda.max_memory_reserved() <= most + FRAGMENTS_BYTES

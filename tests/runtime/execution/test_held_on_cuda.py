@@ -48,7 +48,8 @@ SCALE = 500
 """So many times the sizes of the small model are those of one that fills a GPU."""
 FRAGMENTS_BYTES = 256 << 20
 WORKSPACES_BYTES = 64 << 20
-"""Of cuBLAS, 8 MiB (32 MiB on an H100) for each stream that multiplies matrices; here that is one."""
+"""Of cuBLAS, 32 MiB (8 MiB on a GPU before the H100 unless results are to be deterministic) for each thread and stream
+that multiply matrices; here that is the compute stream, and the threads of forward and of autograd."""
 SMALL_CONFIG = {**CONFIG, "n_embd": 256, "vocab_size": 2048, "n_layer": 4}
 
 
