@@ -105,20 +105,52 @@ def cuda_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Flash attention for 16-bit types without a mask, else the memory-efficient kernel; never cuDNN's, which the
-    runtime switches off (`device.without_cudnn_attention`)."""
+    """Flash attention for 16-bit types without a mask, else the memory-efficient kernel, or products of matrices where
+    heads are grouped, which that kernel cannot. Never cuDNN's, which the runtime switches off
+    (`device.without_cudnn_attention`)."""
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (t.to(torch.get_autocast_dtype("cpu")) for t in (query, key, value))
     flash = attn_mask is None and query.dtype != torch.float32 and query.shape[-1] == value.shape[-1] <= 256
     if flash:
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
+    if enable_gqa and query.shape[1] > key.shape[1]:
+        return _attention_in_products(query, key, value, attn_mask, dropout_p, is_causal, scale)
     if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
         attn_mask = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     return aten._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
     )[0]
+
+
+def _attention_in_products(
+    query_bhtk: torch.Tensor,
+    key_bgtk: torch.Tensor,
+    value_bgtk: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    """What PyTorch computes where no kernel of attention can (`_scaled_dot_product_attention_math`), with CUDA's
+    dropout. The softmax is four kernels, which autograd takes for one."""
+    dtype, length = query_bhtk.dtype, query_bhtk.shape[2]
+    root = (query_bhtk.shape[3] ** -0.5 if scale is None else scale) ** 0.5
+    query_bhtk, key_bgtk, value_bgtk = (t.float() for t in (query_bhtk, key_bgtk, value_bgtk))
+    query_bhtk = query_bhtk * root
+    if is_causal:
+        allowed = torch.ones(length, key_bgtk.shape[2], dtype=torch.bool).tril()
+        mask = torch.where(allowed, 0.0, torch.scalar_tensor(float("-inf")))
+    groups = query_bhtk.shape[1] // key_bgtk.shape[1]
+    key_bhtk, value_bhtk = (t.repeat_interleave(groups, 1) for t in (key_bgtk, value_bgtk))
+    scores = query_bhtk @ (key_bhtk.transpose(2, 3) * root)
+    if mask is not None:
+        scores.add_(mask)
+    with torch.no_grad():
+        inner = torch.softmax(scores, -1)
+        empty = scores.eq(float("-inf"))
+        is_empty = empty.all(-1, keepdim=True)
+    weights = aten._safe_softmax(scores, -1)
+    del inner, empty, is_empty, scores
+    return (cuda_dropout(weights, dropout_p) @ value_bhtk).to(dtype)

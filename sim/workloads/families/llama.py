@@ -6,7 +6,6 @@ from tierplan.sim.workloads.families.ops import (
     activation,
     add,
     fused_attention,
-    kernel,
     linear,
     mul,
     reshaped,
@@ -40,9 +39,6 @@ def block(tape: Tape, config: Config, x: Value) -> Value:
     q, k = (reshaped(tape, project(n, name)) for n, name in ((heads, "q_proj"), (groups, "k_proj")))
     v = linear(tape, hidden, groups * head_dim, "v_proj", bias=qkv_bias)
     q, k = rotate(tape, q, cos, sin), rotate(tape, k, cos, sin)
-    if groups != heads and tape.training.backend == "cuda" and tape.training.dtype == "fp32":
-        # the memory-efficient kernel has a key and a value for each query
-        k, v = (kernel(tape, each, "clone", shape=(batch, length, heads, head_dim)) for each in (k, reshaped(tape, v)))
     drops = config.fraction("attention_dropout", 0.0) > 0
     attended = fused_attention(tape, q, k, v, heads=heads, head_dim=head_dim, drops=drops)
     del hidden, q, k, v
@@ -100,8 +96,14 @@ def shared(config: Config, training: Training) -> int:
 
 
 def check(config: Config, training: Training) -> None:
-    """Refuses what needs a mask, or kernels that nobody has compared."""
+    """Refuses what needs a mask or products, or kernels that nobody has compared."""
     check_attention(config, training, "attention_dropout", 0.0)
+    groups = config.number("num_key_value_heads", config.heads)
+    if groups != config.heads and training.backend == "cuda" and training.dtype == "fp32":
+        raise NotCovered(
+            f"{config.heads} heads share {groups} keys and values in fp32, for which CUDA has no kernel of attention: "
+            "that takes products of matrices, which the closed forms do not cover; use tracing (--exact), or dtype bf16"
+        )
     window = config.raw.get("sliding_window")
     uses_window = config.flag("use_sliding_window", default=config.raw["model_type"] == "mistral")
     if uses_window and isinstance(window, int) and training.sequence_length > window:

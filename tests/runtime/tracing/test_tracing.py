@@ -12,13 +12,15 @@ import pytest
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.configs import CONFIGS, config_of
 from tierplan.runtime.autograd.units import find_blocks
 from tierplan.runtime.checkpoint.weights import hollow_model
 from tierplan.runtime.data.synthetic import random_batches
-from tierplan.runtime.tracing.backend import backend_rules, behind_autocast
+from tierplan.runtime.execution.device import TORCH_DTYPES
+from tierplan.runtime.tracing.backend import backend_rules, behind_autocast, cuda_attention
 from tierplan.runtime.tracing.models import build_model
 from tierplan.runtime.tracing.trace import trace_config
 from tierplan.sim.workloads.workload import Training, Workload, WorkloadError
@@ -247,3 +249,48 @@ def test_autocast_is_of_weights_in_fp32() -> None:
     for wrong in ({"dtype": "bf16"}, {"dtype": "fp16", "lora": "r=8"}, {"dtype": "bf16", "lora": "r=8", "base": "nf4"}):
         with pytest.raises(WorkloadError, match="give dtype fp32, or with adapters bf16, or leave out autocast"):
             training_of(**wrong, autocast="bf16")
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("dtype", "is_causal"), [("fp32", True), ("fp32", False), ("bf16", False)])
+def test_grouped_heads_without_a_kernel_are_products_as_pytorch_computes_them(
+    dtype: str, is_causal: bool, batch: int
+) -> None:
+    """The same numbers, gradients and saved tensors. Of CUDA's kernels, flash alone has grouped heads, which knows
+    neither fp32 nor a mask."""
+    mask = None if is_causal else torch.rand(batch, 1, 6, 6) > 0.3
+
+    def done_by(attend: Any) -> tuple[list[Any], list[Any]]:
+        generator = torch.Generator().manual_seed(4)
+        leaves = [torch.randn(batch, 6, heads, 8, generator=generator).to(TORCH_DTYPES[dtype]) for heads in (4, 2, 2)]
+        query, key, value = (leaf.requires_grad_().transpose(1, 2) for leaf in leaves)
+        saved: dict[int, object] = {}
+
+        def pack(t: torch.Tensor) -> torch.Tensor:
+            saved.setdefault(t.untyped_storage()._cdata, (t.shape, t.dtype))
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            out = attend(query, key, value, mask, is_causal=is_causal, scale=0.3, enable_gqa=True)
+        out.sum().backward()
+        return list(saved.values()), [out, *(leaf.grad for leaf in leaves)]
+
+    with sdpa_kernel(SDPBackend.MATH):
+        saved, numbers = done_by(torch.nn.functional.scaled_dot_product_attention)
+    my_saved, mine = done_by(cuda_attention)
+    assert my_saved == saved
+    for a, b in zip(mine, numbers, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_grouped_heads_in_fp32_keep_their_weights_on_cuda(dropout: float) -> None:
+    """By hand: queries, keys and values of all heads, the weights of all pairs (with dropout before and behind, and its
+    mask), and what attention gives, in the layout that the next product reads."""
+    training = training_of("fp32", backend="cuda", sequence_length=24)
+    block = trace_config("llama", {**config_of("llama"), "attention_dropout": dropout}, training).blocks[0]
+    own = [(t.name.partition("/")[2], t.size_bytes) for t in block.saved if t.name.startswith("self_attn/")]
+    each, pairs = 4 * 2 * 24 * 64, 2 * 4 * 24 * 24
+    mask, weights = ([("native_dropout", pairs)], [("native_dropout", 4 * pairs)]) if dropout else ([], [])
+    key_and_query = [("mul", each), ("clone", each)]
+    assert own == [*key_and_query, ("_safe_softmax", 4 * pairs), *mask, ("clone", each), *weights, ("clone", each)]

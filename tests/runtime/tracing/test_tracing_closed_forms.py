@@ -16,6 +16,14 @@ from tierplan.sim.workloads.workload import NotCovered, Training, Unit, Workload
 SETTINGS = (("cpu", "fp32", 2), ("cpu", "bf16", 1), ("cuda", "bf16", 2), ("cuda", "fp16", 3), ("cuda", "fp32", 2))
 
 
+def covered(family: str, backend: str, dtype: str, size: int = 1) -> dict[str, object]:
+    """A config that the closed forms cover: on CUDA in fp32 no heads are grouped."""
+    raw = config_of(family, size)
+    return (
+        raw if (backend, dtype) != ("cuda", "fp32") else {**raw, "num_key_value_heads": raw.get("num_attention_heads")}
+    )
+
+
 def nameless(unit: Unit) -> Unit:
     """The unit without the names of operations, which are for people; matrices either way (GPT-2's lie on the side)."""
     shapes = tuple(tuple(sorted(shape)) for shape in unit.shapes)
@@ -40,7 +48,7 @@ def assert_equal(closed: Workload, traced: Workload) -> None:
 )
 @pytest.mark.parametrize("family", CLOSED)
 def test_closed_forms_are_exact(family: str, size: int, backend: str, dtype: str, batch: int) -> None:
-    raw = config_of(family, size)
+    raw = covered(family, backend, dtype, size)
     training = Training(per_device_train_batch_size=batch, sequence_length=24, dtype=dtype, backend=backend)
     assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
 
@@ -60,7 +68,7 @@ def test_kernels_that_are_described_are_the_same_by_closed_forms(family: str, mo
 def test_closed_forms_of_a_loss_in_chunks_are_exact(
     family: str, backend: str, dtype: str, batch: int, chunks: int
 ) -> None:
-    raw = config_of(family)
+    raw = covered(family, backend, dtype)
     training = Training(
         per_device_train_batch_size=batch, sequence_length=24, dtype=dtype, backend=backend, loss_chunks=chunks
     )
@@ -75,7 +83,7 @@ def test_closed_forms_of_a_loss_in_chunks_are_exact(
 def test_closed_forms_are_exact_with_adapters(
     family: str, backend: str, dtype: str, batch: int, lora: str, more: dict[str, Any]
 ) -> None:
-    raw = config_of(family)
+    raw = covered(family, backend, dtype)
     more = {name: value for name, value in more.items() if (family, name) != ("bert", "loss_chunks")}
     settings: dict[str, Any] = {"sequence_length": 24, "dtype": dtype, "backend": backend, "lora": lora, **more}
     training = Training(per_device_train_batch_size=batch, **settings)
@@ -92,7 +100,7 @@ def test_closed_forms_are_exact_with_adapters(
 def test_closed_forms_are_exact_on_a_base_in_codes(
     family: str, backend: str, dtype: str, batch: int, base: str
 ) -> None:
-    raw = config_of(family)
+    raw = covered(family, backend, dtype)
     settings: dict[str, Any] = {"sequence_length": 24, "dtype": dtype, "backend": backend}
     training = Training(per_device_train_batch_size=batch, lora="r=4,dropout=0.1", base=base, **settings)
     assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
@@ -110,7 +118,7 @@ def test_closed_forms_are_exact_on_a_base_in_codes(
 def test_closed_forms_are_exact_with_named_targets(
     family: str, targets: str, backend: str, dtype: str, batch: int
 ) -> None:
-    raw = config_of(family)
+    raw = covered(family, backend, dtype)
     settings: dict[str, Any] = {"sequence_length": 24, "dtype": dtype, "backend": backend}
     training = Training(per_device_train_batch_size=batch, lora=f"r=4,targets={targets},dropout=0.1", **settings)
     assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
@@ -128,7 +136,7 @@ def test_closed_forms_are_exact_with_named_targets(
 def test_closed_forms_are_exact_with_words_and_output_saved(
     family: str, save: str, backend: str, dtype: str, batch: int, changes: dict[str, Any], chunks: int
 ) -> None:
-    raw = {**config_of(family), **changes}
+    raw = {**covered(family, backend, dtype), **changes}
     settings: dict[str, Any] = {"sequence_length": 24, "dtype": dtype, "backend": backend, "loss_chunks": chunks}
     training = Training(per_device_train_batch_size=batch, lora=f"r=4,save={save}", **settings)
     assert training.dtype_of_trained == dtype
@@ -159,6 +167,15 @@ def test_large_models_have_as_many_adapters_as_peft_gives_them(model: str, num_t
 def test_other_adapters_are_traced(tuning: dict[str, Any]) -> None:
     with pytest.raises(NotCovered, match="LoRA on linear layers"):
         workload_of("x", config_of("llama"), Training(**tuning))
+
+
+def test_grouped_heads_in_fp32_are_traced_for_cuda() -> None:
+    for settings in ({"backend": "cuda", "dtype": "bf16"}, {"backend": "cpu", "dtype": "fp32"}):
+        assert workload_of("x", config_of("llama"), Training(sequence_length=8, **settings)).units  # type: ignore[arg-type]
+    with pytest.raises(
+        NotCovered, match=r"4 heads share 2 keys and values in fp32, .* use tracing \(--exact\), or dtype"
+    ):
+        workload_of("x", config_of("llama"), Training(sequence_length=8, dtype="fp32", backend="cuda"))
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
