@@ -13,7 +13,7 @@ compared         the published systems beside a search
 infeasible       what to say when no plan fits
 loop             the search for one division of a batch: bound, solve, round, lower, simulate, refine
 planning         a machine's plan, which is never worse than that of the lesser machine in it
-questions        the largest model, what more hardware is worth, how long drives last
+questions        the largest model, how long drives last
 plan_file        the plan as a file
 training_files   settings from configurations of DeepSpeed, accelerate and the Hugging Face Trainer
 """

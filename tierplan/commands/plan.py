@@ -76,18 +76,12 @@ def run(args: argparse.Namespace) -> int:
         if args.timeline:
             write_timeline(result.prediction, args.timeline)
         if args.frontier:
-            from tierplan.planner.questions.frontier import frontier, plot_frontier
+            from tierplan.studies.frontier import frontier, plot_frontier, quicker_with_less
 
-            with working("planning with less device memory"):
-                points = frontier(
-                    workload,
-                    machine,
-                    semantics=args.semantics,
-                    time_limit_s=args.time_limit,
-                    seed=args.seed,
-                    drive_lifetime_years=args.drive_lifetime_years,
-                )
-            plot_frontier(points, args.frontier, workload, machine)
+            with working("planning with other device memory"):
+                points = frontier(point, best)
+            plot_frontier(points, args.frontier, best)
+            lines += wrapped(quicker_with_less(points, best))
     written = {"plan": args.output, "timeline": args.timeline, "picture": args.frontier}
     lines += [f"{what}: {where}" for what, where in written.items() if where]
     tell(args, record, [*lines, *sheets])

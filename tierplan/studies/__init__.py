@@ -3,6 +3,7 @@
 study        a grid of scenarios, from a TOML file or made in code
 defaults     what `auto` means for training settings, and where a workload comes from
 evaluate     one question, one answer: the best plan, or what a policy reaches
+frontier     the step time against device memory
 answer       the best plan as JSON values and as lines
 sweep        many rows in parallel, each kept as soon as it is there
 purchases    what could be bought for a machine, and what a training job takes: hours, energy, money, wear
