@@ -20,6 +20,7 @@ from tierplan.studies.evaluate import evaluate_point
 from tierplan.studies.page import grid_of, write_what_if
 from tierplan.studies.purchases import PriceList
 from tierplan.studies.study import Study
+from tierplan.studies.sweep import sweep
 
 SMALLER = {"gpu.capacity": "2 MiB", "gpu.reserve": 0, "host.reserve": 0}
 
@@ -79,6 +80,25 @@ def test_a_search_that_was_cut_short_is_no_secret(page: tuple[Study, Path], tmp_
     said = "The planner had at most 1.5 s for each: with more it finds quicker plans."
     assert said in (tmp_path / "short.html").read_text(encoding="utf-8")
     assert "The planner had at most" not in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page_first", [True, False])
+def test_a_sweep_and_a_page_may_share_a_folder(page_first: bool, tmp_path: Path) -> None:
+    """They keep other columns of the same points."""
+    grid = small_grid(tmp_path)
+    study = replace(grid, scenario={**grid.scenario, "policy": ["zero-offload"]})
+    points = list(study.points())
+
+    def write(folder: Path) -> Path:
+        write_what_if(tmp_path / "p.html", study, keep_in=folder, num_workers=1)
+        return tmp_path / "p.html"
+
+    shown = embedded(write(tmp_path / "alone"))
+    both = tmp_path / "both"
+    if page_first:
+        write(both)
+    assert sweep(points, out_dir=both, num_workers=1) == sweep(points, num_workers=1)
+    assert embedded(write(both)) == shown
 
 
 @pytest.mark.parametrize("place", [0, 9])

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -43,6 +44,9 @@ batch = [1, 8]
 nvme.drives = [1, 2, 4]
 "host.capacity" = "64 GB"
 """
+
+
+SEEN: list[int] = []
 
 
 def cost(point: Point) -> Mapping[str, object]:
@@ -165,17 +169,72 @@ def test_a_mistake_in_the_code_is_not_a_result() -> None:
         sweep(grid(3), lambda point: {"x": 1 / (point.batch - 2)}, num_workers=1)
 
 
-def test_finished_points_are_not_evaluated_again(tmp_path: Path) -> None:
-    first = sweep(grid(5), cost, out_dir=tmp_path, num_workers=1)
-    seen: list[int] = []
+def counted(point: Point) -> Mapping[str, object]:
+    SEEN.append(point.batch)
+    return cost(point)
 
-    def count(point: Point) -> Mapping[str, object]:
-        seen.append(point.batch)
-        return cost(point)
 
-    again = sweep(grid(8), count, out_dir=tmp_path, num_workers=1)
-    assert seen == [6, 7, 8]
+@pytest.fixture
+def seen() -> list[int]:
+    """Batches that were evaluated by `counted`."""
+    SEEN.clear()
+    return SEEN
+
+
+def test_finished_points_are_not_evaluated_again(tmp_path: Path, seen: list[int]) -> None:
+    first = sweep(grid(5), counted, out_dir=tmp_path, num_workers=1)
+    again = sweep(grid(8), counted, out_dir=tmp_path, num_workers=1)
+    assert seen == [1, 2, 3, 4, 5, 6, 7, 8]
     assert again[:5] == first
+
+
+def times(point: Point, factor: float = 1.0) -> Mapping[str, object]:
+    return {"times": point.batch * factor}
+
+
+def test_a_row_is_of_the_function_that_made_it(tmp_path: Path, seen: list[int]) -> None:
+    """The same point for another function, or with other arguments, is another row, beside the first."""
+    functions = (counted, times, partial(times, factor=2.0), partial(times, factor=3.0))
+    alone = [sweep(grid(3), one, num_workers=1) for one in functions]
+    for _ in range(2):
+        assert [sweep(grid(3), one, out_dir=tmp_path, num_workers=1) for one in functions] == alone
+    assert len(seen) == 2 * 3
+    assert len({json.loads(line)["key"] for line in (tmp_path / "results.jsonl").read_text().splitlines()}) == 4 * 3
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_function_without_a_name_keeps_no_rows(wrapped: bool, tmp_path: Path) -> None:
+    """Two lambdas, or two functions made in one place, have the same name."""
+
+    def anonymous(point: Point) -> Mapping[str, object]:
+        return {"x": point.batch}
+
+    function = partial(anonymous) if wrapped else anonymous
+    assert [row["x"] for row in sweep(grid(2), function, num_workers=1)] == [1, 2]
+    with pytest.raises(ValueError, match=r"evaluate is .*anonymous.*, which cannot be pickled.*or leave out out_dir"):
+        sweep(grid(2), function, out_dir=tmp_path / "out", num_workers=1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_script_s_function_is_another_than_that_of_the_next_script(tmp_path: Path) -> None:
+    """Both are `__main__.figure`."""
+    text = """
+        import sys
+        from tierplan.studies.study import Point
+        from tierplan.studies.sweep import sweep
+
+        def figure(point):
+            return {"x": WHAT}
+
+        (row,) = sweep([Point(model="m", machine="x")], figure, out_dir=sys.argv[1], num_workers=1)
+        print(row["x"])
+    """
+    for what in ("1", "2", "1"):
+        script = tmp_path / f"{what}.py"
+        script.write_text(textwrap.dedent(text).replace("WHAT", what))
+        command = [sys.executable, str(script), str(tmp_path / "out")]
+        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"{what}\n"
+    assert len((tmp_path / "out" / "results.jsonl").read_text().splitlines()) == 2
 
 
 @pytest.mark.parametrize("cut", [1, 40, 200, 333])
@@ -191,18 +250,16 @@ def test_a_file_cut_off_anywhere_is_continued(tmp_path: Path, cut: int) -> None:
 
 
 def test_what_another_version_has_answered_is_answered_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seen: list[int]
 ) -> None:
-    def before(point: Point) -> Mapping[str, object]:
-        return {"step_s": 1.0}
-
     monkeypatch.setattr("tierplan.studies.sweep.code_version", lambda: "before")
-    sweep(grid(3), before, out_dir=tmp_path, num_workers=1)
+    sweep(grid(3), counted, out_dir=tmp_path, num_workers=1)
     monkeypatch.undo()
-    again = sweep(grid(3), cost, out_dir=tmp_path, num_workers=1, progress=True)
-    assert again == sweep(grid(3), cost, num_workers=1)
-    assert "3 points of another version" in capsys.readouterr().err
-    assert sweep(grid(3), before, out_dir=tmp_path, num_workers=1) == again
+    for _ in range(2):
+        again = sweep(grid(3), counted, out_dir=tmp_path, num_workers=1, progress=True)
+        assert again == sweep(grid(3), cost, num_workers=1)
+    assert seen == 2 * [1, 2, 3]
+    assert capsys.readouterr().err.count("3 points of another version") == 1
 
 
 def test_another_version_of_what_is_traced_is_another_version(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 Results are lines of JSON in `results.jsonl`, appended and flushed one by one. So an interrupted run continues
 where it stopped. `table.csv` holds the same results as a table, in the order of the grid. What another version of
 tierplan has answered is answered anew, and so is what was answered before a machine, a model or a calibration changed.
+A row is of the function that made it: a sweep and a page have rows of their own in one folder.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import io
 import json
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -58,6 +60,20 @@ def code_version() -> str:
     return found.hexdigest()
 
 
+def key_of(evaluate: Evaluate) -> str:
+    """The same for the same function, by its module and name, with the same arguments (`functools.partial`)."""
+    try:
+        pickled = pickle.dumps(evaluate, protocol=4)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"evaluate is {evaluate!r}, which cannot be pickled ({error}), and rows are kept under the name of what "
+            "made them: define it at the top of a module, not within a function nor as a lambda, or leave out out_dir"
+        ) from None
+    if b"__main__" in pickled:  # of one script or another
+        pickled += str(getattr(sys.modules["__main__"], "__file__", "")).encode()
+    return hashlib.blake2b(pickled, digest_size=4).hexdigest()
+
+
 def versions_of(points: Mapping[str, Point]) -> dict[str, str]:
     """Of everything that the answer depends on beside the question, the code and what files say now."""
 
@@ -88,13 +104,16 @@ def sweep(
         plan, lower, simulate. What it raises as `ValueError` or `RuntimeError` becomes the row's `error`.
     out_dir
         Where results are kept (`results.jsonl`, `table.csv`). Points that it already holds are not evaluated again,
-        unless another version of tierplan has evaluated them, or files have changed that they depend on.
+        unless another version of tierplan has evaluated them, or files have changed that they depend on. They are held
+        for the function that evaluated them, known by its module and name, and its arguments in a `partial`: use
+        another folder after you have changed what it says.
     executor
         Runs the points: threads, processes, a `dask.distributed` client's `get_executor()`. It is not shut down.
         By default a pool of `num_workers` processes, one per core.
     """
     points = list(points)
-    keys = [p.key for p in points]
+    by = "" if out_dir is None else f"-{key_of(evaluate)}"
+    keys = [p.key + by for p in points]
     asked = dict(zip(keys, points, strict=True))
     results_file = _ResultsFile(Path(out_dir), versions_of(asked)) if out_dir is not None else None
     rows: dict[str, Row] = dict(results_file.rows) if results_file else {}
