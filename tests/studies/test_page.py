@@ -16,9 +16,10 @@ from tests.studies.test_one_answer import SMALL
 from tierplan.cli import main
 from tierplan.hwmodels import load_description
 from tierplan.hwmodels.machine import MachineError
+from tierplan.studies import advise as advising
 from tierplan.studies.evaluate import evaluate_point
 from tierplan.studies.page import grid_of, write_what_if
-from tierplan.studies.purchases import PriceList
+from tierplan.studies.purchases import PriceList, Purchase, purchases
 from tierplan.studies.study import Study
 from tierplan.studies.sweep import sweep
 
@@ -117,12 +118,62 @@ def test_the_price_counts_every_part(page: tuple[Study, Path]) -> None:
         row = by_point[point.key]
         if row["fits"]:
             gpu = {"rtx-3090": 700, "rtx-4090": 1599}[str(point.overrides["gpu.part"])]
-            more_gib = int(str(point.overrides["host.capacity"]).split()[0]) - 64e9 / 2**30
+            more_gib = int(str(point.overrides["host.capacity"]).split()[0]) - 64
             drive_usd = load_description(point.machine).number("nvme.price") or PriceList().drive_usd
             drives = int(str(point.overrides["nvme.drives"])) * drive_usd
             assert row["price_usd"] == pytest.approx(
                 gpu + HOST_USD + PriceList().dram_usd_per_gib * more_gib + drives, abs=1e-6
             )
+
+
+def test_page_and_advise_have_one_price_for_a_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of its modules, and 64 GB are sold as 2 x 32 GiB. What is bought for it costs what that price rises by,
+    unless modules go."""
+    found: list[Purchase] = []
+    monkeypatch.setattr(advising, "purchases", lambda d, p: found.extend(purchases(d, p)) or [])
+    monkeypatch.setattr(advising, "largest_model_of", lambda point: {"largest_model": ""})
+    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 2_000)
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "n_layer": 2}))
+    model, sizes = ["--model", str(tmp_path), "--seq", "64", "--sequences", "4"], (64, 96, 128, 192)
+    asked = [
+        "page",
+        *model,
+        "--gpu",
+        "rtx-4090",
+        "--drives",
+        "1",
+        "--gpus",
+        "1",
+        "--method",
+        "zero-offload",
+        "--workers",
+    ]
+    asked += ["1", "--dram", *map(str, sizes)]
+    assert main([*asked, "-o", str(tmp_path / "p.html")]) == 0
+    little = ["host.capacity=128 MiB", "host.reserve=0"]
+    words = [word for setting in little for word in ("--set", setting)]
+    assert main([*asked[: asked.index("--dram")], "-o", str(tmp_path / "little.html"), *words]) == 0
+    capsys.readouterr()
+    shown, (shown_little,) = (
+        [row["price_usd"] for row in embedded(tmp_path / name)["rows"]] for name in ("p.html", "little.html")
+    )
+
+    def advised(*settings: str) -> float:
+        words = [word for setting in settings for word in ("--set", setting)]
+        assert main(["advise", *model, "--machine", "desktop-4090", "--workers", "1", *words, "--json"]) == 0
+        record = json.loads(capsys.readouterr().out)
+        assert any("DRAM costs 10.6 USD per GiB" in text for text in record["assumptions"]) == bool(settings)
+        return float(record["costs"]["machine_price_usd"])
+
+    here = advised()
+    bought = {b.overrides.get("host.capacity"): b.price_usd for b in found}
+    assert shown == pytest.approx([advised(f"host.capacity={gib} GiB") for gib in sizes])
+    assert shown == pytest.approx([here + (gib - 64) * PriceList().dram_usd_per_gib for gib in sizes])
+    assert advised(*little) == shown_little == here, "nobody sells less than 2 x 32"
+    assert bought["128 GiB"] == pytest.approx(shown[2] - here)
+    assert bought["192 GiB"] == pytest.approx(192 * PriceList().dram_usd_per_gib), "modules of 32 GiB go"
 
 
 def test_a_machine_without_drives_can_be_chosen(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from tierplan.studies.purchases import (
     Purchase,
     costs_of,
     job_s,
+    priced,
     purchases,
     worth_planning,
 )
@@ -198,10 +199,10 @@ def advise(
         left_out=left_out,
         rented=rental,
         largest_model=largest_model,
-        costs=costs_of(answer, description, prices, tokens) if answer["fits"] else None,
+        costs=costs_of(answer, priced(point, prices), prices, tokens) if answer["fits"] else None,
         assumptions=(
             *([SHORT_SEARCH + no_gain] if quick else []),
-            *_assumptions(description, prices, [c.bought for c in changes]),
+            *_assumptions(point, description, prices, [c.bought for c in changes]),
         ),
     )
 
@@ -301,7 +302,9 @@ def largest_model_of(point: Point) -> dict[str, object]:
     return {"largest_model": models[num - 1].name, "num_parameters": models[num - 1].num_parameters}
 
 
-def _assumptions(description: Description, prices: PriceList, bought: Sequence[Purchase]) -> tuple[str, ...]:
+def _assumptions(
+    point: Point, description: Description, prices: PriceList, bought: Sequence[Purchase]
+) -> tuple[str, ...]:
     """What was assumed for want of a number in the description."""
     rents = [
         f"{name} costs {rent.value:g} USD an hour ({rent.source})"
@@ -314,7 +317,8 @@ def _assumptions(description: Description, prices: PriceList, bought: Sequence[P
         f"electricity costs {prices.electricity_usd_per_kwh:g} USD per kWh; the machine's price is written off over "
         f"{prices.years:g} years of continuous training"
     ]
-    if any("host.capacity" in purchase.overrides for purchase in bought):
+    is_priced = "host.capacity" in point.overrides and description.number("host.price") is not None
+    if is_priced or any("host.capacity" in purchase.overrides for purchase in bought):
         assumptions.append(f"DRAM costs {prices.dram_usd_per_gib:g} USD per GiB (64 GB of DDR5, June 2026)")
     has_drives = description.number("nvme.drives") or any("nvme.drives" in purchase.overrides for purchase in bought)
     named = {

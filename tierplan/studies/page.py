@@ -16,9 +16,8 @@ from itertools import accumulate
 from operator import mul
 from typing import Any
 
-from tierplan.hwmodels import Description, load_description, load_machine
+from tierplan.hwmodels import load_description, load_machine
 from tierplan.hwmodels.build import GPU_FORMS
-from tierplan.hwmodels.description import override
 from tierplan.hwmodels.machine import MachineError
 from tierplan.planner.plan_rules import PLANNER
 from tierplan.planner.search.budget import DEFAULT_TIME_LIMIT_S
@@ -27,7 +26,7 @@ from tierplan.sim.output.text import format_bytes, format_count, format_s, in_sh
 from tierplan.studies.advise import QUICKER_FRAC
 from tierplan.studies.answer import limit_rows, limited_text, question_text
 from tierplan.studies.evaluate import machine_of, predict_point, training_of
-from tierplan.studies.purchases import FORMS, GIB, SOON_S, TOKENS, PriceList, costs_of, gpus_for
+from tierplan.studies.purchases import FORMS, GIB, SOON_S, TOKENS, PriceList, costs_of, gpus_for, priced
 from tierplan.studies.study import Point, Study
 from tierplan.studies.sweep import Row, sweep
 from tierplan.validation.report.page import write_page
@@ -137,7 +136,8 @@ def write_what_if(
         f"Rented at {rent_usd_per_hour:g} USD an hour, with its electricity and drives."
         if rent_usd_per_hour
         else f"Electricity at {prices.electricity_usd_per_kwh:g} USD per kWh, machines written off over "
-        f"{prices.years:g} years, DRAM at {prices.dram_usd_per_gib:g} USD per GiB more or less than the machine has."
+        f"{prices.years:g} years, DRAM as shops sell it, at {prices.dram_usd_per_gib:g} USD per GiB more or less than "
+        "the machine has."
     )
     about = (
         f"{machine.summary or machine.name}; {points[0].seq} tokens a sequence. {len(points):,} answers, all computed "
@@ -164,11 +164,10 @@ def _short_search(planner_s: float | None) -> str:
 
 def shown_row(point: Point, row: Row, prices: PriceList, tokens: float) -> dict[str, Any]:
     """A point's answer as the page shows it: figures to choose and draw by, and texts."""
-    described = _described(point, prices)
     if not row.get("fits"):
         reason = str(row.get("error") or row["why_not"])
         return {"fits": False, "why": in_short(reason), "command": _command(point, row)}
-    costs = costs_of(row, described, prices, tokens)
+    costs = costs_of(row, priced(point, prices), prices, tokens)
     limits = [Sensitivity(**limit) for limit in row["limits"]]
     life_s = costs.drive_life_s
     memory = [
@@ -205,17 +204,6 @@ def shown_row(point: Point, row: Row, prices: PriceList, tokens: float) -> dict[
 
 def _first(own: object, others: Iterable[object]) -> list[object]:
     return list(dict.fromkeys((own, *others)))
-
-
-def _described(point: Point, prices: PriceList) -> Description:
-    """The point's machine, at the price that it has with its DRAM."""
-    here = load_description(point.machine, point.settings)
-    others = [setting for setting in point.settings if not setting.startswith("host.capacity=")]
-    price, capacity = here.number("host.price"), here.number("host.capacity")
-    own = load_description(point.machine, others).number("host.capacity")
-    if price is None or capacity is None or own is None:
-        return here
-    return override(here, [f"host.price={price + (capacity - own) / GIB * prices.dram_usd_per_gib}"])
 
 
 def _axes(study: Study) -> list[dict[str, object]]:

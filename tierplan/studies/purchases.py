@@ -12,7 +12,7 @@ from typing import Any
 from tierplan.hwmodels import Description
 from tierplan.hwmodels.build import GPU_FORMS
 from tierplan.hwmodels.catalog import catalog_names, load_description, load_part
-from tierplan.hwmodels.description import Key, find_key
+from tierplan.hwmodels.description import Key, find_key, override
 from tierplan.planner.questions.endurance import SECONDS_PER_YEAR
 from tierplan.studies.study import Point
 
@@ -52,6 +52,11 @@ class Form:
     dram_gib: Mapping[int, str]
     """Sizes of all modules together, and what they are."""
     drives: int
+
+    def sold_gib(self, capacity_bytes: float) -> float:
+        """The smallest of these sizes that is about as much: the system sees a little less than is sold. Where none is,
+        the capacity itself."""
+        return next((gib for gib in self.dram_gib if 1.1 * gib * GIB >= capacity_bytes), capacity_bytes / GIB)
 
 
 FORMS: Mapping[str, Form] = {
@@ -114,9 +119,10 @@ def purchases(description: Description, prices: PriceList) -> list[Purchase]:
             overrides = {"nvme.drives": number, **({} if is_described else {"nvme.part": DRIVE})}
             found.append(Purchase(what=what, overrides=overrides, price_usd=(number - drives) * price))
     capacity = description.number("host.capacity") or 0.0
-    now_gib = min(form.dram_gib, key=lambda gib: abs(gib * GIB - capacity))
+    now_gib = form.sold_gib(capacity)
     # more modules of the size that is there are bought beside them, everything else in their place
-    module = form.dram_gib[now_gib].split()[-1] if abs(now_gib * GIB - capacity) < 0.1 * capacity else ""
+    is_sold = now_gib in form.dram_gib and abs(now_gib * GIB - capacity) < 0.1 * capacity
+    module = form.dram_gib[int(now_gib)].split()[-1] if is_sold else ""
     usd_of = {
         gib: (gib - now_gib if form.dram_gib[gib].split()[-1] == module else gib) * prices.dram_usd_per_gib
         for gib in form.dram_gib
@@ -134,6 +140,20 @@ def purchases(description: Description, prices: PriceList) -> list[Purchase]:
             found.append(Purchase(what=what, overrides={"gpu.part": name}, price_usd=number * usd_each))
     found += _second_card(description) if form is FORMS["desktop"] else []
     return found + machines
+
+
+def priced(point: Point, prices: PriceList) -> Description:
+    """The point's machine, at the price of one that is built so: `host.price` is that with the DRAM that it has where
+    none is set, and other DRAM costs what modules of so much cost more or less."""
+    here = load_description(point.machine, point.settings)
+    usd = here.number("host.price")
+    own = load_description(point.machine, [s for s in point.settings if not s.startswith("host.capacity=")])
+    capacity, own_capacity = (one.number("host.capacity") for one in (here, own))
+    if usd is None or capacity is None or own_capacity is None or capacity == own_capacity:
+        return here
+    form = FORMS[str(here.quantity("host.form").value)]  # type: ignore[union-attr]  # it has a default
+    more_gib = form.sold_gib(capacity) - form.sold_gib(own_capacity)
+    return override(here, [f"host.price={max(0.0, usd + more_gib * prices.dram_usd_per_gib)}"])
 
 
 def gpus_for(case: str) -> dict[str, Description]:
