@@ -13,7 +13,7 @@ from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.hwmodels.scaling import with_faster
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.plan import Plan
-from tierplan.planner.plan_rules import PlanError
+from tierplan.planner.plan_rules import PLANNER, PlanError
 from tierplan.planner.prediction import Prediction, predict, predict_plan
 from tierplan.planner.training_files.configured import Configured
 from tierplan.sim.output.text import format_frac
@@ -124,7 +124,7 @@ class Explanation:
     suspects: tuple[Suspect, ...] = ()
     gains: tuple[Gain, ...] = ()
     best: Prediction | None = None
-    """What the planner reaches for the same sequences; None where nothing fits."""
+    """What the planner reaches for the same sequences, or why it has no answer; None where nothing fits."""
     notes: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
 
@@ -406,3 +406,6 @@ def _best(point: Point, setup: Setup, tokens: int) -> Prediction | None:
         return best_plan(replace(_asked(point, setup), sequences=sequences)).result.prediction
     except InfeasiblePlan:
         return None
+    except (PlanError, MachineError, WorkloadError) as error:  # which says nothing of the step that was measured
+        name = machine_of(point).name
+        return Prediction(policy=PLANNER, model=point.model, machine=name, plan=None, why_not=str(error))

@@ -95,8 +95,10 @@ def _gains(e: Explanation) -> list[Sequence[str]]:
 
 
 def _best(e: Explanation) -> str:
-    if e.best is None or e.best.step_s is None:
+    if e.best is None:
         return "The planner finds nothing that fits this machine."
+    if e.best.step_s is None:
+        return f"The planner has no answer here: {e.best.why_not}."
     than = (
         ""
         if e.expected_s is None
