@@ -137,13 +137,13 @@ class Prediction(Shown):
     @property
     def devices_note(self) -> str:
         """That some of the machine's devices are not used, or that it has not so many, and what to do; else empty."""
-        if self.hardware is None or self.devices == 0:
+        if self.hardware is None or self.plan is None:
             return ""
         has, asked, notes = self.devices_of_machine, self.hardware.num_devices, []
         if self.devices < asked:
             of = f"the machine's {has} GPUs" if asked == has else f"the {asked} GPUs that were asked for"
             take = "Ask for so many with --devices, or take another policy: tierplan compare-policies"
-            notes.append(f"{self.policy} trains on {self.devices} of {of}, and this is the answer for these")
+            notes.append(f"{self.plan.policy} trains on {self.devices} of {of}, and this is the answer for these")
             notes.append(self.idle_why or take)
         if (more := self.devices - has) > 0:
             lanes = "on the same lanes" if "link.host_h2d" in self.hardware.description else "on lanes of their own"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tierplan.cli import command_parser, main
+from tierplan.commands.options.scenario import read_point
 from tierplan.hwmodels import load_machine
 from tierplan.planner.policies import POLICIES
 from tierplan.planner.policies.options import OptionError
@@ -18,6 +20,7 @@ from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule_file import save_schedule
 from tierplan.sim.workloads.models import load_workload, workload_of
 from tierplan.sim.workloads.workload import Training, Workload
+from tierplan.studies.evaluate import predict_point
 from tierplan.validation.calibration.calibration import Calibration
 from tierplan.validation.calibration.session import CalibrationSession
 
@@ -198,6 +201,19 @@ def test_a_sweep_says_it_too(model: str, capsys: pytest.CaptureFixture[str], tmp
     (tmp_path / "study.toml").write_text(study + "[set]\ngpu.count = [1, 2]\n")
     assert main(["sweep", str(tmp_path / "study.toml"), "--workers", "1", "-o", str(tmp_path / "out")]) == 0
     assert "1 of 2 rows do not use all GPUs: harmony trains on 1 of the machine's 2" in capsys.readouterr().err
+
+
+def test_plan_and_compare_policies_name_the_same_system(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a published system is best on fewer GPUs, the planner's row is of that system."""
+    asked = ["--model", model, *TWO, *CPU]
+    point = read_point(command_parser().parse_args(["plan", *asked]))
+    best = predict_point(replace(point, policy="harmony"))
+    assert best.devices_note.startswith("harmony trains on 1 of the machine's 2 GPUs")
+    monkeypatch.setattr("tierplan.studies.evaluate.predict_point", lambda point: best)
+    assert main(["compare-policies", "--policies", "planner", *asked, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["planner"]["devices_note"] == best.devices_note
 
 
 @pytest.mark.parametrize(("gib", "found"), [(64, "2 layers with 38 blocks"), (0.0088, "2 layers with 12 blocks")])
