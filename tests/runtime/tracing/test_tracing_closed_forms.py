@@ -229,7 +229,9 @@ def test_variants_of_gpt2(change: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"tie_word_embeddings": True}, {"attention_bias": True}, {"mlp_bias": True}], ids=str
+    "change",
+    [{"tie_word_embeddings": True}, {"attention_bias": True}, {"mlp_bias": True}, {"num_key_value_heads": 1}],
+    ids=str,
 )
 def test_variants_of_llama(change: dict[str, object]) -> None:
     raw = {**config_of("llama"), **change}
