@@ -41,10 +41,10 @@ def block(tape: Tape, config: Config, x: Value) -> Value:
     q, k = rotate(tape, q, cos, sin), rotate(tape, k, cos, sin)
     drops = config.fraction("attention_dropout", 0.0) > 0
     attended = fused_attention(tape, q, k, v, heads=heads, head_dim=head_dim, drops=drops)
+    attended = linear(tape, attended, hidden_size, "o_proj", bias=out_bias)
     del hidden, q, k, v
-    hidden = add(tape, linear(tape, attended, hidden_size, "o_proj", bias=out_bias), residual)
+    hidden = residual = add(tape, attended, residual)
     del attended
-    residual = hidden
     tape.scope, tape.rank = "mlp", 2
     hidden = rms_norm(tape, hidden, tape.parameter(hidden_size, rank=3))
     hidden = gated(tape, hidden, config, inner, bias=mlp_bias)

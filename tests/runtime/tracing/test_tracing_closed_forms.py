@@ -237,3 +237,10 @@ def test_variants_of_llama(change: dict[str, object]) -> None:
     raw = {**config_of("llama"), **change}
     training = Training(per_device_train_batch_size=2, sequence_length=24)
     assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
+
+
+def test_what_attention_read_lives_until_its_output_is_projected() -> None:
+    """Adapters on the last product alone keep nothing of it, and a narrow MLP has no higher peak."""
+    raw = {**config_of("llama"), "hidden_size": 256, "head_dim": 8, "intermediate_size": 32}
+    training = Training(sequence_length=24, lora="r=4,targets=o_proj", dtype="fp32", backend="cpu")
+    assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
