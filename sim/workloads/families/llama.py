@@ -5,6 +5,7 @@ from __future__ import annotations
 from tierplan.sim.workloads.families.ops import (
     activation,
     add,
+    attention_in_products,
     fused_attention,
     linear,
     mul,
@@ -38,9 +39,14 @@ def block(tape: Tape, config: Config, x: Value) -> Value:
 
     q, k = (reshaped(tape, project(n, name)) for n, name in ((heads, "q_proj"), (groups, "k_proj")))
     v = linear(tape, hidden, groups * head_dim, "v_proj", bias=qkv_bias)
+    in_products = groups != heads and tape.training.backend == "cuda" and tape.training.dtype == "fp32"
+    v = reshaped(tape, v.view(*k.shape)) if in_products else v
     q, k = rotate(tape, q, cos, sin), rotate(tape, k, cos, sin)
-    drops = config.fraction("attention_dropout", 0.0) > 0
-    attended = fused_attention(tape, q, k, v, heads=heads, head_dim=head_dim, drops=drops)
+    drops = config.fraction("attention_dropout", 0.0)
+    if in_products:
+        attended = attention_in_products(tape, q, k, v, drops)
+    else:
+        attended = fused_attention(tape, q, k, v, heads=heads, head_dim=head_dim, drops=drops > 0)
     attended = linear(tape, attended, hidden_size, "o_proj", bias=out_bias)
     del hidden, q, k, v
     hidden = residual = add(tape, attended, residual)
@@ -96,14 +102,8 @@ def shared(config: Config, training: Training) -> int:
 
 
 def check(config: Config, training: Training) -> None:
-    """Refuses what needs a mask or products, or kernels that nobody has compared."""
+    """Refuses what needs a mask, or kernels that nobody has compared."""
     check_attention(config, training, "attention_dropout", 0.0)
-    groups = config.number("num_key_value_heads", config.heads)
-    if groups != config.heads and training.backend == "cuda" and training.dtype == "fp32":
-        raise NotCovered(
-            f"{config.heads} heads share {groups} keys and values in fp32, for which CUDA has no kernel of attention: "
-            "that takes products of matrices, which the closed forms do not cover; use tracing (--exact), or dtype bf16"
-        )
     window = config.raw.get("sliding_window")
     uses_window = config.flag("use_sliding_window", default=config.raw["model_type"] == "mistral")
     if uses_window and isinstance(window, int) and training.sequence_length > window:

@@ -178,6 +178,11 @@ def shift(tape: Tape, x: Value, *others: Value) -> Value:
     return tape.connect(tape.made("add", [x, *others], x.shape, x.dtype), [x], lambda grad: [grad])
 
 
+def copied(tape: Tape, x: Value, shape: tuple[int, ...]) -> Value:
+    """x in another layout, or repeated to a larger shape; the gradient of what is repeated is summed."""
+    return tape.connect(tape.made("clone", [x], shape, x.dtype), [x], lambda grad: [grad])
+
+
 def mul(tape: Tape, a: Value, b: Value) -> Value:
     """Elementwise product, in which one may be broadcast: each factor is saved for the other's gradient."""
     saved_b = tape.save(b) if a.needs_grad else None
@@ -316,3 +321,42 @@ def fused_attention(
         return [tape.grad(size, dtype) for size in sizes]
 
     return tape.connect(out, [q, k, v], backward)
+
+
+def attention_in_products(tape: Tape, q: Value, k: Value, v: Value, probability: float) -> Value:
+    """Causal attention of q (B, S, heads, head_dim), by products of matrices: it keeps a weight per pair of tokens."""
+    batch, length, heads, head_dim = q.shape
+    pairs, square = (batch, heads, length, length), (length, length)
+
+    def attended() -> Value:
+        query = scale(tape, q)
+        allowed = tape.made("tril", [tape.made("ones", [], square, "bool")], square, "bool")
+        numbers = (tape.made("scalar_tensor", [], (), q.dtype) for _ in range(2))
+        mask = tape.made("where", [allowed, *numbers], square, q.dtype)
+        key, value = (copied(tape, each, q.shape) for each in (k, v))
+        scores = matmul(tape, copied(tape, query, q.shape) if batch > 1 else query, scale(tape, key), pairs, head_dim)
+        tape.record("add_", [scores, mask], [scores], tape.moved(scores, mask, scores))
+        inner = tape.made("_softmax", [scores], pairs, q.dtype)  # and what the next two make: they live for a while
+        empty = tape.made("eq", [scores], pairs, "bool")
+        is_empty = tape.made("all", [empty], pairs[:3], "bool")
+        weights = kernel(tape, scores, "_safe_softmax", saves="output")
+        del inner, empty, is_empty, scores
+        return matmul(tape, dropout(tape, weights, probability), value, q.shape, length)
+
+    out = attended()  # what it has made is gone
+    return copied(tape, reshaped(tape, out) if batch > 1 else out, (batch, length, heads * head_dim))
+
+
+def matmul(tape: Tape, a: Value, b: Value, shape: tuple[int, ...], inner: int) -> Value:
+    """Products of a's matrices with b's, over an `inner` dimension."""
+    saved = tape.save(*((b,) if a.needs_grad else ()), *((a,) if b.needs_grad else ()))
+    out, dtype, wanted = tape.empty(shape, a.dtype), a.dtype, [v.numel if v.needs_grad else 0 for v in (a, b)]
+    work = {f"matmul_{dtype}_flops": 2 * out.numel * inner}
+    tape.record("bmm", [a, b], [out], work)
+
+    def backward(grad: Storage) -> Sequence[Storage | None]:
+        assert saved
+        tape.backward_work += [work for size in wanted if size]
+        return [tape.grad(size, dtype) if size else None for size in wanted]
+
+    return tape.connect(out, [a, b], backward)

@@ -16,14 +16,6 @@ from tierplan.sim.workloads.workload import NotCovered, Training, Unit, Workload
 SETTINGS = (("cpu", "fp32", 2), ("cpu", "bf16", 1), ("cuda", "bf16", 2), ("cuda", "fp16", 3), ("cuda", "fp32", 2))
 
 
-def covered(family: str, backend: str, dtype: str, size: int = 1) -> dict[str, object]:
-    """A config that the closed forms cover: on CUDA in fp32 no heads are grouped."""
-    raw = config_of(family, size)
-    return (
-        raw if (backend, dtype) != ("cuda", "fp32") else {**raw, "num_key_value_heads": raw.get("num_attention_heads")}
-    )
-
-
 def nameless(unit: Unit) -> Unit:
     """The unit without the names of operations, which are for people; matrices either way (GPT-2's lie on the side)."""
     shapes = tuple(tuple(sorted(shape)) for shape in unit.shapes)
@@ -48,7 +40,7 @@ def assert_equal(closed: Workload, traced: Workload) -> None:
 )
 @pytest.mark.parametrize("family", CLOSED)
 def test_closed_forms_are_exact(family: str, size: int, backend: str, dtype: str, batch: int) -> None:
-    raw = covered(family, backend, dtype, size)
+    raw = config_of(family, size)
     training = Training(per_device_train_batch_size=batch, sequence_length=24, dtype=dtype, backend=backend)
     assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
 
@@ -68,7 +60,7 @@ def test_kernels_that_are_described_are_the_same_by_closed_forms(family: str, mo
 def test_closed_forms_of_a_loss_in_chunks_are_exact(
     family: str, backend: str, dtype: str, batch: int, chunks: int
 ) -> None:
-    raw = covered(family, backend, dtype)
+    raw = config_of(family)
     training = Training(
         per_device_train_batch_size=batch, sequence_length=24, dtype=dtype, backend=backend, loss_chunks=chunks
     )
@@ -83,7 +75,7 @@ def test_closed_forms_of_a_loss_in_chunks_are_exact(
 def test_closed_forms_are_exact_with_adapters(
     family: str, backend: str, dtype: str, batch: int, lora: str, more: dict[str, Any]
 ) -> None:
-    raw = covered(family, backend, dtype)
+    raw = config_of(family)
     more = {name: value for name, value in more.items() if (family, name) != ("bert", "loss_chunks")}
     settings: dict[str, Any] = {"sequence_length": 24, "dtype": dtype, "backend": backend, "lora": lora, **more}
     training = Training(per_device_train_batch_size=batch, **settings)
@@ -100,7 +92,7 @@ def test_closed_forms_are_exact_with_adapters(
 def test_closed_forms_are_exact_on_a_base_in_codes(
     family: str, backend: str, dtype: str, batch: int, base: str
 ) -> None:
-    raw = covered(family, backend, dtype)
+    raw = config_of(family)
     settings: dict[str, Any] = {"sequence_length": 24, "dtype": dtype, "backend": backend}
     training = Training(per_device_train_batch_size=batch, lora="r=4,dropout=0.1", base=base, **settings)
     assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
@@ -118,7 +110,7 @@ def test_closed_forms_are_exact_on_a_base_in_codes(
 def test_closed_forms_are_exact_with_named_targets(
     family: str, targets: str, backend: str, dtype: str, batch: int
 ) -> None:
-    raw = covered(family, backend, dtype)
+    raw = config_of(family)
     settings: dict[str, Any] = {"sequence_length": 24, "dtype": dtype, "backend": backend}
     training = Training(per_device_train_batch_size=batch, lora=f"r=4,targets={targets},dropout=0.1", **settings)
     assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
@@ -136,7 +128,7 @@ def test_closed_forms_are_exact_with_named_targets(
 def test_closed_forms_are_exact_with_words_and_output_saved(
     family: str, save: str, backend: str, dtype: str, batch: int, changes: dict[str, Any], chunks: int
 ) -> None:
-    raw = {**covered(family, backend, dtype), **changes}
+    raw = {**config_of(family), **changes}
     settings: dict[str, Any] = {"sequence_length": 24, "dtype": dtype, "backend": backend, "loss_chunks": chunks}
     training = Training(per_device_train_batch_size=batch, lora=f"r=4,save={save}", **settings)
     assert training.dtype_of_trained == dtype
@@ -169,13 +161,30 @@ def test_other_adapters_are_traced(tuning: dict[str, Any]) -> None:
         workload_of("x", config_of("llama"), Training(**tuning))
 
 
-def test_grouped_heads_in_fp32_are_traced_for_cuda() -> None:
-    for settings in ({"backend": "cuda", "dtype": "bf16"}, {"backend": "cpu", "dtype": "fp32"}):
-        assert workload_of("x", config_of("llama"), Training(sequence_length=8, **settings)).units  # type: ignore[arg-type]
-    with pytest.raises(
-        NotCovered, match=r"4 heads share 2 keys and values in fp32, .* use tracing \(--exact\), or dtype"
-    ):
-        workload_of("x", config_of("llama"), Training(sequence_length=8, dtype="fp32", backend="cuda"))
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("batch", "length", "change", "more"),
+    [
+        (1, 64, {}, {}),
+        (3, 7, {"num_key_value_heads": 1}, {}),
+        (2, 64, {"attention_dropout": 0.1}, {}),
+        (1, 24, {"attention_dropout": 0.1, "hidden_size": 256, "head_dim": 8}, {"lora": "r=4,targets=o_proj"}),
+        (2, 24, {"intermediate_size": 32}, {"lora": "r=4,targets=q_proj"}),
+        (2, 24, {"intermediate_size": 32, "num_key_value_heads": 1}, {"lora": "r=4,targets=k_proj"}),
+        (2, 24, {"attention_dropout": 0.1}, {"lora": "r=4,targets=v_proj,dropout=0.1"}),
+        (2, 24, {}, {"torch_compile": True}),
+    ],
+    ids=str,
+)
+def test_closed_forms_of_attention_in_products_are_exact(
+    family: str, batch: int, length: int, change: dict[str, Any], more: dict[str, Any]
+) -> None:
+    """Grouped heads in fp32 on CUDA: peaks inside attention and elsewhere, gradients of all it reads or of some."""
+    raw = {**config_of(family), **change}
+    training = Training(per_device_train_batch_size=batch, sequence_length=length, dtype="fp32", backend="cuda", **more)
+    closed = workload_of("x", raw, training)
+    assert_equal(closed, trace_config("x", raw, training))
+    assert not any("attention" in kind for unit in closed.units for kind in unit.forward)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
@@ -192,9 +201,9 @@ def test_a_micro_batch_that_is_cut_saves_what_a_smaller_one_does(family: str, pa
         assert (mine.input_bytes, mine.output_bytes) == (other.input_bytes, other.output_bytes)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+@pytest.mark.parametrize(("backend", "dtype"), [("cpu", "bf16"), ("cuda", "bf16"), ("cuda", "fp32")])
 @pytest.mark.parametrize("family", ["gpt2", "opt", "bert", "llama"])
-def test_closed_forms_are_exact_with_dropout(family: str, backend: str) -> None:
+def test_closed_forms_are_exact_with_dropout(family: str, backend: str, dtype: str) -> None:
     of_attention = 0.1 if backend == "cuda" else 0.0
     drops = {
         "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.2, "attn_pdrop": of_attention},
@@ -203,7 +212,7 @@ def test_closed_forms_are_exact_with_dropout(family: str, backend: str) -> None:
         "llama": {"attention_dropout": of_attention},
     }
     raw = {**config_of(family), **drops[family]}
-    training = Training(per_device_train_batch_size=2, sequence_length=24, backend=backend)
+    training = Training(per_device_train_batch_size=2, sequence_length=24, dtype=dtype, backend=backend)
     closed = workload_of("x", raw, training)
     assert_equal(closed, trace_config("x", raw, training))
     random = family != "llama" or of_attention > 0
