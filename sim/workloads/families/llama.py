@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tierplan.sim.workloads.families.ops import (
+    WIDEST_HEAD,
     activation,
     add,
     attention_in_products,
@@ -104,6 +105,14 @@ def shared(config: Config, training: Training) -> int:
 def check(config: Config, training: Training) -> None:
     """Refuses what needs a mask, or kernels that nobody has compared."""
     check_attention(config, training, "attention_dropout", 0.0)
+    groups = config.number("num_key_value_heads", config.heads)
+    if groups != config.heads and head_dim_of(config) > WIDEST_HEAD:
+        raise NotCovered(
+            f"{config.heads} heads of {head_dim_of(config)} share {groups} keys and values, which transformers repeats "
+            f"for heads wider than {WIDEST_HEAD}: the closed forms do not cover that; use tracing (--exact)"
+        )
+    if training.sequence_length == 1:
+        raise NotCovered("sequence_length is 1: the closed forms do not cover a single token; use tracing (--exact)")
     window = config.raw.get("sliding_window")
     uses_window = config.flag("use_sliding_window", default=config.raw["model_type"] == "mistral")
     if uses_window and isinstance(window, int) and training.sequence_length > window:

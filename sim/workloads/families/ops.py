@@ -13,6 +13,9 @@ from tierplan.sim.workloads.adapters import is_thin, read_adapters
 from tierplan.sim.workloads.families.tape import ITEM_BYTES, Storage, Tape, Value
 from tierplan.sim.workloads.formats import format_of
 
+WIDEST_HEAD = 256
+"""Of flash attention."""
+
 
 def linear(tape: Tape, x: Value, width: int, name: str = "", *, bias: bool = True) -> Value:
     """A linear layer of a block, with adapters where there are any for its `name`."""
@@ -299,11 +302,12 @@ def fused_attention(
 ) -> Value:
     """Attention that keeps q, k, v, its output and a log-sum-exp per row. q is (B, S, heads * head_dim).
 
-    On a CPU one kernel does it; on a GPU flash attention for 16-bit types, else the memory-efficient kernel. FLOPs are
-    those of the full square of scores, causal or not, as in PyTorch's counter: two products forward, five backward.
+    On a CPU one kernel does it; on a GPU flash attention for 16-bit types and heads up to `WIDEST_HEAD`, else the
+    memory-efficient kernel. FLOPs are those of the full square of scores, causal or not, as in PyTorch's counter: two
+    products forward, five backward.
     """
     batch, length = q.shape[:2]
-    on_cpu, wide = tape.training.backend == "cpu", q.dtype == "fp32"
+    on_cpu, wide = tape.training.backend == "cpu", q.dtype == "fp32" or head_dim > WIDEST_HEAD
     work, flops = f"attention_{q.dtype}_flops", 4 * batch * heads * length * length * head_dim
     wanted = q.needs_grad or k.needs_grad or v.needs_grad
     saved = list(tape.save(k, q, v)) if wanted else []

@@ -253,3 +253,21 @@ def test_what_attention_read_lives_until_its_output_is_projected() -> None:
     raw = {**config_of("llama"), "hidden_size": 256, "head_dim": 8, "intermediate_size": 32}
     training = Training(sequence_length=24, lora="r=4,targets=o_proj", dtype="fp32", backend="cpu")
     assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
+
+
+@pytest.mark.parametrize(("backend", "dtype"), [("cpu", "bf16"), ("cuda", "bf16"), ("cuda", "fp32")])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_heads_that_are_too_wide_for_flash_attention(family: str, backend: str, dtype: str) -> None:
+    """No keys are shared; transformers repeats those that are, for any kernel."""
+    wide = {"gpt2": {"n_embd": 528, "n_head": 2}, "llama": {"head_dim": 264, "num_key_value_heads": 4}}
+    raw = {**config_of(family), **wide[family]}
+    training = Training(per_device_train_batch_size=2, sequence_length=24, dtype=dtype, backend=backend)
+    assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
+    if family == "llama":
+        with pytest.raises(NotCovered, match=r"4 heads of 264 share 2 keys .* wider than 256"):
+            workload_of("x", {**raw, "num_key_value_heads": 2}, training)
+
+
+def test_a_single_token_is_traced() -> None:
+    with pytest.raises(NotCovered, match=r"sequence_length is 1: .* a single token"):
+        workload_of("x", config_of("llama"), Training(sequence_length=1))
