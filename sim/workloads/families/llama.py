@@ -24,9 +24,11 @@ def block(tape: Tape, config: Config, x: Value) -> Value:
     hidden_size, heads, head_dim = config.hidden, config.heads, head_dim_of(config)
     groups = config.number("num_key_value_heads", heads)
     inner = config.number("intermediate_size")
-    qkv_bias = config.flag("attention_bias", default=False) or config.raw["model_type"] == "qwen2"
-    normed = config.raw["model_type"] == "qwen3"
-    out_bias, mlp_bias = config.flag("attention_bias", default=False), config.flag("mlp_bias", default=False)
+    kind = config.raw["model_type"]
+    normed = kind == "qwen3"
+    out_bias = kind in ("llama", "qwen3") and config.flag("attention_bias", default=False)
+    mlp_bias = kind == "llama" and config.flag("mlp_bias", default=False)
+    qkv_bias = out_bias or kind == "qwen2"
     batch, length = x.shape[0], x.shape[1]
     tables = (length, head_dim)
     cos, sin = tape.outside(*tables), tape.outside(*tables)

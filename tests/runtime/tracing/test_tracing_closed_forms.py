@@ -242,8 +242,10 @@ def test_variants_of_gpt2(change: dict[str, object]) -> None:
     [{"tie_word_embeddings": True}, {"attention_bias": True}, {"mlp_bias": True}, {"num_key_value_heads": 1}],
     ids=str,
 )
-def test_variants_of_llama(change: dict[str, object]) -> None:
-    raw = {**config_of("llama"), **change}
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_variants_of_llama(family: str, change: dict[str, object]) -> None:
+    """Not all classes read whether there are biases."""
+    raw = {**config_of(family), **change}
     training = Training(per_device_train_batch_size=2, sequence_length=24)
     assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
 
