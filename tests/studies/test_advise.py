@@ -14,6 +14,7 @@ import pytest
 
 from tierplan.hwmodels import load_description
 from tierplan.hwmodels.catalog import load_part
+from tierplan.hwmodels.machine import MachineError
 from tierplan.planner.questions.endurance import SECONDS_PER_YEAR
 from tierplan.sim.output.text import format_s
 from tierplan.sim.workloads.models import load_workload
@@ -21,7 +22,7 @@ from tierplan.sim.workloads.workload import Training
 from tierplan.studies.advice_text import advice_lines, write_advice
 from tierplan.studies.advise import Advice, advise, answer_point, largest_model_of, rental_of, worth_telling, worthwhile
 from tierplan.studies.evaluate import machine_of, most_tokens_per_s
-from tierplan.studies.purchases import PriceList, Purchase, costs_of, purchases, worth_planning
+from tierplan.studies.purchases import PriceList, Purchase, costs_of, priced, purchases, worth_planning
 from tierplan.studies.study import Point
 
 CONFIG = {"model_type": "gpt2", "n_embd": 256, "n_layer": 3, "n_head": 4, "vocab_size": 1000, "n_positions": 256}
@@ -75,6 +76,48 @@ def test_a_rented_machine_costs_the_rent_of_its_hours_and_nothing_else() -> None
     owned = costs_of(row(1000.0), load_description("cloud-h100", ["host.rent=0"]), PriceList(), 3.6e7)
     assert owned.energy_usd > 0
     assert owned.rent_usd is None
+
+
+RENTED_TWICE = """name = "two-rented"
+[gpu]
+part = "h100-sxm-80gb"
+count = 2
+[link]
+h2d = "54.8 GB/s"
+d2h = "46.8 GB/s"
+p2p = "100 GB/s"
+[host]
+capacity = "250 GB"
+memory_bandwidth = "60.8 GB/s"
+adam = "1 G/s"
+rent = 6
+"""
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"overrides": {"gpu.count": 8}}, {"devices": 2}, {"overrides": {"gpu.part": "l4"}},
+        {"overrides": {"host.capacity": "512 GiB"}}, {"overrides": {"nvme.drives": 4}},
+        {"overrides": {"gpu.count": 2, "host.rent": 6}, "devices": 4},
+    ],
+)  # fmt: skip
+def test_a_rented_machine_is_rented_as_it_is(changes: dict[str, Any]) -> None:
+    """Eight GPUs had the rent of one, and the job cost an eighth."""
+    name = next((key for key in changes.get("overrides", {}) if "devices" not in changes), "gpu.count")
+    with pytest.raises(MachineError, match=f"'cloud-h100' is rented as it is, at .* USD an hour: {name} is "):
+        priced(Point(model="gpt2", machine="cloud-h100", **changes), PriceList())
+
+
+def test_fewer_gpus_than_a_rented_machine_has_cost_its_whole_rent(tmp_path: Path) -> None:
+    path = tmp_path / "two.toml"
+    path.write_text(RENTED_TWICE)
+    for changes in ({}, {"devices": 1}, {"overrides": {"gpu.count": 1}}, {"overrides": {"gpu.part": "h100-sxm-80gb"}}):
+        described = priced(Point(model="gpt2", machine=str(path), **changes), PriceList())
+        assert costs_of(row(1000.0), described, PriceList(), 3.6e7).total_usd == pytest.approx(10 * 6)
+    for rent, overrides in ((50.0, {"gpu.count": 8}), (0.0, {"gpu.part": "l4"})):
+        described = priced(Point(model="", machine=str(path), overrides={**overrides, "host.rent": rent}), PriceList())
+        assert described.number("host.rent") == rent, "who says the rent of such a machine has it"
 
 
 def test_a_rented_machine_is_not_compared_with_itself(point: Point) -> None:

@@ -229,6 +229,14 @@ def test_methods_are_shown_for_the_same_sequences_or_not_at_all(
             dict(machine="cloud-h100", named={"host.capacity": ["512 GiB"]}),
             "'cloud-h100' is rented as it is, at 2.95 USD an hour",
         ),
+        (
+            dict(machine="cloud-h100", overrides={"gpu.count": 2}),
+            "is rented as it is, .*: gpu.count is 2, and its own is 1",
+        ),
+        (
+            dict(machine="cloud-h100", named={"gpu.count": [1, 2]}, overrides={"host.rent": 5}),
+            "is rented as it is, at 5 USD an hour: gpu.count is 2",
+        ),
     ],
 )
 def test_what_no_machine_can_be_is_refused_before_anything_is_planned(choices: dict[str, Any], message: str) -> None:

@@ -150,7 +150,7 @@ def advise(
     kind as that for the machine as it is; no second card is planned, and no largest model is looked for.
     """
     prices = prices or PriceList()
-    description = load_description(point.machine, point.settings)
+    description = priced(point, prices)
     bought = [b for b in purchases(description, prices) if not quick or "gpu.count" not in b.overrides]
     with asking(num_workers, progress=progress) as ask:
         like = point
@@ -199,7 +199,7 @@ def advise(
         left_out=left_out,
         rented=rental,
         largest_model=largest_model,
-        costs=costs_of(answer, priced(point, prices), prices, tokens) if answer["fits"] else None,
+        costs=costs_of(answer, description, prices, tokens) if answer["fits"] else None,
         assumptions=(
             *([SHORT_SEARCH + no_gain] if quick else []),
             *_assumptions(point, description, prices, [c.bought for c in changes]),

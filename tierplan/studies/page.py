@@ -26,7 +26,7 @@ from tierplan.sim.output.text import format_bytes, format_count, format_s, in_sh
 from tierplan.studies.advise import QUICKER_FRAC
 from tierplan.studies.answer import limit_rows, limited_text, question_text
 from tierplan.studies.evaluate import machine_of, predict_point, training_of
-from tierplan.studies.purchases import FORMS, GIB, SOON_S, TOKENS, PriceList, costs_of, gpus_for, priced
+from tierplan.studies.purchases import FORMS, GIB, SOON_S, TOKENS, PriceList, check_rent, costs_of, gpus_for, priced
 from tierplan.studies.study import Point, Study
 from tierplan.studies.sweep import Row, sweep
 from tierplan.validation.report.page import write_page
@@ -79,12 +79,6 @@ def grid_of(
         "nvme.drives": _first(own_drives, [n for n in (2, 4) if n <= form.drives]) if own_drives else [],
     }
     if own.number("host.rent"):
-        if any(named[key] for key in offered):
-            raise MachineError(
-                f"{own.name!r} is rented as it is, at {own.number('host.rent'):g} USD an hour: no other parts can be "
-                "chosen for it; leave out --gpu, --gpus, --dram and --drives, or take a machine that is bought "
-                "(--set host.rent=0)"
-            )
         offered = {key: values[:1] for key, values in offered.items()}
     axes = {key: list(named[key]) or given.get(key) or default[:most] for key, default in offered.items()}
     scenario: dict[str, Sequence[object]] = {
@@ -99,8 +93,10 @@ def grid_of(
     changes = {**given, **{key: values for key, values in axes.items() if values}}
     study = Study(name="what-if", scenario=scenario, overrides=changes)
     study.check_names()
+    priced(Point(model="", machine=machine, overrides=overrides or {}), PriceList())
     for settings in {tuple(p.settings) for p in study.points()}:
         load_machine(machine, settings)
+        check_rent(load_description(machine, settings), own)
     return study
 
 

@@ -13,6 +13,7 @@ from tierplan.hwmodels import Description
 from tierplan.hwmodels.build import GPU_FORMS
 from tierplan.hwmodels.catalog import catalog_names, load_description, load_part
 from tierplan.hwmodels.description import Key, find_key, override
+from tierplan.hwmodels.machine import MachineError
 from tierplan.planner.questions.endurance import SECONDS_PER_YEAR
 from tierplan.studies.study import Point
 
@@ -27,6 +28,10 @@ DRIVE = "990-pro"
 """Of the catalog: what is bought for a machine without drives."""
 NO_MORE_FRAC = 0.02
 """A purchase promises more than a cheaper one by more than this."""
+MADE_OF = (
+    "gpu.part", "gpu.count", "gpu.capacity", "host.capacity", "nvme.part", "nvme.drives", "nvme.capacity",
+)  # fmt: skip
+"""Of a rented machine, what nobody changes for the same rent."""
 GPU_FIGURES = ("gpu.capacity", "gpu.memory_bandwidth", "gpu.peak_fp32", "gpu.peak_bf16", "gpu.peak_fp16")
 
 
@@ -143,17 +148,44 @@ def purchases(description: Description, prices: PriceList) -> list[Purchase]:
 
 
 def priced(point: Point, prices: PriceList) -> Description:
-    """The point's machine, at the price of one that is built so: `host.price` is that with the DRAM that it has where
-    none is set, and other DRAM costs what modules of so much cost more or less."""
-    here = load_description(point.machine, point.settings)
+    """The point's machine with all GPUs that it has, and more where more are asked for, at the price of one that is
+    built so: `host.price` is that with the DRAM that it has where none is set, and other DRAM costs what modules of so
+    much cost more or less.
+
+    Raises `MachineError` where it is rented, and made of something else than what has that rent.
+    """
+    settings = point.own_settings
+    here = load_description(point.machine, settings)
+    if (point.devices or 0) > (here.number("gpu.count") or 1):
+        here = load_description(point.machine, point.settings)
+    check_rent(here, load_description(point.machine, settings if "host.rent" in point.overrides else []))
     usd = here.number("host.price")
-    own = load_description(point.machine, [s for s in point.settings if not s.startswith("host.capacity=")])
+    own = load_description(point.machine, [s for s in settings if not s.startswith("host.capacity=")])
     capacity, own_capacity = (one.number("host.capacity") for one in (here, own))
     if usd is None or capacity is None or own_capacity is None or capacity == own_capacity:
         return here
     form = FORMS[str(here.quantity("host.form").value)]  # type: ignore[union-attr]  # it has a default
     more_gib = form.sold_gib(capacity) - form.sold_gib(own_capacity)
     return override(here, [f"host.price={max(0.0, usd + more_gib * prices.dram_usd_per_gib)}"])
+
+
+def check_rent(here: Description, rented: Description) -> None:
+    """Raises `MachineError` where `here` is made of something else than is rented; fewer GPUs have all of its rent."""
+    rent_usd_per_hour = here.number("host.rent")
+    if not rent_usd_per_hour:
+        return
+    for name in MADE_OF:
+        now, own = here.quantity(name), rented.quantity(name)
+        if name == "gpu.count" and (here.number(name) or 1) <= (rented.number(name) or 1):
+            continue
+        if now and (own is None or now.value != own.value):
+            has = "not known" if own is None else own.text(find_key(name))
+            raise MachineError(
+                f"{here.name!r} is rented as it is, at {rent_usd_per_hour:g} USD an hour: {name} is "
+                f"{now.text(find_key(name))}, and its own is {has}; leave it out (--set, --devices; of a page --gpu, "
+                "--gpus, --dram, --drives), or say what such a machine costs an hour, 0 for one that is bought "
+                "(--set host.rent=)"
+            )
 
 
 def gpus_for(case: str) -> dict[str, Description]:

@@ -89,8 +89,12 @@ class Point:
     @property
     def settings(self) -> list[str]:
         """Changes to the description, the number of GPUs among them."""
-        asked = {} if self.devices is None else {"gpu.count": self.devices}
-        return [f"{key}={value}" for key, value in {**self.overrides, **asked}.items()]
+        return [*self.own_settings, *([] if self.devices is None else [f"gpu.count={self.devices}"])]
+
+    @property
+    def own_settings(self) -> list[str]:
+        """Changes to the description of the machine that there is, however many of its GPUs are asked for."""
+        return [f"{key}={value}" for key, value in self.overrides.items()]
 
     @property
     def key(self) -> str:
