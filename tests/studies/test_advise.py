@@ -42,7 +42,14 @@ def advice(point: Point) -> Advice:
 
 
 def row(tokens_per_s: float, **figures: object) -> dict[str, Any]:
-    return {"fits": True, "step_s": 10.0, "tokens_per_s": tokens_per_s, "drive_lifetime_s": None, **figures}
+    return {
+        "fits": True,
+        "step_s": 10.0,
+        "tokens_per_s": tokens_per_s,
+        "drive_lifetime_s": None,
+        "devices": 1,
+        **figures,
+    }
 
 
 def bought(what: str, price_usd: float) -> Purchase:
@@ -62,6 +69,22 @@ def test_costs_are_electricity_depreciation_and_wear() -> None:
     unworn = costs_of(row(1000.0), description, prices, 1e8)
     assert unworn.drives_usd == pytest.approx(drive_usd * 1e5 / (3 * SECONDS_PER_YEAR))
     assert unworn.wear_frac is None
+
+
+def test_a_machine_has_one_price_and_one_energy_however_many_gpus_are_asked_for() -> None:
+    """With --devices 1, one of two GPUs was not owned, and without it, both took their power."""
+    both = Point(model="gpt2", machine="desktop-4090", overrides={"gpu.count": 2})
+    alike = [
+        costs_of(row(1000.0), priced(replace(both, devices=devices), PriceList()), PriceList(), 1e8)
+        for devices in (None, 1, 2)
+    ]
+    assert alike[0] == alike[1] == alike[2]
+    drive_usd = load_description("desktop-4090").number("nvme.price")
+    assert alike[0].machine_price_usd == 1500 + 2 * 1599 + drive_usd  # type: ignore[operator]
+    drives_w = load_description("desktop-4090").number("nvme.power") or 0.0
+    assert alike[0].energy_kwh == pytest.approx((450 + 150 + drives_w) / 1000 * 1e5 / 3600)
+    three = priced(replace(both, devices=3), PriceList())
+    assert three.number("gpu.count") == 3, "those that the answer needs"
 
 
 def test_a_rented_machine_costs_the_rent_of_its_hours_and_nothing_else() -> None:
@@ -335,6 +358,19 @@ def test_unknown_machine_or_model_is_an_error() -> None:
         advise(Point(model="gpt-6.7b", machine="desktop-4091"), quick=True, num_workers=1)
     with pytest.raises(ValueError, match="gpt-9b"):
         advise(Point(model="gpt-9b", machine="laptop"), quick=True, num_workers=1)
+
+
+def test_a_card_that_idles_is_not_bought_again(point: Point, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("tierplan.studies.advise.purchases", lambda d, p: [
+        b for b in purchases(d, p) if "second" in b.what and not asked.append(b.what)  # type: ignore[func-returns-value]
+    ])  # fmt: skip
+    monkeypatch.setattr("tierplan.studies.advise.largest_model_of", lambda point: {"largest_model": ""})
+    of_two = replace(point, overrides={**TIGHT, "gpu.count": 2, "gpu.capacity": "1 MiB"}, devices=1)
+    found = advise(of_two, num_workers=1)
+    assert asked
+    assert found.num_tried == 0
+    assert any("GPUs that stand idle at 0 W" in text for text in found.assumptions)
 
 
 def test_text_page_and_json_say_the_same(advice: Advice, tmp_path: Path) -> None:

@@ -55,6 +55,11 @@ SHORT_SEARCH = (
     "micro-batches as the machine as it is, and further GPUs are not planned"
 )
 
+ENERGY = (
+    "energy is at nameplate power: the host, the drives and the GPUs that train at full load all the time, GPUs that "
+    "stand idle at 0 W"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
@@ -151,7 +156,9 @@ def advise(
     """
     prices = prices or PriceList()
     description = priced(point, prices)
-    bought = [b for b in purchases(description, prices) if not quick or "gpu.count" not in b.overrides]
+    no_more = quick or (description.number("gpu.count") or 1) > 1  # who leaves one idle does not buy a second
+    here = load_description(point.machine, point.settings)
+    bought = [b for b in purchases(here, prices) if not no_more or "gpu.count" not in b.overrides]
     with asking(num_workers, progress=progress) as ask:
         like = point
         if quick:
@@ -311,11 +318,17 @@ def _assumptions(
         for name, rent in {d.name: d.quantity("host.rent") for d in (load_description(RENTED), description)}.items()
         if rent and rent.value
     ]
+    energy = [ENERGY]
     if description.number("host.rent"):
-        return (*rents, "the rent is all that the job costs: its owner pays for electricity, parts and worn drives")
+        return (
+            *energy,
+            *rents,
+            "the rent is all that the job costs: its owner pays for electricity, parts and worn drives",
+        )
     assumptions = [
+        *energy,
         f"electricity costs {prices.electricity_usd_per_kwh:g} USD per kWh; the machine's price is written off over "
-        f"{prices.years:g} years of continuous training"
+        f"{prices.years:g} years of continuous training",
     ]
     is_priced = "host.capacity" in point.overrides and description.number("host.price") is not None
     if is_priced or any("host.capacity" in purchase.overrides for purchase in bought):

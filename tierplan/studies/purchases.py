@@ -261,6 +261,7 @@ class Costs:
     tokens: float
     seconds: float
     energy_kwh: float
+    """At nameplate power of host, drives and the GPUs that train."""
     energy_usd: float
     machine_usd: float | None
     """The part of the machine's price that is written off meanwhile, without drives; None where no price is known."""
@@ -271,7 +272,7 @@ class Costs:
     drive_life_s: float | None
     """Of training without pause; None where nothing wears them, or their endurance is not known."""
     machine_price_usd: float | None
-    """New, with GPUs and drives; None where a price is not known."""
+    """New, with all its GPUs, idle ones too, and drives; None where a price is not known."""
     rent_usd: float | None = None
     """Of a machine that is rented, whose owner pays for all else."""
 
@@ -310,7 +311,8 @@ def costs_of(answer: Mapping[str, Any], description: Description, prices: PriceL
     is_own = rent_usd is None
     price_usd = computer_price_usd(description)
     gpus, drives = number("gpu.count", 1.0), number("nvme.drives")
-    power_w = gpus * number("gpu.power") + number("host.power", prices.host_power_w) + drives * number("nvme.power")
+    at_work = answer["devices"]  # of the GPUs; idle ones take nothing
+    power_w = at_work * number("gpu.power") + number("host.power", prices.host_power_w) + drives * number("nvme.power")
     energy_kwh = power_w / 1000 * seconds / 3600
     life_s = answer["drive_lifetime_s"]
     computer_usd = gpus * number("gpu.price") + number("host.price")
