@@ -11,8 +11,11 @@ from collections.abc import Mapping
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.hwmodels.names import NVME_WRITE
 from tierplan.sim.columns import ScheduleColumns
+from tierplan.sim.output.text import format_s
 from tierplan.sim.schedule import Schedule
 
+UNKNOWN_LIFE = "how long they last is not known: nvme.endurance"
+"""Of drives that are written to."""
 SECONDS_PER_YEAR = 365.25 * 24 * 3600
 
 
@@ -56,3 +59,10 @@ def lifetime_s(machine: Machine, written: int, step_s: float) -> float | None:
     """
     total = endurance_bytes(machine)
     return total * step_s / written if written and total is not None else None
+
+
+def life_text(life_s: float | None, written: int) -> str:
+    """How long drives last to which a step writes so many bytes; empty where it writes none."""
+    if not written:
+        return ""
+    return UNKNOWN_LIFE if life_s is None else f"{format_s(life_s)} of writing like this, by their rated endurance"

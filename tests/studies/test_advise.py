@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tierplan.cli import main
 from tierplan.hwmodels import load_description
 from tierplan.hwmodels.catalog import load_part
 from tierplan.hwmodels.machine import MachineError
@@ -315,6 +316,41 @@ def test_drives_that_do_not_last_are_in_the_first_lines(advice: Advice) -> None:
     assert "worn out after 5 days" in " ".join(advice_lines(weary)[2:8])
     lasting = replace(advice, costs=replace(advice.costs, drive_life_s=1e10))
     assert "worn out" not in "\n".join(advice_lines(lasting))
+
+
+def test_drives_of_unknown_endurance_are_said_to_be_so_wherever_they_are_written_to(
+    advice: Advice, point: Point, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """They wore for nothing, and no text said so."""
+    text, unknown = "how long they last is not known: nvme.endurance", {**TIGHT, "nvme.part": "nm800-pro"}
+    found = advise(replace(point, overrides=unknown), quick=True, num_workers=1)
+    said = " ".join(" ".join(advice_lines(found)).split())
+    assert said.count(text) == 2, "beside the cost, and where it is assumed"
+    assert text not in " ".join(" ".join(advice_lines(advice)).split())
+    words = ["--model", point.model, "--machine", "desktop-4090", "--seq", "256"]
+    sets = [word for key, value in unknown.items() for word in ("--set", f"{key}={value}")]
+    roomy = [*sets, "--set", "host.capacity=64 MiB"]
+    for command in (["simulate", "--policy", "fuyou", *roomy], ["plan", "--time-limit", "0.5", *sets]):
+        assert main([*command, *words, "--batch", "4"]) == 0
+        assert re.search(f"drives last +{text}", capsys.readouterr().out)
+    page = [
+        *words,
+        "--method",
+        "fuyou",
+        "--dram",
+        "64",
+        "--gpus",
+        "1",
+        "--sequences",
+        "4",
+        "--gpu",
+        "rtx-4090",
+        "--drives",
+        "1",
+        *sets,
+    ]
+    assert main(["page", "-o", str(tmp_path / "p.html"), *page, "--workers", "1"]) == 0
+    assert f'"lasts":"not known","life":"{text}"' in (tmp_path / "p.html").read_text(encoding="utf-8")
 
 
 def test_what_does_not_fit_says_why_and_what_would(point: Point) -> None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 
 from tierplan.hwmodels.names import NVME_WRITE
+from tierplan.planner.questions.endurance import life_text
 from tierplan.sim.analysis.explain import Sensitivity
 from tierplan.sim.output.text import (
     alike_rows,
@@ -161,8 +162,8 @@ def _figures(advice: Advice) -> list[tuple[str, str]]:
             *_rent(advice),
             ("peak memory", peaks),
         ]
-        if costs.drive_life_s is not None:
-            figures.append(("drives live", f"{format_s(costs.drive_life_s)} of training without pause"))
+        if life := life_text(costs.drive_life_s, answer["bytes"].get(NVME_WRITE, 0)):
+            figures.append(("drives last", life))
     elif advice.rented is not None:
         figures += [(f"{format_count(advice.rented.tokens)} tokens", "not on this machine"), *_rent(advice)]
     if advice.largest_model:

@@ -16,7 +16,9 @@ from typing import Any
 from tierplan.hwmodels import Description, load_description
 from tierplan.hwmodels.catalog import load_part
 from tierplan.hwmodels.description import PARTS
+from tierplan.hwmodels.names import NVME_WRITE
 from tierplan.planner.infeasible import InfeasiblePlan
+from tierplan.planner.questions.endurance import UNKNOWN_LIFE, life_text
 from tierplan.planner.questions.largest import family
 from tierplan.planner.search.lesser import Known
 from tierplan.sim.workloads.workload import Workload
@@ -195,6 +197,7 @@ def advise(
     if "error" in answer:
         raise ValueError(answer["error"])
     changes = worthwhile(answer, bought, answers)
+    written = answer.get("bytes", {}).get(NVME_WRITE, 0)
     without = [b.what for b in bought if quick and b not in [change.bought for change in changes]]
     no_gain = f"; it found no gain for {', '.join(without)}, where the whole one may find one" if without else ""
     return Advice(
@@ -209,7 +212,13 @@ def advise(
         costs=costs_of(answer, description, prices, tokens) if answer["fits"] else None,
         assumptions=(
             *([SHORT_SEARCH + no_gain] if quick else []),
-            *_assumptions(point, description, prices, [c.bought for c in changes]),
+            *_assumptions(
+                point,
+                description,
+                prices,
+                [c.bought for c in changes],
+                is_life_unknown=life_text(answer.get("drive_lifetime_s"), written) == UNKNOWN_LIFE,
+            ),
         ),
     )
 
@@ -310,7 +319,7 @@ def largest_model_of(point: Point) -> dict[str, object]:
 
 
 def _assumptions(
-    point: Point, description: Description, prices: PriceList, bought: Sequence[Purchase]
+    point: Point, description: Description, prices: PriceList, bought: Sequence[Purchase], *, is_life_unknown: bool
 ) -> tuple[str, ...]:
     """What was assumed for want of a number in the description."""
     rents = [
@@ -345,6 +354,8 @@ def _assumptions(
     lacking = {"gpu.price": "the GPU's price", "host.price": "the host's price", "gpu.power": "the GPU's power"}
     if unknown := [what for key, what in lacking.items() if description.number(key) is None]:
         assumptions.append(f"{', '.join(unknown)}: not known, and counted as 0")
+    if is_life_unknown:
+        assumptions.append(f"worn drives cost nothing beyond what is written off, since {UNKNOWN_LIFE}")
     for section, names in named.items():
         prices_of = {name: load_part(section, name).quantity(f"{section}.price") for name in names}
         assumptions += [f"{name} costs {q.value:g} USD ({q.source})" for name, q in prices_of.items() if q]

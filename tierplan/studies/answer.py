@@ -14,6 +14,7 @@ from tierplan.planner.infeasible import InfeasiblePlan, logits_note
 from tierplan.planner.plan import PackPlan, PagedPlan, Plan, UnitwisePlan, other_numbers
 from tierplan.planner.plan_rules import Divided
 from tierplan.planner.prediction import Prediction
+from tierplan.planner.questions.endurance import life_text, written_bytes
 from tierplan.planner.results import PlanResult
 from tierplan.sim.analysis.explain import NOTHING, Sensitivity, limited_by
 from tierplan.sim.output.drawn import Excerpt
@@ -103,9 +104,8 @@ def _head_rows(p: Prediction, tokens_per_s: str, below: str) -> list[tuple[str, 
 
 
 def _last_rows(p: Prediction) -> list[tuple[str, ...]]:
-    if p.lifetime_s is None:
-        return []
-    return [("drives last", f"{format_s(p.lifetime_s)} of writing like this, by their rated endurance")]
+    text = "" if p.columns is None else life_text(p.lifetime_s, written_bytes(p.columns))
+    return [("drives last", text)] if text else []
 
 
 def question_text(point: Point, micro_batch: int, accumulation: int, dtype: str) -> str:

@@ -19,7 +19,9 @@ from typing import Any
 from tierplan.hwmodels import load_description, load_machine
 from tierplan.hwmodels.build import GPU_FORMS
 from tierplan.hwmodels.machine import MachineError
+from tierplan.hwmodels.names import NVME_WRITE
 from tierplan.planner.plan_rules import PLANNER
+from tierplan.planner.questions.endurance import life_text
 from tierplan.planner.search.budget import DEFAULT_TIME_LIMIT_S
 from tierplan.sim.analysis.explain import Sensitivity
 from tierplan.sim.output.text import format_bytes, format_count, format_s, in_short
@@ -166,6 +168,7 @@ def shown_row(point: Point, row: Row, prices: PriceList, tokens: float) -> dict[
     costs = costs_of(row, priced(point, prices), prices, tokens)
     limits = [Sensitivity(**limit) for limit in row["limits"]]
     life_s = costs.drive_life_s
+    life = life_text(life_s, row["bytes"].get(NVME_WRITE, 0))
     memory = [
         (tier, peak, capacity := row["capacity_bytes"][tier], f"{format_bytes(peak)} of {format_bytes(capacity)}")
         for tier, peak in row["peak_bytes"].items()
@@ -185,7 +188,8 @@ def shown_row(point: Point, row: Row, prices: PriceList, tokens: float) -> dict[
         "limited": limited_text(limits),
         "limits": limit_rows(limits)[1 : NUM_LIMITS + 1],
         "memory": memory,
-        "lasts": "" if life_s is None else format_s(life_s),
+        "lasts": life and ("not known" if life_s is None else format_s(life_s)),
+        "life": life,
         "alarm": life_s is not None and life_s < SOON_S,
         "note": row["devices_note"] or "",
         "costs": [

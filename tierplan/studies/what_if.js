@@ -102,7 +102,7 @@ function answer(row) {
     ["Limited by", row.limited_by, row.limited.replace(`${row.limited_by}: `, "")],
     [grid.job, row.costs[0][1], row.costs[1][1]],
   ];
-  if (row.lasts) cards.push(["Drives last", row.lasts, "of training without pause"]);
+  if (row.lasts) cards.push(["Drives last", row.lasts, row.life.replace(`${row.lasts} `, "")]);
   return [
     make("h2", { id: "headline" }, `${whole(row.tokens_per_s)} tokens/s, ${short(row.tokens_per_s * 86400)} a day`),
     ...(row.note ? [make("p", { class: "alarm" }, row.note)] : []),
