@@ -21,7 +21,16 @@ from tierplan.sim.output.text import format_s
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training
 from tierplan.studies.advice_text import advice_lines, write_advice
-from tierplan.studies.advise import Advice, advise, answer_point, largest_model_of, rental_of, worth_telling, worthwhile
+from tierplan.studies.advise import (
+    Advice,
+    _assumptions,
+    advise,
+    answer_point,
+    largest_model_of,
+    rental_of,
+    worth_telling,
+    worthwhile,
+)
 from tierplan.studies.evaluate import machine_of, most_tokens_per_s
 from tierplan.studies.purchases import PriceList, Purchase, costs_of, priced, purchases, worth_planning
 from tierplan.studies.study import Point
@@ -420,6 +429,30 @@ def test_text_page_and_json_say_the_same(advice: Advice, tmp_path: Path) -> None
     assert speed in page
     assert record["costs"] == asdict(advice.costs)  # type: ignore[call-overload]
     assert all(change.bought.what in page for change in advice.changes)
+
+
+@pytest.mark.parametrize("rent", [0, 5])
+def test_a_power_that_nobody_knows_is_not_nothing(point: Point, tmp_path: Path, rent: int) -> None:
+    """Drives were counted at 0 W, and rented GPUs too, without a word."""
+    path = tmp_path / "own.toml"
+    text = (files("tierplan.hwmodels") / "catalog" / "machines" / "desktop-4090.toml").read_text(encoding="utf-8")
+    path.write_text(text.replace("[host]", f"[host]\nrent = {rent}"))
+    asked = replace(point, machine=str(path), overrides=TIGHT)
+
+    def powers(*settings: str, without: str = "") -> list[str]:
+        own = load_description(str(path), settings)
+        own = replace(own, part_values={name: q for name, q in own.part_values.items() if name != without})
+        told = _assumptions(asked, own, PriceList(), [], is_life_unknown=False)
+        return [text for text in told if "0 W" in text]
+
+    nameplate, drives, host = powers()
+    assert nameplate.startswith("energy is at nameplate power")
+    assert drives == "the drives' power: not known, and counted as 0 W"
+    assert host == "the machine without GPUs and drives takes 150 W"
+    assert powers("nvme.drives=0") == [nameplate, host]
+    assert powers("nvme.power=8", "host.power=99") == [nameplate]
+    both = "the GPU's power, the drives' power: not known, and counted as 0 W"
+    assert powers("host.power=99", without="gpu.power") == [nameplate, both]
 
 
 def test_a_price_that_nobody_knows_is_not_nothing(advice: Advice) -> None:

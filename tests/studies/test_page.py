@@ -80,7 +80,9 @@ def test_a_search_that_was_cut_short_is_no_secret(page: tuple[Study, Path], tmp_
     write_what_if(tmp_path / "short.html", short, keep_in=tmp_path / "answers", num_workers=1)
     said = "The planner had at most 1.5 s for each: with more it finds quicker plans."
     assert said in (tmp_path / "short.html").read_text(encoding="utf-8")
-    assert "The planner had at most" not in path.read_text(encoding="utf-8")
+    assert "The planner had at most" not in (told := path.read_text(encoding="utf-8"))
+    assert "energy is at nameplate power" in told
+    assert "drives&#x27; power: not known, and counted as 0 W" in told
 
 
 @pytest.mark.parametrize("page_first", [True, False])

@@ -31,6 +31,7 @@ from tierplan.studies.purchases import (
     PriceList,
     Purchase,
     costs_of,
+    energy_assumptions,
     job_s,
     priced,
     purchases,
@@ -55,11 +56,6 @@ SHORT_SEARCH = (
     "the search was short. The whole one, without --quick, finds a plan for this machine that is at least as quick; "
     "what a purchase gains and renting costs is rough: purchases have plans of the same kind and in about the same "
     "micro-batches as the machine as it is, and further GPUs are not planned"
-)
-
-ENERGY = (
-    "energy is at nameplate power: the host, the drives and the GPUs that train at full load all the time, GPUs that "
-    "stand idle at 0 W"
 )
 
 
@@ -327,13 +323,10 @@ def _assumptions(
         for name, rent in {d.name: d.quantity("host.rent") for d in (load_description(RENTED), description)}.items()
         if rent and rent.value
     ]
-    energy = [ENERGY]
+    energy = energy_assumptions(description, prices)
     if description.number("host.rent"):
-        return (
-            *energy,
-            *rents,
-            "the rent is all that the job costs: its owner pays for electricity, parts and worn drives",
-        )
+        all_paid = "the rent is all that the job costs: its owner pays for electricity, parts and worn drives"
+        return (*energy, *rents, all_paid)
     assumptions = [
         *energy,
         f"electricity costs {prices.electricity_usd_per_kwh:g} USD per kWh; the machine's price is written off over "
@@ -349,11 +342,9 @@ def _assumptions(
     }
     if has_drives and not named["nvme"] and description.number("nvme.price") is None:
         assumptions.append(f"a drive costs {prices.drive_usd:g} USD (2 TB, February 2026)")
-    if description.number("host.power") is None:
-        assumptions.append(f"the machine without GPUs and drives takes {prices.host_power_w:g} W")
-    lacking = {"gpu.price": "the GPU's price", "host.price": "the host's price", "gpu.power": "the GPU's power"}
+    lacking = {"gpu.price": "the GPU's price", "host.price": "the host's price"}
     if unknown := [what for key, what in lacking.items() if description.number(key) is None]:
-        assumptions.append(f"{', '.join(unknown)}: not known, and counted as 0")
+        assumptions.append(f"{', '.join(unknown)}: not known, and counted as 0 USD")
     if is_life_unknown:
         assumptions.append(f"worn drives cost nothing beyond what is written off, since {UNKNOWN_LIFE}")
     for section, names in named.items():

@@ -28,7 +28,18 @@ from tierplan.sim.output.text import format_bytes, format_count, format_s, in_sh
 from tierplan.studies.advise import QUICKER_FRAC
 from tierplan.studies.answer import limit_rows, limited_text, question_text
 from tierplan.studies.evaluate import machine_of, predict_point, training_of
-from tierplan.studies.purchases import FORMS, GIB, SOON_S, TOKENS, PriceList, check_rent, costs_of, gpus_for, priced
+from tierplan.studies.purchases import (
+    FORMS,
+    GIB,
+    SOON_S,
+    TOKENS,
+    PriceList,
+    check_rent,
+    costs_of,
+    energy_assumptions,
+    gpus_for,
+    priced,
+)
 from tierplan.studies.study import Point, Study
 from tierplan.studies.sweep import Row, sweep
 from tierplan.validation.report.page import write_page
@@ -140,7 +151,7 @@ def write_what_if(
     about = (
         f"{machine.summary or machine.name}; {points[0].seq} tokens a sequence. {len(points):,} answers, all computed "
         "beforehand: nothing is asked of a network. "
-        f"{_short_search(points[0].planner_s)}{money}"
+        f"{_short_search(points[0].planner_s)}{money} Assumed: {'; '.join(energy_assumptions(machine, prices))}."
     )
     body = (
         f"<style>{style}</style>\n"

@@ -294,6 +294,21 @@ class Costs:
         return {**texts, "machine": "of unknown price"} if "machine" in texts and self.machine_usd is None else texts
 
 
+def energy_assumptions(description: Description, prices: PriceList) -> list[str]:
+    """What an energy rests on: of a rented machine too, whose energy is told and not paid."""
+    powers = {"gpu.power": "the GPU's power"}
+    powers |= {"nvme.power": "the drives' power"} if description.number("nvme.drives") else {}
+    assumptions = [
+        "energy is at nameplate power: the host, the drives and the GPUs that train at full load all the time, GPUs "
+        "that stand idle at 0 W"
+    ]
+    if unknown := [what for key, what in powers.items() if description.number(key) is None]:
+        assumptions.append(f"{', '.join(unknown)}: not known, and counted as 0 W")
+    if description.number("host.power") is None:
+        assumptions.append(f"the machine without GPUs and drives takes {prices.host_power_w:g} W")
+    return assumptions
+
+
 def job_s(answer: Mapping[str, Any], tokens: float) -> float:
     """Seconds of a job at the speed of a prediction's record: a step is the least that one can do."""
     return max(float(answer["step_s"]), tokens / float(answer["tokens_per_s"]))
