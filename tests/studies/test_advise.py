@@ -322,7 +322,10 @@ def test_drives_that_do_not_last_are_in_the_first_lines(advice: Advice) -> None:
     assert advice.costs is not None
     assert advice.costs.drive_life_s is not None
     weary = replace(advice, costs=replace(advice.costs, drive_life_s=5 * 86_400.0, wear_frac=3.0))
-    assert "worn out after 5 days" in " ".join(advice_lines(weary)[2:8])
+    assert "worn out after 5 days" in (said := " ".join(advice_lines(weary)[2:8]))
+    assert "take 300 % of" in " ".join(said.split())
+    short = replace(weary, costs=replace(weary.costs, wear_frac=0.00384))
+    assert "take 0.384 % of" in " ".join(" ".join(advice_lines(short)).split()), "0 % were most of the cost"
     lasting = replace(advice, costs=replace(advice.costs, drive_life_s=1e10))
     assert "worn out" not in "\n".join(advice_lines(lasting))
 

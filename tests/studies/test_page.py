@@ -18,9 +18,9 @@ from tierplan.hwmodels import load_description
 from tierplan.hwmodels.machine import MachineError
 from tierplan.studies import advise as advising
 from tierplan.studies.evaluate import evaluate_point
-from tierplan.studies.page import grid_of, write_what_if
+from tierplan.studies.page import grid_of, shown_row, write_what_if
 from tierplan.studies.purchases import PriceList, Purchase, purchases
-from tierplan.studies.study import Study
+from tierplan.studies.study import Point, Study
 from tierplan.studies.sweep import sweep
 
 SMALLER = {"gpu.capacity": "2 MiB", "gpu.reserve": 0, "host.reserve": 0}
@@ -176,6 +176,18 @@ def test_page_and_advise_have_one_price_for_a_machine(
     assert advised(*little) == shown_little == here, "nobody sells less than 2 x 32"
     assert bought["128 GiB"] == pytest.approx(shown[2] - here)
     assert bought["192 GiB"] == pytest.approx(192 * PriceList().dram_usd_per_gib), "modules of 32 GiB go"
+
+
+def test_a_small_job_wears_and_takes_more_than_nothing() -> None:
+    """It was said to take 0.0 kWh and 0.0 % of the drives' endurance."""
+    figures = {"fits": True, "step_s": 1.0, "tokens_per_s": 1e3, "devices": 1, "micro_batch": 1, "accumulation": 1}
+    figures |= {"num_batches": 1, "tokens": 1024, "limits": [], "limited_by": "", "devices_note": None}
+    figures |= {"peak_bytes": {}, "capacity_bytes": {}, "bytes": {"nvme.write": 1}, "drive_lifetime_s": 1e6}
+    point = Point(model="gpt2", machine="desktop-4090", policy="fuyou", batch=1, accumulation=1)
+    costs = dict(shown_row(point, figures, PriceList(), 1e4)["costs"])
+    assert costs["wear"].startswith("0.001 % ")
+    watts = 450 + 150 + (load_description("desktop-4090").number("nvme.power") or 0)
+    assert float(costs["energy"].removesuffix(" kWh")) == pytest.approx(watts / 1000 * 10 / 3600, rel=0.005)
 
 
 def test_a_machine_without_drives_can_be_chosen(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def _alarms(advice: Advice) -> list[str]:
         *alarms,
         f"The drives are worn out after {format_s(costs.drive_life_s)} of this training: it writes "
         f"{format_bytes(advice.answer['bytes'][NVME_WRITE])} in each step, and {job} tokens take "
-        f"{100 * (costs.wear_frac or 0):,.0f} % of their rated endurance. --drive-lifetime-years Y plans for drives "
+        f"{digits(100 * (costs.wear_frac or 0))} % of their rated endurance. --drive-lifetime-years Y plans for drives "
         "that last.",
     ]
 

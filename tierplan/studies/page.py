@@ -24,7 +24,7 @@ from tierplan.planner.plan_rules import PLANNER
 from tierplan.planner.questions.endurance import life_text
 from tierplan.planner.search.budget import DEFAULT_TIME_LIMIT_S
 from tierplan.sim.analysis.explain import Sensitivity
-from tierplan.sim.output.text import format_bytes, format_count, format_s, in_short
+from tierplan.sim.output.text import digits, format_bytes, format_count, format_s, in_short
 from tierplan.studies.advise import QUICKER_FRAC
 from tierplan.studies.answer import limit_rows, limited_text, question_text
 from tierplan.studies.evaluate import machine_of, predict_point, training_of
@@ -185,7 +185,7 @@ def shown_row(point: Point, row: Row, prices: PriceList, tokens: float) -> dict[
         for tier, peak in row["peak_bytes"].items()
         if peak > 0
     ]
-    wear = [] if costs.wear_frac is None else [("wear", f"{100 * costs.wear_frac:,.1f} % of the drives' endurance")]
+    wear = [] if costs.wear_frac is None else [("wear", f"{digits(100 * costs.wear_frac)} % of the drives' endurance")]
     return {
         "fits": True,
         "step_s": row["step_s"],
@@ -206,7 +206,7 @@ def shown_row(point: Point, row: Row, prices: PriceList, tokens: float) -> dict[
         "costs": [
             ("time", format_s(costs.seconds)),
             *costs.texts.items(),
-            ("energy", f"{costs.energy_kwh:,.1f} kWh"),
+            ("energy", f"{digits(costs.energy_kwh)} kWh"),
             *wear,
         ],
         "command": _command(point, row),
