@@ -59,6 +59,8 @@ class Key:
     required: bool = False
     curve: bool = False
     """May be a list of [amount, rate] points, by rising amount of one op."""
+    over: Unit | None = None
+    """Unit of these amounts, where it is not that of the rate: `count` for numbers of GPUs."""
     choices: tuple[str, ...] = ()
     replaces: tuple[str, ...] = ()
     """Keys that a new value of this one makes void, because they stood for the same thing more directly."""
@@ -126,7 +128,9 @@ class Quantity:
             return self.value
         if isinstance(self.value, tuple):
             low, high = self.value[0], self.value[-1]
-            amounts = [format_amount(amount, key.unit).removesuffix("/s") for amount, _ in (low, high)]
+            unit = key.over or key.unit
+            amounts = [format_amount(amount, unit).removesuffix("/s") for amount, _ in (low, high)]
+            amounts = [f"{amount} GPUs" for amount in amounts] if unit == "count" else amounts
             rates = [format_amount(rate, key.unit) for _, rate in (low, high)]
             return " to ".join(f"{rate} (at {amount})" for rate, amount in zip(rates, amounts, strict=True))
         if key.name.endswith(".endurance"):  # a decimal amount, as on the drive's box
@@ -287,7 +291,8 @@ def _value(key: Key, value: object, what: str) -> float | str | Points:
     for point in value:
         if not isinstance(point, (list, tuple)) or len(point) != 2:
             raise MachineError(f"{what} has the point {point!r}; a curve is [[amount, rate], ...] by rising amount")
-        amount = parse_amount(point[0], "bytes" if key.unit == "bytes/s" else "number", what=f"an amount of {what}")
+        over = key.over or ("bytes" if key.unit == "bytes/s" else "number")
+        amount = parse_amount(point[0], over, what=f"an amount of {what}")
         points.append((amount, parse_amount(point[1], key.unit, what=f"a rate of {what}")))
     amounts = [amount for amount, _ in points]
     if not points or amounts != sorted(set(amounts)) or any(rate <= 0 or amount <= 0 for amount, rate in points):

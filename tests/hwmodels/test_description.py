@@ -209,6 +209,10 @@ def test_a_collective_runs_at_the_rate_of_its_number_of_gpus() -> None:
     for num, rate in ((2, 16e9), (4, 8e9), (8, 4e9)):
         cost = machine.cost("gpu0.collective", collective_work("all_reduce", 1e9, num))
         assert cost.work_s == pytest.approx(2 * (num - 1) * (1e9 / num / rate + 1e-5))
+    shown = parse_description(measured, where="x").values["link.collective"].text(KEYS["link.collective"])
+    assert shown == "16 GB/s (at 2 GPUs) to 4 GB/s (at 8 GPUs)"
+    with pytest.raises(MachineError, match=r"an amount of link.collective in x is '2 MB'; write it like 12"):
+        parse_description(measured.replace('[2, "16', '["2 MB", "16'), where="x")
 
 
 def test_gpus_without_links_or_measurements_share_the_host() -> None:
