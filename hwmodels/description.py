@@ -38,7 +38,7 @@ import tomli_w
 
 from tierplan.hwmodels.machine import MachineError
 from tierplan.hwmodels.records import Amount, RecordError, decode
-from tierplan.hwmodels.units import Unit, format_amount, parse_amount
+from tierplan.hwmodels.units import Unit, format_amount, number_of, parse_amount
 
 PARTS: Mapping[str, str] = {"gpu": "gpus", "nvme": "drives"}
 """Sections that can name a part, and the folder of the catalog where it is looked up."""
@@ -318,10 +318,12 @@ def _plausible(amount: float, value: object, key: Key, what: str) -> float:
         raise MachineError(f"{what} is {value!r}; it must be above 0")
     least, meant, most = PLAUSIBLE.get(key.name, PLAUSIBLE.get(key.unit, (0.0, "", inf)))
     if 0 < amount < least:
-        number = str(value).split()[0].rstrip("BFLOPS/sW")
+        number = number_of(str(value))
         if key.name in DRIVES_SAY_MB and float(number) >= 100:
             number = f"{float(number) / 1000:g}"
-        raise MachineError(f'{what} is {value!r}, {format_amount(amount, key.unit)}; did you mean "{number} {meant}"?')
+        is_meant = parse_amount(f"{number} {meant}", key.unit, what=what) >= least
+        hint = f'did you mean "{number} {meant}"?' if is_meant else "which is less than anything has; check its unit"
+        raise MachineError(f"{what} is {value!r}, {format_amount(amount, key.unit)}{'; ' if is_meant else ', '}{hint}")
     if amount > (key.most if key.most < inf else most):
         shown = f"{value!r}, {format_amount(amount, key.unit)}, which nothing reaches; check its unit"
         if key.unit == "number":

@@ -67,8 +67,14 @@ def _parse_text(value: str, unit: Unit, what: str) -> float:
     return float(match["number"]) * _SCALES[found.groupdict().get("scale") or ""]
 
 
+def number_of(text: str) -> str:
+    """The number in front of an amount's unit."""
+    found = _NUMBER.match(text.lstrip("$"))
+    return found["number"] if found else text
+
+
 def format_amount(value: float, unit: Unit) -> str:
-    """A short text for people, to about four digits; bytes of memory in GiB, rates in decimal units."""
+    """A short text for people, to about four digits, no exponent below 1e9; memory in GiB, rates in decimal units."""
     if unit == "count":
         return f"{int(value)}"
     if unit in _SHOWN:
@@ -78,7 +84,7 @@ def format_amount(value: float, unit: Unit) -> str:
             if value >= scale:
                 return f"{value / scale:.4g} {name}"
         return f"{value * 1e9:.4g} ns"
-    return f"{value:.4g}" + {"USD": " USD", "W": " W"}.get(unit, "")
+    return _plain(value) + {"USD": " USD", "W": " W"}.get(unit, "")
 
 
 def _scaled(value: float, scales: Mapping[str, float], unit: str) -> str:
@@ -86,4 +92,9 @@ def _scaled(value: float, scales: Mapping[str, float], unit: str) -> str:
     for name, scale in scales.items():
         if name != "K" and value >= scale >= factor:
             chosen, factor = name, scale
-    return f"{value / factor:.4g} {chosen}{unit}".replace("  ", " ")
+    return f"{_plain(value / factor)} {chosen}{unit}".replace("  ", " ")
+
+
+def _plain(value: float) -> str:
+    text = f"{value:.4g}"
+    return f"{value:.0f}" if "e+" in text and value < 1e9 else text

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from tierplan.hwmodels import MachineError, load_description, load_machine
+from tierplan.hwmodels.description import KEYS
 
 
 @pytest.mark.parametrize(
@@ -21,7 +22,7 @@ from tierplan.hwmodels import MachineError, load_description, load_machine
         ("gpu.memory_bandwidth=300 TB/s", "which nothing reaches; check its unit"),
         (
             "link.h2d=25000 GB/s",
-            "link.h2d in --set is '25000 GB/s', 2.5e+04 GB/s, which nothing reaches; check its unit",
+            "link.h2d in --set is '25000 GB/s', 25000 GB/s, which nothing reaches; check its unit",
         ),
         ("link.p2p=900000 GB/s", "which nothing reaches; check its unit"),
         ("gpu.latency=5", "gpu.latency in --set is '5', 5 s, which nothing reaches; check its unit"),
@@ -31,6 +32,9 @@ from tierplan.hwmodels import MachineError, load_description, load_machine
         ),
         ("nvme.endurance=600", 'did you mean "600 TB"?'),
         ("nvme.endurance=600 GB", 'did you mean "600 TB"?'),
+        ("nvme.endurance=0.999 TB", "'0.999 TB', 930.4 GiB, which is less than anything has; check its unit"),
+        ("nvme.endurance=600GB", 'did you mean "600 TB"?'),
+        ("link.h2d=0.5MB/s", 'did you mean "0.5 GB/s"?'),
         ("nvme.latency=100", "which nothing reaches; check its unit"),
         ("gpu.memory_frac=80", "80; it is at most 1 (share of that bandwidth"),
         ("gpu.matmul_frac=1.5", "it is at most 1 (share of the peak"),
@@ -38,7 +42,7 @@ from tierplan.hwmodels import MachineError, load_description, load_machine
         ("gpu.sustained_frac=1.2", "gpu.sustained_frac in --set is 1.2; it is at most 1 ("),
         ("gpu.sustained_frac=[[1e9, 0.8]]", "gpu.sustained_frac in --set is a list; this key takes one number"),
         ("nvme.mixed=5", "5; it is at most 2 (room for reads and writes together"),
-        ("gpu.power=450 kW", "gpu.power in --set is '450 kW', 4.5e+05 W, which nothing reaches; check its unit"),
+        ("gpu.power=450 kW", "gpu.power in --set is '450 kW', 450000 W, which nothing reaches; check its unit"),
         ("host.power=90 kW", "which nothing reaches; check its unit"),
         ("nvme.power=7 kW", "which nothing reaches; check its unit"),
         ("gpu.power=0.45", 'did you mean "0.45 kW"?'),
@@ -54,3 +58,14 @@ def test_an_implausible_amount_says_what_was_probably_meant(setting: str, meant:
 def test_what_a_busy_processor_measures_is_taken() -> None:
     description = load_description("desktop-4090", ["gpu.attention_bf16=0.58 GFLOP/s"])
     assert description.number("gpu.attention_bf16") == 5.8e8
+
+
+@pytest.mark.parametrize(
+    ("setting", "shown"),
+    [("gpu.price=12345", "12345 USD"), ("host.power=19999", "19999 W"), ("link.p2p=9.9999 TB/s", "10000 GB/s")],
+)
+def test_money_and_watts_have_no_exponents(setting: str, shown: str) -> None:
+    name = setting.partition("=")[0]
+    quantity = load_description("desktop-4090", [setting]).quantity(name)
+    assert quantity is not None
+    assert quantity.text(KEYS[name]) == shown
