@@ -194,6 +194,17 @@ def test_only_what_is_quicker_is_listed_most_per_price_first() -> None:
     assert [(c.bought.what, c.gain_frac) for c in made_to_fit] == [("cheap", None), ("dear", None)]
 
 
+def test_drives_that_cost_nothing_are_bought_for_nothing() -> None:
+    """The costs counted 0 USD, and another drive 180."""
+    described = load_description("desktop-4090", ["nvme.price=0"])
+    assert costs_of(row(1000.0, drive_lifetime_s=5e4), described, PriceList(), 1e8).drives_usd == 0
+    more = [p for p in purchases(described, PriceList()) if "nvme.drives" in p.overrides]
+    assert {p.price_usd for p in more} == {0}
+    assert worth_planning(more, [10.0, 20.0], now=5.0) == [True, True]
+    changes = worthwhile(row(100.0), [bought("dear", 1000), *more[:1]], [row(200.0), row(110.0)])
+    assert [c.bought.price_usd for c in changes] == [0, 1000], "most gain per price first"
+
+
 def test_what_shops_sell() -> None:
     desktop = {p.what: p for p in purchases(load_description("desktop-4090"), PriceList())}
     assert desktop["128 GiB DRAM (4 x 32)"].price_usd == pytest.approx(64 * 10.6)

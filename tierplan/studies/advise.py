@@ -280,7 +280,9 @@ def worthwhile(answer: Row, bought: Sequence[Purchase], answers: Sequence[Row]) 
         gain = float(row["tokens_per_s"]) / float(answer["tokens_per_s"]) - 1.0 if answer["fits"] else None
         if gain is None or gain >= QUICKER_FRAC:
             changes.append(Change(bought=purchase, answer=row, gain_frac=gain))
-    return tuple(sorted(changes, key=lambda c: (-(c.gain_per_1000_usd or 0.0), c.bought.price_usd)))
+    return tuple(
+        sorted(changes, key=lambda c: (bool(c.bought.price_usd), -(c.gain_per_1000_usd or 0.0), c.bought.price_usd))
+    )
 
 
 def rental_of(answer: Row, tokens: float) -> Rental | None:

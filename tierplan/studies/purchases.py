@@ -117,7 +117,7 @@ def purchases(description: Description, prices: PriceList) -> list[Purchase]:
     drives = int(description.number("nvme.drives") or 0)
     is_described = description.number("nvme.read") is not None
     drive = description if is_described else load_part("nvme", DRIVE)
-    price = drive.number("nvme.price") or prices.drive_usd
+    price = _drive_usd(drive, prices)
     for number in sorted({drives + 1, min(2 * drives + 2, form.drives)}):
         if drives < number <= form.drives:
             what = f"{number - drives}{' more' * bool(drives)} drive{'s' * (number > drives + 1)}"
@@ -213,7 +213,7 @@ def worth_planning(bought: Sequence[Purchase], bounds: Sequence[float], now: flo
         for most, b in sorted(pairs, key=lambda pair: pair[1].price_usd):
             if not able or most > able[-1][0] * (1 + NO_MORE_FRAC):
                 able.append((most, b))
-        by_price = sorted(able, key=lambda pair: (now - pair[0]) / pair[1].price_usd)
+        by_price = sorted(able, key=lambda pair: (now - pair[0]) / (pair[1].price_usd or 1e-9))
         chosen += list(dict.fromkeys(b.what for _, b in (*by_price[:1], *able[-1:], *by_price)))[:MOST_OF_A_KIND]
     return [b.what in chosen for b in bought]
 
@@ -238,8 +238,14 @@ def _as_a_whole(name: str) -> Purchase | None:
     price_usd = computer_price_usd(other)
     if price_usd is None:
         return None
-    drives = (other.number("nvme.drives") or 0) * (other.number("nvme.price") or PriceList().drive_usd)
+    drives = (other.number("nvme.drives") or 0) * _drive_usd(other, PriceList())
     return Purchase(what=f"another machine: {name}", overrides={}, price_usd=price_usd + drives, machine=name)
+
+
+def _drive_usd(description: Description, prices: PriceList) -> float:
+    """Of one drive; 0 where the description says that it costs nothing."""
+    price = description.number("nvme.price")
+    return prices.drive_usd if price is None else price
 
 
 def computer_price_usd(description: Description) -> float | None:
@@ -331,7 +337,7 @@ def costs_of(answer: Mapping[str, Any], description: Description, prices: PriceL
     energy_kwh = power_w / 1000 * seconds / 3600
     life_s = answer["drive_lifetime_s"]
     computer_usd = gpus * number("gpu.price") + number("host.price")
-    drives_usd = drives * number("nvme.price", prices.drive_usd)
+    drives_usd = drives * _drive_usd(description, prices)
     written_off_frac = seconds / (prices.years * SECONDS_PER_YEAR)
     wear_frac = None if life_s is None else seconds / float(life_s)
     return Costs(
