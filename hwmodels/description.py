@@ -38,7 +38,7 @@ import tomli_w
 
 from tierplan.hwmodels.machine import MachineError
 from tierplan.hwmodels.records import Amount, RecordError, decode
-from tierplan.hwmodels.units import Unit, format_amount, number_of, parse_amount
+from tierplan.hwmodels.units import Unit, format_amount, leading_number, parse_amount
 
 PARTS: Mapping[str, str] = {"gpu": "gpus", "nvme": "drives"}
 """Sections that can name a part, and the folder of the catalog where it is looked up."""
@@ -318,7 +318,7 @@ def _plausible(amount: float, value: object, key: Key, what: str) -> float:
         raise MachineError(f"{what} is {value!r}; it must be above 0")
     least, meant, most = PLAUSIBLE.get(key.name, PLAUSIBLE.get(key.unit, (0.0, "", inf)))
     if 0 < amount < least:
-        number = number_of(str(value))
+        number = leading_number(str(value))
         if key.name in DRIVES_SAY_MB and float(number) >= 100:
             number = f"{float(number) / 1000:g}"
         is_meant = parse_amount(f"{number} {meant}", key.unit, what=what) >= least

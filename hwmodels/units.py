@@ -67,7 +67,7 @@ def _parse_text(value: str, unit: Unit, what: str) -> float:
     return float(match["number"]) * _SCALES[found.groupdict().get("scale") or ""]
 
 
-def number_of(text: str) -> str:
+def leading_number(text: str) -> str:
     """The number in front of an amount's unit."""
     found = _NUMBER.match(text.lstrip("$"))
     return found["number"] if found else text
