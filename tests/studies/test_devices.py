@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,11 @@ from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule_file import save_schedule
 from tierplan.sim.workloads.models import load_workload, workload_of
 from tierplan.sim.workloads.workload import Training, Workload
+from tierplan.studies.answer import batch_text, question_text
 from tierplan.studies.evaluate import predict_point
+from tierplan.studies.page import shown_row
+from tierplan.studies.purchases import PriceList
+from tierplan.studies.study import Point
 from tierplan.validation.calibration.calibration import Calibration
 from tierplan.validation.calibration.session import CalibrationSession
 
@@ -230,3 +235,42 @@ def test_beyond_the_largest_of_a_family_depth_grows(
     assert out.startswith(f"zero-offload: {found} on desktop-4090, 2 of its 2 GPUs")
     assert ("the next size, 2 layers with 15 blocks, does not fit" in out) == (gib < 1)
     assert ("this is the deepest that was looked at: larger models may fit too" in out) == (gib == 64)
+
+
+@pytest.mark.parametrize(
+    ("policy", "has", "batch"),
+    [
+        ("ddp", "one micro-batch of 2 sequences on each of 2 GPUs, 64 tokens each", "2 x 1 per GPU"),
+        ("megatron-tp", "one micro-batch of 2 sequences, which 2 GPUs share, 64 tokens each", "2 x 1"),
+        ("harmony", "one micro-batch of 2 sequences, 64 tokens each", "2 x 1"),
+    ],
+)
+def test_what_a_step_has_is_said_in_the_same_words(
+    model: str, capsys: pytest.CaptureFixture[str], policy: str, has: str, batch: str
+) -> None:
+    """A step of 16,384 tokens was said to have one micro-batch of 2 sequences of 1024, which each of 8 GPUs has."""
+    asked = ["simulate", "--policy", policy, "--model", model, *TWO]
+    assert main([*asked, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["tokens"] == (256 if "on each" in has else 128)
+    assert main(asked) == 0
+    assert f"a step has {has}" in " ".join(capsys.readouterr().out.split())
+    point = Point(model=model, machine="desktop-4090", policy=policy, batch=2, seq=64, overrides={"gpu.count": 2})
+    assert question_text(point, record, "bf16") == has
+    limits = {"limits": [], "limited_by": "", "devices_note": None}
+    assert shown_row(point, {**record, **limits}, PriceList(), 1e6)["how"] == has
+    assert batch_text(2, 1, record["tokens"] // 128) == batch
+
+
+def test_plan_and_advise_say_how_many_gpus_have_the_micro_batches(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("plan", "advise"):
+        assert main([command, "--model", model, *ASKED[command], "--json"]) == 0
+        record = json.loads(capsys.readouterr().out)
+        assert main([command, "--model", model, *ASKED[command]]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        num = record["tokens"] // (64 * record["micro_batch"] * record["accumulation"])
+        assert num == record["devices"] == 2, "each has micro-batches of its own"
+        assert "on each of 2 GPUs, 64 tokens each" in text
+        assert command == "plan" or re.search(r"this plan +\d+ x \d+ per GPU", text)

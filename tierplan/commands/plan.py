@@ -52,12 +52,10 @@ def run(args: argparse.Namespace) -> int:
         tell(args, impossible_record(error), [*wrapped(f"{reason[:1].upper()}{reason[1:]}."), *unwritten])
         return EXIT_INFEASIBLE
     result, workload, machine = best.result, best.workload, best.machine
-    training = workload.training
-    batch, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
     record = answer_record(best)
     lines = [
         *wrapped(f"{workload.name} on {result.prediction.where}"),
-        *wrapped(question_text(point, batch, accumulation, training.dtype)),
+        *wrapped(question_text(point, record, workload.training.dtype)),
         *answer_lines(best),
     ]
     if args.explain:

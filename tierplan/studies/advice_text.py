@@ -19,7 +19,7 @@ from tierplan.sim.output.text import (
     wrapped,
 )
 from tierplan.studies.advise import Advice, Change
-from tierplan.studies.answer import limit_rows, limited_text, policy_rows, question_text
+from tierplan.studies.answer import batch_text, limit_rows, limited_text, policy_rows, question_text
 from tierplan.studies.evaluate import QUICK
 from tierplan.studies.purchases import SOON_S
 from tierplan.validation.report.page import bars, cards, facts, paragraph, section, table, write_page
@@ -77,7 +77,7 @@ def write_advice(path: str | os.PathLike[str], advice: Advice) -> None:
         assert costs is not None
         flops = format_count(answer["model_flops_per_s"])
         figures = [
-            ("Step", format_s(answer["step_s"]), f"micro-batch {answer['micro_batch']} x {answer['accumulation']}"),
+            ("Step", format_s(answer["step_s"]), question_text(advice.point, answer, answer["dtype"])),
             ("Speed", f"{answer['tokens_per_s']:,.0f} tokens/s", f"{flops} model FLOP/s"),
             ("Limited by", str(answer["limited_by"]), limited_text(_limits(advice)).partition(": ")[2]),
             (f"{format_count(costs.tokens)} tokens", format_s(costs.seconds), costs.texts["cost"]),
@@ -116,7 +116,7 @@ def _answer(advice: Advice) -> str:
         cheapest = min(advice.changes, key=lambda c: c.bought.price_usd).bought
         return f"{no}. The cheapest with which it runs is {cheapest.what}. {_why(advice)}"
     least = "at least " if advice.point.policy == QUICK else ""
-    asked = question_text(advice.point, int(answer["micro_batch"]), int(answer["accumulation"]), answer["dtype"])
+    asked = question_text(advice.point, answer, answer["dtype"])
     return (
         f"Yes: {least}{answer['tokens_per_s']:,.0f} tokens/s, {format_s(answer['step_s'])} per step ({asked}). "
         f"Limited by {limited_text(_limits(advice))}."
@@ -195,12 +195,18 @@ def _limits(advice: Advice) -> list[Sensitivity]:
     return [Sensitivity(**limit) for limit in advice.answer["limits"]]
 
 
+def _batch(advice: Advice) -> str:
+    micro_batch, accumulation = int(advice.answer["micro_batch"]), int(advice.answer["accumulation"])
+    num_batches = advice.answer["tokens"] // (micro_batch * accumulation * advice.point.seq)
+    return batch_text(micro_batch, accumulation, num_batches)
+
+
 def _policy_rows(advice: Advice) -> list[Sequence[str]]:
     """A header, the plan, and the published systems for the same work, quickest first."""
     answer = advice.answer
     rows: list[Sequence[str]] = [
         ("system, same work", "batch", "step", "takes"),
-        ("this plan", f"{answer['micro_batch']} x {answer['accumulation']}", format_s(answer["step_s"]), "1.00 x"),
+        ("this plan", _batch(advice), format_s(answer["step_s"]), "1.00 x"),
     ]
     policies = answer["policies"]
     rows += policy_rows(policies, answer["step_s"])

@@ -108,10 +108,23 @@ def _last_rows(p: Prediction) -> list[tuple[str, ...]]:
     return [("drives last", text)] if text else []
 
 
-def question_text(point: Point, micro_batch: int, accumulation: int, dtype: str) -> str:
-    """What was asked, with the division into micro-batches that answers it."""
+def question_text(point: Point, row: Mapping[str, Any], dtype: str) -> str:
+    """What was asked, with the division into micro-batches that answers it, by the record of the answer."""
     why = f", in {dtype} since this machine has no bf16" if point.dtype == "auto" and dtype != "bf16" else ""
-    return f"{_batches(accumulation, micro_batch)}, {point.seq} tokens each{why}"
+    micro_batch, accumulation = row["micro_batch"], row["accumulation"]
+    num_batches = row["tokens"] // (micro_batch * accumulation * point.seq)
+    return step_text(micro_batch, accumulation, num_batches, row["devices"], point.seq) + why
+
+
+def step_text(micro_batch: int, accumulation: int, num_batches: int, devices: int, seq: int) -> str:
+    """What a step has, and who has it: `num_batches` of the devices have micro-batches of their own, or all share."""
+    whose = f" on each of {num_batches} GPUs" if num_batches > 1 else f", which {devices} GPUs share" * (devices > 1)
+    return f"{_batches(accumulation, micro_batch)}{whose}, {seq} tokens each"
+
+
+def batch_text(micro_batch: int, accumulation: int, num_batches: int) -> str:
+    """The same in a table."""
+    return f"{micro_batch} x {accumulation}" + " per GPU" * (num_batches > 1)
 
 
 def _batches(accumulation: int, micro_batch: int) -> str:
@@ -174,7 +187,7 @@ def policy_rows(policies: Mapping[str, Mapping[str, Any]], step_s: float) -> lis
             num = p["micro_batch"] * p["accumulation"] * p["num_batches"]
             other = "" if isclose(seconds, p["step_s"]) else f" (steps of {num} sequences)"
             other += "" if p["same_numbers"] else " (other numbers)"
-            batch = f"{p['micro_batch']} x {p['accumulation']}"
+            batch = batch_text(p["micro_batch"], p["accumulation"], p["num_batches"])
             rows.append((name, batch, format_s(seconds), f"{seconds / step_s:.2f} x{other}"))
     return rows
 
@@ -286,10 +299,13 @@ def prediction_text(p: Prediction) -> str:
     phases = asdict(p.phases) if p.phases else {}
     spent = ", ".join(f"{name.removesuffix('_s')} {format_s(value)}" for name, value in phases.items())
     capacity = p.steady.capacity_bytes
+    num_batches = 1 if p.plan is None else p.plan.num_batches
+    seq = p.tokens // (p.micro_batch * p.accumulation * num_batches)
+    has = wrapped(step_text(p.micro_batch, p.accumulation, num_batches, p.devices, seq), 58)
     rows = [
         *_head_rows(p, f"{p.tokens_per_s:,.1f}", spent),
+        *(("" if k else "a step has", line) for k, line in enumerate(has)),
         ("of the model", f"{p.flops / p.step_s / 1e12:.1f} TFLOP/s{_as_papers_count(p)}"),
-        *([("trained on", sequences_text(p))] if max(p.devices, p.devices_of_machine) > 1 else []),
         ("semantics", p.plan.semantics if p.plan else ""),
         *numbers_rows(p),
         *alike_rows(
@@ -307,12 +323,3 @@ def _as_papers_count(prediction: Prediction) -> str:
         return ""
     active = "active " * (prediction.num_active != prediction.num_parameters)
     return f" ({prediction.tflops_8nd:.1f} as papers count: 8 FLOPs per {active}parameter and token)"
-
-
-def sequences_text(prediction: Prediction) -> str:
-    """The sequences of one step, and who has them."""
-    num = 0 if prediction.plan is None else prediction.plan.num_batches
-    each = prediction.micro_batch * prediction.accumulation
-    together = f"which {prediction.devices} GPUs share" if prediction.devices > 1 else "on one GPU"
-    whose = f"{each} on each of {num} GPUs" if num > 1 else together
-    return f"{each * num} sequence{'s' * (each * num > 1)} per step, {whose}"

@@ -192,9 +192,7 @@ def shown_row(point: Point, row: Row, prices: PriceList, tokens: float) -> dict[
         "tokens_per_s": row["tokens_per_s"],
         "price_usd": costs.machine_price_usd,
         "step": format_s(row["step_s"]),
-        "how": question_text(
-            point, row["micro_batch"], row["accumulation"], training_of(point, machine_of(point)).dtype
-        ),
+        "how": question_text(point, row, training_of(point, machine_of(point)).dtype),
         "limited_by": row["limited_by"],
         "limited": limited_text(limits),
         "limits": limit_rows(limits)[1 : NUM_LIMITS + 1],
