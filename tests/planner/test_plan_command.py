@@ -71,7 +71,7 @@ def test_a_system_that_takes_other_steps_says_so():
         "megatron-tp": {**of, "step_s": 3.0, "same_work_s": 3.0},
     }
     assert policy_rows(policies, 3.0) == [
-        ("ddp", "3 x 1", "2.5 s", "0.83 x (steps of 6 sequences)"),
+        ("ddp", "3 x 1 per GPU", "2.5 s", "0.83 x (steps of 6 sequences)"),
         ("megatron-tp", "3 x 1", "3 s", "1.00 x"),
     ]
 
