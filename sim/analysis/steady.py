@@ -2,7 +2,8 @@
 
 The first steps of a run differ from later ones, since no op of an earlier step is still running. So the schedule is
 unrolled and simulated until a step repeats: every op starts and ends at the same moments, relative to the end of the
-step, as in the step before (or two or three steps before: a delayed update may alternate).
+step, as in the step before (or two or three steps before: a delayed update may alternate). Where steps go round the
+devices, so do all steps of a round.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from tierplan.sim.trace import Span, Trace
 
 SAME_FRAC = 1e-5
 """Moments count as equal when they differ by less than this part of the step: ends are rounded to nanoseconds."""
-MAX_CYCLE = 3
-"""Longest repetition that is looked for, in steps; or once around, where the steps go round devices."""
+MAX_CYCLE, MAX_ROUNDS = 3, 2
+"""Longest repetition that is looked for: in steps, or in rounds where the steps go round devices."""
 FIRST_STEPS, MAX_STEPS = 4, 16
-"""Steps that are simulated in search of one: at first, and then twice as many, up to the second, until it is found."""
+"""Steps that are simulated in search of one: at first, and then twice as many, up to the second, until it is found.
+Where steps go round devices it begins with as many more as there are in a round, and ends with so many rounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +48,12 @@ class SteadyState:
     """Steps before the first one that the later ones repeat."""
     cycle_steps: int
     """Steps after which the timeline repeats: 1, rarely more; 0 when none was found (see `is_periodic`)."""
+    mean_steps: int
+    """Steps of which the period is the mean: a cycle's; where none was found, about the later half, in whole rounds."""
     num_steps: int
     """Steps that were simulated."""
     step_ends_s: tuple[float, ...]
-    """When the last op of each step ended."""
+    """When the last op of each step ended; where steps go round devices, one may end before the step before it."""
     columns: ScheduleColumns = field(repr=False, compare=False)
     """The simulated steps in one; the ops of step k are `sk/...`."""
     peak_bytes: Mapping[str, int]
@@ -64,10 +68,12 @@ class SteadyState:
 
     @property
     def window_s(self) -> tuple[float, float]:
-        """Begin and end of one steady cycle (`cycle_steps` steps) in the trace."""
+        """Begin and end of one steady cycle (`cycle_steps` steps) in the trace. Where none was found, of a step, or of
+        all that the period is the mean of where steps go round devices."""
         first = min(max(self.warmup_steps, 1), self.num_steps - 1)
-        last = min(first + max(self.cycle_steps, 1) - 1, self.num_steps - 1)
-        return (self.step_ends_s[first - 1] if first > 0 else 0.0, self.step_ends_s[last])
+        num_steps = self.cycle_steps or (self.mean_steps if self.columns.next_devices else 1)
+        last = min(first + num_steps - 1, self.num_steps - 1)
+        return max(self.step_ends_s[:first], default=0.0), max(self.step_ends_s[: last + 1])
 
     @property
     def capacity_bytes(self) -> dict[str, int]:
@@ -109,13 +115,13 @@ def steady_state(
     columns = columns_of(schedule) if isinstance(schedule, Schedule) else schedule
     if not columns.num_ops:
         raise ValueError(f"schedule {columns.labels().name!r} has no ops; nothing repeats")
-    num_steps = FIRST_STEPS
+    around = columns.steps_around
+    num_steps = around + FIRST_STEPS - 1
     while True:
         unrolled = columns.unrolled(num_steps)
         execution = simulate_columns(unrolled, machine, prices if unrolled.works is columns.works else None)
-        around = columns.steps_around
         repetition = _repetition(execution.start_ns, execution.end_ns, num_steps, around, machine)
-        if repetition["cycle_steps"] or 2 * num_steps > MAX_STEPS:
+        if repetition["cycle_steps"] or 2 * num_steps > around * MAX_STEPS:
             peak_bytes = dict(zip((t.name for t in columns.tiers), execution.peak_bytes.tolist(), strict=True))
             return SteadyState(**repetition, columns=unrolled, peak_bytes=peak_bytes, machine=machine)
         num_steps *= 2
@@ -125,33 +131,38 @@ def _repetition(start_ns: Int64, end_ns: Int64, num_steps: int, around: int, mac
     """What a `SteadyState` says of the repetition in `num_steps` steps, whose ops are step after step in these arrays;
     after `around` steps, devices do the same again.
 
-    No op waits for one that is listed later, so the last step is like any other, except under shared limits: it has
-    them to itself while nothing follows.
+    No op waits for one that is listed later, so the last step is like any other, except under shared limits: the last
+    ones, once around, have them to themselves while nothing follows. Where steps go round devices, one step says
+    nothing of the devices that it leaves out: all steps of a round must repeat, and all by the same time.
     """
     moments_ns = np.concatenate([start_ns.reshape(num_steps, -1), end_ns.reshape(num_steps, -1)], axis=1)
     ends_ns = moments_ns.max(axis=1)
-    shape_ns = moments_ns - ends_ns[:, None]
-    last = num_steps - 2 if machine.shared_limits else num_steps - 1
+    done_ns = np.maximum.accumulate(ends_ns)
+    last = num_steps - 1 - (around if machine.shared_limits else 0)
 
     def repeats(k: int, cycle: int) -> bool:
-        tolerance_ns = max(1.0, SAME_FRAC * float(ends_ns[k] - ends_ns[k - cycle]) / cycle)
-        return bool(np.abs(shape_ns[k] - shape_ns[k - cycle]).max() <= tolerance_ns)
+        shift_ns = ends_ns[last] - ends_ns[last - cycle]
+        off_ns = np.abs(moments_ns[k] - moments_ns[k - cycle] - shift_ns).max()
+        return bool(off_ns <= max(1.0, SAME_FRAC * float(shift_ns) / cycle))
 
-    cycle = next((c for c in range(1, max(MAX_CYCLE, around) + 1) if last - c >= 0 and repeats(last, c)), 0)
+    cycles = range(1, min(MAX_CYCLE if around == 1 else MAX_ROUNDS * around, last + 1 - around) + 1)
+    cycle = next((c for c in cycles if all(repeats(k, c) for k in range(last, last - around, -1))), 0)
     if cycle:
-        first = last - cycle
+        first = last - cycle - around + 1
         while first > 0 and repeats(first + cycle - 1, cycle):
             first -= 1
-        period_ns = float(ends_ns[last] - ends_ns[last - cycle]) / cycle
+        mean_steps, period_ns = cycle, float(ends_ns[last] - ends_ns[last - cycle]) / cycle
     else:
         span = last - last // 2
-        first = last - max(span - span % (around if 1 < around <= span else 2), 1)
-        period_ns = float(ends_ns[last] - ends_ns[first]) / (last - first)
+        mean_steps = max(span - span % (2 * around), around)
+        first = last - mean_steps
+        period_ns = float(done_ns[last] - done_ns[first]) / mean_steps
     return dict(
         period_s=period_ns / 1e9,
-        warmup_s=(float(ends_ns[last]) - (last + 1) * period_ns) / 1e9,
+        warmup_s=(float(done_ns[last]) - (last + 1) * period_ns) / 1e9,
         warmup_steps=first,
         cycle_steps=cycle,
+        mean_steps=mean_steps,
         num_steps=num_steps,
         step_ends_s=tuple(float(end) / 1e9 for end in ends_ns),
     )
