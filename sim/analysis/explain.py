@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import alike_name, parse_stream
 from tierplan.hwmodels.scaling import with_faster
+from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.columns import Lists, ScheduleColumns, columns_of, rows_of
 from tierplan.sim.compiled.graph_columns import graph_columns
@@ -251,8 +253,10 @@ class Sensitivity:
     busy_frac: float
     """Of a step: what its ops take alone, of a limit what they take of it; of a memory, how full it is at most."""
     step_s: float
+    """Never longer for being better: the plan can run it as slow, or fill it as far, as before. Infinite where less
+    memory does not hold the step."""
     gain_frac: float
-    """Part of the step time that is saved; below 0 where a faster part makes the step slower."""
+    """Part of the step time that is saved; below 0 for factors below 1 alone."""
 
     @property
     def shown_name(self) -> str:
@@ -274,6 +278,10 @@ def sensitivities(
     schedule: Schedule | ScheduleColumns, machine: Machine, *, factor: float = 2.0
 ) -> tuple[Sensitivity, ...]:
     """What limits this schedule: each stream, shared limit, part and memory, the largest gain first.
+
+    Quicker work may come in the way of other work, and make the step longer. Then the plan runs it as slow as before,
+    as it would on a better machine (`UnitwisePlan.parts`), and nothing is gained. A factor below 1 says what a worse
+    machine takes, and nothing is left out.
 
     Streams, limits and parts are `factor` times as fast, memories `factor` times as large; the rest is as it is, and so
     are latencies and the plan. What all devices have is better on all of them. A stream alone cannot exceed the limits
@@ -306,7 +314,8 @@ def sensitivities(
     tried = []
 
     def add(name: str, kind: Kind, busy_frac: float, step_s: float) -> None:
-        step_s = min(step_s, now.period_s)  # what is better need not be used in full: a plan says `parts`
+        if factor > 1:
+            step_s = min(step_s, now.period_s)
         gain_frac = 1.0 - step_s / now.period_s if now.period_s else 0.0
         tried.append(Sensitivity(name=name, kind=kind, busy_frac=busy_frac, step_s=step_s, gain_frac=gain_frac))
 
@@ -314,9 +323,13 @@ def sensitivities(
         step_s = steady_state(columns, with_faster(machine, changed, factor)).period_s
         add(name, kind, max((busy.get(n, 0.0) for n in changed), default=0.0), step_s)
     for name, alike in grouped(columns.tiers, lambda tier: one_name(tier.name)).items():
-        larger = (replace(t, capacity_bytes=int(t.capacity_bytes * factor)) if t in alike else t for t in columns.tiers)
+        others = (replace(t, capacity_bytes=int(t.capacity_bytes * factor)) if t in alike else t for t in columns.tiers)
         full = max(now.peak_bytes.get(t.name, 0) / max(t.capacity_bytes, 1) for t in alike)
-        add(f"{name} memory", "memory", full, steady_state(replace(columns, tiers=tuple(larger)), machine).period_s)
+        try:
+            step_s = steady_state(replace(columns, tiers=tuple(others)), machine).period_s
+        except OutOfMemory:
+            step_s = inf
+        add(f"{name} memory", "memory", full, step_s)
     return tuple(sorted(tried, key=lambda s: -s.gain_frac))
 
 

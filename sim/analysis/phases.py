@@ -2,8 +2,9 @@
 
 They are told apart on the device's compute stream: the time from the end of one op to the end of the next belongs to
 the next one, since it waited for it; what is left until the next step's first forward is the update's. So the three add
-up to the step time, also where micro-batches follow each other and where updates overlap with other work. Where steps
-go round the devices, a device is in two steps at once: then it is the mean over all devices and one steady cycle.
+up to the step time, also where micro-batches follow each other and where updates overlap with other work. They are the
+mean over the steps that the step time is the mean of. Where steps go round the devices, a device is in two steps at
+once: then it is the mean over all devices too.
 """
 
 from __future__ import annotations
@@ -42,30 +43,28 @@ def phases(steady: SteadyState) -> Phases:
     if not forwards:
         return Phases(forward_s=0.0, backward_s=0.0, update_s=steady.period_s)
     if steady.columns.next_devices:
+        streams = {span.stream for span in forwards}
         begin_ns, end_ns = (round(moment_s * 1e9) for moment_s in steady.window_s)
-        ns = _spent(does, {span.stream for span in forwards}, begin_ns, end_ns, 1.0)
-        return Phases(**{name: value / sum(ns.values()) * steady.period_s for name, value in ns.items()})
-    [(stream, _)] = Counter(span.stream for span in forwards).most_common(1)
-    starts_ns = [span.start_ns for span in forwards if span.stream == stream]
-    begins_ns = np.reshape(starts_ns, (steady.num_steps, -1)).min(axis=1).tolist()
-    cycle = max(steady.cycle_steps, 1)
-    first = max(0, min(steady.warmup_steps, steady.num_steps - 1 - cycle))
-    last = min(first + cycle, steady.num_steps - 1)
-    before = ((span, kind) for span, kind in does if span.start_ns < begins_ns[last])
-    seconds = _spent(before, {stream}, begins_ns[first], begins_ns[last], 1e9)
-    return Phases(**{name: value / (last - first) for name, value in seconds.items()})
+    else:
+        [(stream, _)] = Counter(span.stream for span in forwards).most_common(1)
+        streams = {stream}
+        starts_ns = [span.start_ns for span in forwards if span.stream == stream]
+        begins_ns = np.reshape(starts_ns, (steady.num_steps, -1)).min(axis=1).tolist()
+        first = max(0, min(steady.warmup_steps, steady.num_steps - 1 - steady.mean_steps))
+        begin_ns, end_ns = begins_ns[first], begins_ns[min(first + steady.mean_steps, steady.num_steps - 1)]
+        does = [(span, kind) for span, kind in does if span.start_ns < end_ns]
+    spent_ns = _spent(does, streams, begin_ns, end_ns)
+    return Phases(**{name: ns / sum(spent_ns.values()) * steady.period_s for name, ns in spent_ns.items()})
 
 
-def _spent(
-    does: Iterable[tuple[Span, str]], streams: set[str], begin_ns: int, end_ns: int, unit_ns: float
-) -> dict[str, float]:
-    """What these streams spent in each phase between two moments."""
-    spent = {"forward_s": 0.0, "backward_s": 0.0, "update_s": 0.0}
+def _spent(does: Iterable[tuple[Span, str]], streams: set[str], begin_ns: int, end_ns: int) -> dict[str, int]:
+    """Nanoseconds that these streams spent in each phase between two moments."""
+    spent = {"forward_s": 0, "backward_s": 0, "update_s": 0}
     at_ns = dict.fromkeys(streams, begin_ns)
     for span, kind in sorted(does, key=lambda d: (d[0].end_ns, d[0].start_ns)):
         if span.stream in streams:
             until_ns = min(max(span.end_ns, begin_ns), end_ns)
-            spent[PHASE_OF.get(kind, "update_s")] += (until_ns - at_ns[span.stream]) / unit_ns
+            spent[PHASE_OF.get(kind, "update_s")] += until_ns - at_ns[span.stream]
             at_ns[span.stream] = until_ns
-    spent["update_s"] += sum(end_ns - at for at in at_ns.values()) / unit_ns
+    spent["update_s"] += sum(end_ns - at for at in at_ns.values())
     return spent

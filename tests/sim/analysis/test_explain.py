@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -16,6 +17,7 @@ from tests.sim.test_rules import trace_or_none
 from tests.sim.test_schedule import buffer, op
 from tests.toys import toy_machine, toy_workload, uniform_plan
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream, TierSpec
+from tierplan.hwmodels.scaling import with_faster
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.planner.prediction import predict
@@ -183,6 +185,27 @@ def test_a_drive_bound_step_gains_from_the_whole_drive() -> None:
     assert found["limit", "drive"].gain_frac == pytest.approx(1 - 1 / 1.1, abs=1e-6)
     assert found["stream", "nvme.read"].gain_frac == pytest.approx(0.0, abs=1e-6)
     assert found["part", "nvme"].step_s == pytest.approx(2.0 / 1.1)
+
+
+def test_half_as_fast_is_answered_as_it_is() -> None:
+    machine = Machine(name="m", tiers=(), streams=(Stream(name="nvme.read", rates={"bytes": Rate.constant(10.0)}),))
+    ops = (op("a", writes="x", stream="nvme.read", work={"bytes": 100.0}),)
+    schedule = Schedule(name="x", tiers=(Tier(name="host", capacity_bytes=4),), buffers=(buffer("x"),), ops=ops)
+    by_name = {s.name: s for s in sensitivities(schedule, machine, factor=0.5)}
+    assert (by_name["nvme.read"].step_s, by_name["nvme.read"].gain_frac) == (20.0, -1.0)
+    assert by_name["host memory"].step_s == math.inf, "it does not fit in half the memory"
+
+
+def test_what_makes_a_step_longer_runs_as_slow_as_before() -> None:
+    """Quicker updates of Fuyou take the drive from its reads."""
+    point = Point(model="gpt2", machine="desktop-4090")
+    machine = machine_of(point)
+    fuyou = predict("fuyou", workload_at(point, machine), machine)
+    assert fuyou.columns is not None
+    by_name = {s.name: s for s in fuyou.limits}
+    quicker_s = steady_state(fuyou.columns, with_faster(machine, ["host.adam"], 2.0)).period_s
+    assert quicker_s > 1.01 * fuyou.step_s  # type: ignore[operator]  # it fits
+    assert (by_name["host.adam"].step_s, by_name["host.adam"].gain_frac) == (fuyou.step_s, 0.0)
 
 
 def test_what_all_devices_have_is_better_on_all_of_them() -> None:
