@@ -248,6 +248,36 @@ def test_computing_twice_as_fast_takes_no_more_of_cores_or_kernels(limit: str, w
     assert found["gpu0.compute"].gain_frac == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("share", [0.2, 1.0])
+def test_a_gpu_twice_as_fast_saves_half_where_collectives_contend_with_computing(share: float) -> None:
+    takes = {"gpu0.kernels": {"flops": 1e-9, "bytes": share * 1e-9}}
+    names, rates = ("gpu0.compute", "gpu0.collective"), {kind: Rate.constant(1e9) for kind in ("flops", "bytes")}
+    machine = Machine(
+        name="m",
+        tiers=(TierSpec(name="gpu0", kind="device", capacity_bytes=1),),
+        streams=tuple(Stream(name=name, rates=rates, takes=takes) for name in names),
+        shared_limits=(SharedLimit(name="gpu0.kernels", limit=1.0),),
+    )
+    ops = (
+        op("c", writes="x", stream=names[0], work={"flops": 2e9}),
+        op("r", writes="y", stream=names[1], work={"bytes": 1e9}),
+        op("both", reads="x y", stream=names[0], work={"flops": 1e9}),
+    )
+    one_slot = (Tier(name="host", capacity_bytes=8),)
+    schedule = Schedule(name="x", tiers=one_slot, buffers=(buffer("x"), buffer("y")), ops=ops)
+    gains = {s.kind: s.gain_frac for s in sensitivities(schedule, machine)}
+    assert gains["part"] == pytest.approx(0.5)
+    assert 0 < gains["limit"] < 0.5
+
+
+@pytest.mark.parametrize("policy", ["zero-2", "zero-3", "zero-infinity", "roundpipe", "fuyou"])
+@pytest.mark.parametrize("name", ["server-8xh100", "zenflow-2xa100", "desktop-4090"])
+def test_nothing_twice_as_good_saves_more_than_half(name: str, policy: str) -> None:
+    point = Point(model="gpt2", machine=name, batch=2, accumulation=2)
+    machine = machine_of(point)
+    assert all(s.gain_frac <= 0.5 + 1e-6 for s in predict(policy, workload_at(point, machine), machine).limits)
+
+
 def test_more_memory_is_tried_too() -> None:
     """One slot for two buffers: the second read waits until the first is used. With two slots reading hides."""
     machine = Machine(
