@@ -154,6 +154,13 @@ class Prediction(Shown):
         return ". ".join(notes)
 
     @property
+    def step_note(self) -> str:
+        """That the step time is a mean of steps that differ a little; empty where they repeat."""
+        if self.steady is None or self.steady.is_periodic:
+            return ""
+        return f"a mean of {self.steady.mean_steps} steps that do not repeat exactly"
+
+    @property
     def limited_by(self) -> str:
         """What would save most if it were twice as good; empty where it does not fit."""
         return limited_by(self.limits) if self.fits else ""
@@ -208,6 +215,7 @@ class Prediction(Shown):
             **figures(
                 "policy", "model", "machine", "fits", "step_s", "interval_s", "basis", "tokens_per_s", "tflops_8nd"
             ),
+            "step_note": self.step_note or None,
             "model_flops_per_s": None if self.step_s is None else self.flops / self.step_s,
             "peak_bytes": {} if self.steady is None else dict(self.steady.peak_bytes),
             "capacity_bytes": {} if self.steady is None else dict(self.steady.capacity_bytes),

@@ -96,6 +96,7 @@ def _head_rows(p: Prediction, tokens_per_s: str, below: str) -> list[tuple[str, 
     """What a step takes, its interval and what that rests on, a line below, and what limits."""
     rows: list[tuple[str, ...]] = [("devices", p.devices_note)] if p.devices_note else []
     rows.append(("step time", f"{format_s(p.step_s or 0.0)}, {tokens_per_s} tokens/s"))
+    rows += [("", p.step_note)] * bool(p.step_note)
     if p.interval_s is not None:
         low_s, high_s = map(format_s, p.interval_s)
         lines = [f"in 9 of 10 cases between {low_s} and {high_s}", *wrapped(f"rates: {p.basis}", 58)]
