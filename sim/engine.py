@@ -22,6 +22,7 @@ from tierplan.hwmodels.machine import Cost
 from tierplan.sim.analysis.completion import SimulationError, check_memory
 from tierplan.sim.columns import Lists, collector_paused, columns_of, rows_of
 from tierplan.sim.compiled.graph_columns import graph_columns, held_before
+from tierplan.sim.compiled.simulation import cost_fault
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.sharing import max_min_speeds
 from tierplan.sim.trace import MemoryEvent, Span, Trace
@@ -33,7 +34,7 @@ def simulate(schedule: Schedule, costs: Mapping[str, Cost], *, limits: Mapping[s
     The schedule is taken to be valid (`schedule.validate`).
 
     Raises `OutOfMemory` when the schedule cannot complete, for whatever costs; `SimulationError` when a cost is
-    missing, negative or not finite, or takes of a limit that is unknown or 0.
+    missing, negative, not finite or of decades, or takes of a limit that is unknown or 0.
     """
     with collector_paused():
         return _Run(schedule, costs, limits or {}).trace()
@@ -195,7 +196,7 @@ def _checked(schedule: Schedule, costs: Mapping[str, Cost], limits: Mapping[str,
         cost = costs.get(op.key)
         if cost is None:
             raise SimulationError(f"op {op.key!r} has no cost; price all ops of the schedule")
-        if id(cost) not in sound and (fault := cost.fault(limits)):
+        if id(cost) not in sound and (fault := cost_fault(cost, limits)):
             raise SimulationError(f"op {op.key!r} {fault}")
         sound.add(id(cost))
         checked.append(cost)

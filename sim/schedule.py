@@ -8,7 +8,8 @@ runtime (`tierplan.runtime.execution.executor`), and both obey the same four rul
    that it writes have been granted.
 3. Each tier grants memory in list order: the next op that needs some gets it once it is next on its stream, its inputs
    are complete and the bytes are free. Until then no op behind it gets any.
-4. A buffer is freed when its last reader ends; at once, when the writer ends, if it has none.
+4. A buffer is freed when its last reader ends; at once, when the writer ends, if it has none. An initial one has a
+   reader, or outlives the step.
 
 Buffers that exist before the step (`initial`) or outlive it (`becomes`) are declared. A buffer may take over the bytes
 of another one that its writer reads (`reuses`): that is how an in-place update is written, and it needs no grant.
@@ -26,6 +27,9 @@ from tierplan.hwmodels.machine import Rounding, Size, held_bytes
 from tierplan.hwmodels.names import on_devices
 from tierplan.hwmodels.records import Amount, Whole
 from tierplan.sim.step import StepSpec
+
+MOST_BYTES = 1 << 60
+"""Of all buffers of a schedule: more are refused, so that sums of what allocators make of them fit into 64 bits."""
 
 
 class ScheduleError(ValueError):
@@ -141,6 +145,11 @@ def validate(schedule: Schedule) -> Schedule:
             raise ScheduleError(f"buffer {b.name!r} is in tier {b.tier!r}, which is not declared; have {sorted(tiers)}")
         if b.size_bytes < 0:
             raise ScheduleError(f"buffer {b.name!r} has {b.size_bytes} bytes; a size must be 0 or more")
+        if b.size_bytes > MOST_BYTES:
+            raise ScheduleError(
+                f"buffer {b.name!r} has {b.size_bytes:,} bytes; more than {MOST_BYTES:,} are not counted: make the "
+                "model or the batch smaller"
+            )
     _check_next_devices(schedule, tiers)
     writer_of, last_read_at = _check_ops(schedule, buffers)
     _check_lifetimes(schedule, buffers, writer_of, last_read_at)
@@ -237,6 +246,12 @@ def _check_lifetimes(
         if buffers[old].becomes is not None:
             raise ScheduleError(
                 f"buffer {old!r} is to outlive the step, but {new!r} reuses its bytes; drop one of both"
+            )
+    for b in schedule.buffers:
+        if b.initial and b.becomes is None and b.name not in last_read_at:
+            raise ScheduleError(
+                f"buffer {b.name!r} exists before the step, but no op reads it and it does not outlive the step, so it "
+                "would hold no bytes; remove it, or declare what it becomes"
             )
 
 

@@ -12,10 +12,7 @@ import numpy as np
 
 from tierplan.sim.columns import Bool, Int32, Int64, Lists, ScheduleColumns
 from tierplan.sim.compiled.compiler import compiled
-from tierplan.sim.schedule import ScheduleError
-
-LARGEST = 1 << 61
-"""Bytes and nanoseconds beyond this are refused, so that sums of two fit into 64 bits."""
+from tierplan.sim.schedule import MOST_BYTES, ScheduleError
 
 
 class GraphColumns(NamedTuple):
@@ -66,11 +63,10 @@ def graph_columns(columns: ScheduleColumns) -> GraphColumns:
 
     Raises `ScheduleError` where bytes are beyond all reason, rather than count them wrongly.
     """
-    # A power of two may be twice the size.
-    if float(np.sum(columns.buffer_bytes, dtype=np.float64)) * 2 > LARGEST:
+    if (sum_bytes := float(np.sum(columns.buffer_bytes, dtype=np.float64))) > MOST_BYTES:
         raise ScheduleError(
-            f"schedule {columns.labels().name!r} has buffers of {np.sum(columns.buffer_bytes, dtype=np.float64):.3g} "
-            f"bytes in all; more than {LARGEST / 2:.3g} are not counted: make the model or the batch smaller"
+            f"schedule {columns.labels().name!r} has buffers of {sum_bytes:.3g} bytes in all; more than "
+            f"{MOST_BYTES:.3g} are not counted: make the model or the batch smaller"
         )
     held_bytes = columns.buffer_bytes
     for t, tier in enumerate(columns.tiers):
@@ -88,7 +84,7 @@ def graph_columns(columns: ScheduleColumns) -> GraphColumns:
         columns.buffer_initial,
         columns.buffer_reuses,
         columns.buffer_becomes,
-        np.array([min(t.capacity_bytes, LARGEST) for t in columns.tiers], np.int64),
+        np.array([min(t.capacity_bytes, 2 * MOST_BYTES) for t in columns.tiers], np.int64),
     )
 
 

@@ -54,7 +54,7 @@ def prices_on(columns: ScheduleColumns, machine: Machine, known: KnownRows | Non
             times_ns = cost.latency_s * 1e9, cost.wake_s * 1e9, cost.work_s * 1e9, cost.launch_s * 1e9
             demands = (cost.demand.get(name, 0.0) for name in limits)
             one = work, (cost.alone_s, *times_ns, bool(cost.demand), cost.share, *demands)
-            if not (fault := _fault(cost, limits)):
+            if not (fault := cost_fault(cost, limits)):
                 known[id(work), is_alone] = one
             elif (ops := np.flatnonzero(columns.op_work == p)).size:
                 raise SimulationError(f"op {columns.labels().ops[ops[0]].key!r} {fault}")
@@ -75,7 +75,7 @@ def prices_on(columns: ScheduleColumns, machine: Machine, known: KnownRows | Non
     )
 
 
-def _fault(cost: Cost, limits: Mapping[str, float]) -> str:
+def cost_fault(cost: Cost, limits: Mapping[str, float]) -> str:
     """Why no op can cost this; empty if it can."""
     fault = cost.fault(limits)
     if not fault and max(cost.work_s, cost.latency_s, cost.wake_s, cost.launch_s) * 1e9 > TOO_LATE:

@@ -149,7 +149,14 @@ HOSTILE: dict[str, tuple[Callable[[Record], object], str]] = {
             set_all(q["tiers"], capacity_bytes=10**30),
             set_all([b for b in q["buffers"] if b["content"] == "params/L0"], size_bytes=10**25),
         ],
-        "has 10,000,000,000,000,000,000,000,000 bytes; those of",
+        "has 10,000,000,000,000,000,000,000,000 bytes; more than 1,152,921,504,606,846,976 are not counted",
+    ),
+    "large parameters": (
+        lambda q: [
+            set_all(q["tiers"], capacity_bytes=10**30),
+            set_all([b for b in q["buffers"] if b["content"] == "params/L0"], size_bytes=10**15),
+        ],
+        "has 1,000,000,000,000,000 bytes; those of",
     ),
     "units that are text": (lambda q: q["step"].update(units="abc"), "must be a list"),
     "units that are numbers": (lambda q: q["step"].update(units=[1, 2]), "must be an object"),

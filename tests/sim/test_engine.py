@@ -448,6 +448,7 @@ def test_when_two_tiers_are_short_it_says_so() -> None:
         (None, "op 'o' has no cost"),
         (Cost(0.0, float("inf")), "op 'o' costs work_s = inf"),
         (Cost(0.0, float("nan")), "op 'o' costs work_s = nan"),
+        (Cost(0.0, 1e300), r"op 'o' takes 1e\+300 s, and nothing is simulated beyond 2.31e\+09 s"),
         (Cost(-1.0, 0.0), "op 'o' costs latency_s = -1.0"),
         (Cost(0.0, 1.0, {"bus": 2.0}), "takes 2 per second of shared limit 'bus', which is unknown"),
         (Cost(0.0, 1.0, {"dram": 2.0}), "shared limit 'dram', which is 0.0; it would never end"),

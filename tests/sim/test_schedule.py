@@ -106,6 +106,14 @@ REFUSED = {
         ),
         "'a' outlives the step in 'gpu0', whose part another device does",
     ),
+    "initial, unread and not kept": (
+        schedule([W, buffer("a", initial=True)], [op("o", "w")]),
+        "'a' exists before the step, but no op reads it and it does not outlive the step",
+    ),
+    "larger than any number of bytes": (
+        schedule([buffer("a", size_bytes=1 << 63)], [op("o", writes="a")]),
+        "'a' has 9,223,372,036,854,775,808 bytes; more than 1,152,921,504,606,846,976 are not counted",
+    ),
     "outlives and is written over": (
         schedule([replace(W, becomes="w"), replace(W2, becomes=None)], [op("o", "w", "w2")]),
         "'w' is to outlive the step, but 'w2' reuses its bytes",
