@@ -347,9 +347,10 @@ def busy_fracs(columns: ScheduleColumns, machine: Machine, step_s: float) -> dic
     The mean over the steps in which work goes once around, where it goes round devices.
     """
     seconds: dict[str, float] = {}
-    limits = machine.limits
-    for work, num in columns.once_around.counted_works():
-        cost = machine.cost(work.stream, work.amounts)
+    limits, around = machine.limits, columns.once_around
+    is_alone = len(around.streams) == 1
+    for work, num in around.counted_works():
+        cost = machine.cost(work.stream, work.amounts, is_alone=is_alone)
         seconds[work.stream] = seconds.get(work.stream, 0.0) + num * cost.alone_s
         for limit, per_s in cost.demand.items():
             seconds[limit] = seconds.get(limit, 0.0) + num * per_s * cost.work_s / limits[limit]

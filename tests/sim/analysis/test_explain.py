@@ -22,6 +22,7 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.planner.prediction import predict
 from tierplan.sim.analysis.explain import (
+    busy_fracs,
     cause_graph,
     critical_path,
     limited_by,
@@ -30,6 +31,7 @@ from tierplan.sim.analysis.explain import (
     time_on_path,
 )
 from tierplan.sim.analysis.steady import steady_state
+from tierplan.sim.columns import columns_of
 from tierplan.sim.engine import simulate
 from tierplan.sim.schedule import Schedule, Tier
 from tierplan.sim.trace import Span, Trace
@@ -276,6 +278,19 @@ def test_nothing_twice_as_good_saves_more_than_half(name: str, policy: str) -> N
     point = Point(model="gpt2", machine=name, batch=2, accumulation=2)
     machine = machine_of(point)
     assert all(s.gain_frac <= 0.5 + 1e-6 for s in predict(policy, workload_at(point, machine), machine).limits)
+
+
+def test_a_stream_alone_is_busy_all_the_time() -> None:
+    """It does not pay what an op costs beside other streams, and is not said to."""
+    stream = Stream(name="nvme.read", rates={"bytes": Rate.constant(10.0)}, beside_s=5.0)
+    machine = Machine(name="m", tiers=(), streams=(stream, replace(stream, name="nvme.write")))
+    schedule = Schedule(name="x", tiers=(), buffers=(), ops=(op("a", stream="nvme.read", work={"bytes": 100.0}),))
+    assert [s.busy_frac for s in sensitivities(schedule, machine)] == [1.0]
+    both = replace(schedule, ops=(*schedule.ops, op("b", stream="nvme.write", work={"bytes": 50.0}, after=("a",))))
+    steady = steady_state(both, machine)
+    assert busy_fracs(columns_of(both), machine, steady.period_s) == pytest.approx(
+        {"nvme.read": 1.0, "nvme.write": 2 / 3}
+    )
 
 
 def test_more_memory_is_tried_too() -> None:
