@@ -139,7 +139,8 @@ def check_record(record: object, error: type[ValueError], whose: str = "") -> No
 
 @cache
 def _strict(kind: Any, complete: bool, depth: int = -1) -> Any:
-    """The type with a struct in the place of each dataclass in it: a struct refuses fields that it does not know.
+    """The type with a struct in the place of each dataclass in it: a struct refuses fields that it does not know. In a
+    complete one, rows have all that they may have.
 
     With a `depth`, dataclasses as deep as that are left as they are.
     """
@@ -155,6 +156,8 @@ def _strict(kind: Any, complete: bool, depth: int = -1) -> Any:
             kw_only=True,
             forbid_unknown_fields=True,
         )
+    if isinstance(kind, type) and issubclass(kind, tuple) and complete and depth < 0:  # a named tuple: as long as it is
+        return tuple[*(_hints(kind)[name] for name in kind._fields)]  # type: ignore[attr-defined,misc]
     origin, inner = get_origin(kind), get_args(kind)
     if origin is None or origin in (Annotated, Literal):
         return Any if kind is object else kind

@@ -202,6 +202,8 @@ def _check_ops(schedule: Schedule, buffers: Mapping[str, Buffer]) -> tuple[dict[
                 raise ScheduleError(f"op {op.key!r} uses buffer {name!r}, which is not declared")
         if len(set(op.reads)) < len(op.reads) or len(set(op.writes)) < len(op.writes):
             raise ScheduleError(f"op {op.key!r} names a buffer twice; list each once")
+        if len(set(op.after)) < len(op.after):
+            raise ScheduleError(f"op {op.key!r} comes after one op twice; list each once")
         for name in op.reads:
             if not buffers[name].initial and name not in written_at:
                 raise ScheduleError(f"op {op.key!r} reads {name!r}, but no op before it in the list writes that")

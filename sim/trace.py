@@ -96,7 +96,8 @@ class Trace(Shown):
     """The holdings at time 0 are events at time 0."""
     capacity_bytes: Mapping[str, int]
     peak_bytes: Mapping[str, int]
-    """Exact highest holding per tier."""
+    """Highest holding per tier. Of ops that end at one moment, each grants what it frees before the next one frees its
+    own, so it may hold more for no time at all."""
     meta: Mapping[str, object] = field(default_factory=dict)
 
     @property

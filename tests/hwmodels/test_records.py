@@ -46,7 +46,7 @@ COMPLETE = {
     "first": {"name": "a", "count": 1, "where": None},
     "size_bytes": 5,
     "work": {"s": 1, "bytes": 2.5},
-    "rows": [["x", 1], ["y", 2, 3]],
+    "rows": [["x", 1, -1], ["y", 2, 3]],
     "meta": {"any": [1, None]},
 }
 
@@ -76,8 +76,8 @@ def test_defaults_are_taken_where_the_file_need_not_say_all() -> None:
         ),
         ({"parts": [{"name": "a", "count": 1, "where": "up"}]}, r"where is 'up'; it must be one of host, nvme"),
         ({"work": {"s": -1}}, "work is {'s': -1}; its values must be a whole number >= 0"),
-        ({"rows": [["x", "soon"]]}, r"rows\[0\]\[1\] is 'soon'; it must be a whole number"),
-        ({"rows": [["x"]]}, r"rows\[0\] is \['x'\]; it must be a list of length 2 to 3"),
+        ({"rows": [["x", "soon", -1]]}, r"rows\[0\]\[1\] is 'soon'; it must be a whole number"),
+        ({"rows": [["x"]]}, r"rows\[0\] is \['x'\]; it must be a list of length 3"),
         ({"parts": {}}, "parts is {}; it must be a list"),
     ],
 )

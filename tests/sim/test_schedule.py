@@ -42,6 +42,7 @@ REFUSED = {
     "work that is no number": (schedule([], [op("o", work={"s": float("nan")})]), "'o' has s = nan"),
     "endless work": (schedule([], [op("o", work={"s": float("inf")})]), "'o' has s = inf"),
     "unknown buffer": (schedule([], [op("o", reads="a")]), "'o' uses buffer 'a', which is not declared"),
+    "after one op twice": (schedule([], [op("o"), op("p", after=("o", "o"))]), "'p' comes after one op twice"),
     "read twice": (schedule([W], [op("o", reads="w w")]), "'o' names a buffer twice"),
     "read before written": (
         schedule([buffer("a")], [op("r", reads="a"), op("o", writes="a")]),

@@ -67,12 +67,13 @@ def test_other_files_are_refused(tmp_path: Path, text: str, message: str) -> Non
         Trace.load(tmp_path / "t.json")
 
 
-def test_a_span_of_the_wrong_length_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num", [9, 11])
+def test_a_span_of_the_wrong_length_is_refused(tmp_path: Path, num: int) -> None:
     TRACE.save(tmp_path / "t.json")
     record = json.loads((tmp_path / "t.json").read_text())
-    record["spans"][0].append(1)
+    record["spans"][0] = [*record["spans"][0], 1][:num]
     (tmp_path / "t.json").write_text(json.dumps(record))
-    with pytest.raises(TraceError, match="is not a trace"):
+    with pytest.raises(TraceError, match=r"is not a trace .*it must be a list of length 10"):
         Trace.load(tmp_path / "t.json")
 
 
