@@ -3,7 +3,7 @@
 The first steps of a run differ from later ones, since no op of an earlier step is still running. So the schedule is
 unrolled and simulated until a step repeats: every op starts and ends at the same moments, relative to the end of the
 step, as in the step before (or two or three steps before: a delayed update may alternate). Where steps go round the
-devices, so do all steps of a round.
+devices, so do as many in a row as together use all streams.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ SAME_FRAC = 1e-5
 """Moments count as equal when they differ by less than this part of the step: ends are rounded to nanoseconds."""
 MAX_CYCLE, MAX_ROUNDS = 3, 2
 """Longest repetition that is looked for: in steps, or in rounds where the steps go round devices."""
-FIRST_STEPS, MAX_STEPS = 4, 16
+FIRST_STEPS, MAX_STEPS, ROUNDS = 4, 16, 6
 """Steps that are simulated in search of one: at first, and then twice as many, up to the second, until it is found.
-Where steps go round devices it begins with as many more as there are in a round, and ends with so many rounds."""
+Where steps go round devices, up to so many rounds, if that is more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,46 +115,61 @@ def steady_state(
     columns = columns_of(schedule) if isinstance(schedule, Schedule) else schedule
     if not columns.num_ops:
         raise ValueError(f"schedule {columns.labels().name!r} has no ops; nothing repeats")
-    around = columns.steps_around
-    num_steps = around + FIRST_STEPS - 1
+    around, in_a_row = columns.steps_around, _steps_of_all_streams(columns)
+    num_steps, most = FIRST_STEPS + in_a_row - 1, max(MAX_STEPS, ROUNDS * around)
     while True:
         unrolled = columns.unrolled(num_steps)
         execution = simulate_columns(unrolled, machine, prices if unrolled.works is columns.works else None)
-        repetition = _repetition(execution.start_ns, execution.end_ns, num_steps, around, machine)
-        if repetition["cycle_steps"] or 2 * num_steps > around * MAX_STEPS:
+        repetition = _repetition(execution.start_ns, execution.end_ns, num_steps, around, in_a_row, machine)
+        if repetition["cycle_steps"] or num_steps == most:
             peak_bytes = dict(zip((t.name for t in columns.tiers), execution.peak_bytes.tolist(), strict=True))
             return SteadyState(**repetition, columns=unrolled, peak_bytes=peak_bytes, machine=machine)
-        num_steps *= 2
+        num_steps = 2 * num_steps if 2 * num_steps <= MAX_STEPS else most
 
 
-def _repetition(start_ns: Int64, end_ns: Int64, num_steps: int, around: int, machine: Machine) -> dict[str, Any]:
+def _steps_of_all_streams(columns: ScheduleColumns) -> int:
+    """Of steps that go round devices, so many in a row that together they use all streams; else 1."""
+    if columns.steps_around == 1:
+        return 1
+    round_of = columns.once_around
+    number = {stream: k for k, stream in enumerate(round_of.streams)}
+    stream_of = np.array([number.get(work.stream, 0) for work in round_of.works])
+    uses = np.zeros((columns.steps_around, len(number)), np.bool_)
+    for step, works in zip(uses, round_of.op_work.reshape(len(uses), -1), strict=True):
+        step[stream_of[works]] = True
+    return next(n for n in range(1, len(uses) + 1) if uses[-n:].any(axis=0).all())
+
+
+def _repetition(
+    start_ns: Int64, end_ns: Int64, num_steps: int, around: int, in_a_row: int, machine: Machine
+) -> dict[str, Any]:
     """What a `SteadyState` says of the repetition in `num_steps` steps, whose ops are step after step in these arrays;
     after `around` steps, devices do the same again.
 
     No op waits for one that is listed later, so the last step is like any other, except under shared limits: the last
-    ones, once around, have them to themselves while nothing follows. Where steps go round devices, one step says
-    nothing of the devices that it leaves out: all steps of a round must repeat, and all by the same time.
+    ones have them to themselves while nothing follows. Where steps go round devices, one step says nothing of the
+    streams that it leaves out: so many `in_a_row` that leave none out must repeat, and all by the same time.
     """
     moments_ns = np.concatenate([start_ns.reshape(num_steps, -1), end_ns.reshape(num_steps, -1)], axis=1)
     ends_ns = moments_ns.max(axis=1)
     done_ns = np.maximum.accumulate(ends_ns)
-    last = num_steps - 1 - (around if machine.shared_limits else 0)
+    last = num_steps - 1 - (in_a_row if machine.shared_limits else 0)
 
     def repeats(k: int, cycle: int) -> bool:
         shift_ns = ends_ns[last] - ends_ns[last - cycle]
         off_ns = np.abs(moments_ns[k] - moments_ns[k - cycle] - shift_ns).max()
         return bool(off_ns <= max(1.0, SAME_FRAC * float(shift_ns) / cycle))
 
-    cycles = range(1, min(MAX_CYCLE if around == 1 else MAX_ROUNDS * around, last + 1 - around) + 1)
-    cycle = next((c for c in cycles if all(repeats(k, c) for k in range(last, last - around, -1))), 0)
+    cycles = range(1, min(MAX_CYCLE if around == 1 else MAX_ROUNDS * around, last + 1 - in_a_row) + 1)
+    cycle = next((c for c in cycles if all(repeats(k, c) for k in range(last, last - in_a_row, -1))), 0)
     if cycle:
-        first = last - cycle - around + 1
+        first = last - cycle - in_a_row + 1
         while first > 0 and repeats(first + cycle - 1, cycle):
             first -= 1
         mean_steps, period_ns = cycle, float(ends_ns[last] - ends_ns[last - cycle]) / cycle
     else:
         span = last - last // 2
-        mean_steps = max(span - span % (2 * around), around)
+        mean_steps = min(max(span - span % (2 * around), around), last)
         first = last - mean_steps
         period_ns = float(done_ns[last] - done_ns[first]) / mean_steps
     return dict(

@@ -347,6 +347,6 @@ def test_steps_that_do_not_repeat_are_averaged_over_whole_rounds() -> None:
     inside_ns = rng.integers(100_000, 900_000, num_steps)
     start_ns, end_ns = ends_ns - inside_ns, ends_ns
     for around in (1, 2, 4):
-        found = _repetition(start_ns, end_ns, num_steps, around, toy_machine())
+        found = _repetition(start_ns, end_ns, num_steps, around, around, toy_machine())
         assert found["cycle_steps"] == 0
         assert found["period_s"] == pytest.approx(0.002)
