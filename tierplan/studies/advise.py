@@ -181,9 +181,11 @@ def advise(
         bought = [b for b in bought if b.what not in left_out]
         anew = partial(figures_of, than=now)
         changed, how = _like(like, answer, anew) if quick else (like, partial(anew, known=answer.get("known")))
-        # what is asked last should not take long: second cards do, and what has no answer for a start
+        # what is asked last should not take long: many GPUs do, second cards, and what has no answer for a start
         longest = ("gpu.count", "gpu.part", "machine")
-        asked = sorted(bought, key=lambda b: (*(b.kind != kind for kind in longest), -b.price_usd))
+        gpus = [_num_gpus(b, load_description(b.machine) if b.machine else description) for b in bought]
+        ranks = [(-n, *(b.kind != kind for kind in longest), -b.price_usd) for n, b in zip(gpus, bought, strict=True)]
+        asked = [bought[k] for k in sorted(range(len(bought)), key=ranks.__getitem__)]
         rows = [ask([b.applied(like if b.machine else changed)], anew if b.machine else how)[0] for b in asked]
         row_of = dict(zip([b.what for b in asked], rows, strict=True))
         answers = [row_of[b.what]() for b in bought]
@@ -217,6 +219,11 @@ def advise(
             ),
         ),
     )
+
+
+def _num_gpus(bought: Purchase, machine: Description) -> float:
+    count = bought.overrides.get("gpu.count")
+    return count if isinstance(count, int) else machine.number("gpu.count") or 1
 
 
 def _like(point: Point, answer: Row, anew: Ask) -> tuple[Point, Ask]:
