@@ -30,8 +30,8 @@ def with_ample_memory(machine: Machine) -> Machine:
 def with_faster(machine: Machine, names: Collection[str], factor: float) -> Machine:
     """The machine with the streams and shared limits of these names `factor` times as fast. Latencies stay.
 
-    So does the share of cores and of a GPU's kernels that a stream takes while it works; where these are faster too, it
-    works twice as fast on each, and takes twice as many of twice as many.
+    So does what a stream takes of cores and of a GPU's kernels while it works; where these are faster too, it takes
+    the same part of them.
     """
     shares = {CORES_LIMIT, *map(kernels_limit, range(machine.num_devices))}.difference(names)
 

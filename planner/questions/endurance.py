@@ -14,7 +14,7 @@ from tierplan.sim.columns import ScheduleColumns
 from tierplan.sim.output.text import format_s
 from tierplan.sim.schedule import Schedule
 
-UNKNOWN_LIFE = "how long they last is not known: nvme.endurance"
+UNKNOWN_LIFE = "not known (nvme.endurance)"
 """Of drives that are written to."""
 SECONDS_PER_YEAR = 365.25 * 24 * 3600
 

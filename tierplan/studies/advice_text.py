@@ -19,7 +19,7 @@ from tierplan.sim.output.text import (
     wrapped,
 )
 from tierplan.studies.advise import Advice, Change
-from tierplan.studies.answer import batch_text, limit_rows, limited_text, policy_rows, question_text
+from tierplan.studies.answer import batch_text, division_of, limit_rows, limited_text, policy_rows, question_text
 from tierplan.studies.evaluate import QUICK
 from tierplan.studies.purchases import SOON_S
 from tierplan.validation.report.page import bars, cards, facts, paragraph, section, table, write_page
@@ -195,18 +195,12 @@ def _limits(advice: Advice) -> list[Sensitivity]:
     return [Sensitivity(**limit) for limit in advice.answer["limits"]]
 
 
-def _batch(advice: Advice) -> str:
-    micro_batch, accumulation = int(advice.answer["micro_batch"]), int(advice.answer["accumulation"])
-    num_batches = advice.answer["tokens"] // (micro_batch * accumulation * advice.point.seq)
-    return batch_text(micro_batch, accumulation, num_batches)
-
-
 def _policy_rows(advice: Advice) -> list[Sequence[str]]:
     """A header, the plan, and the published systems for the same work, quickest first."""
     answer = advice.answer
     rows: list[Sequence[str]] = [
         ("system, same work", "batch", "step", "takes"),
-        ("this plan", _batch(advice), format_s(answer["step_s"]), "1.00 x"),
+        ("this plan", batch_text(*division_of(answer, advice.point.seq)), format_s(answer["step_s"]), "1.00 x"),
     ]
     policies = answer["policies"]
     rows += policy_rows(policies, answer["step_s"])

@@ -355,7 +355,7 @@ def _assumptions(
     if unknown := [what for key, what in lacking.items() if description.number(key) is None]:
         assumptions.append(f"{', '.join(unknown)}: not known, and counted as 0 USD")
     if is_life_unknown:
-        assumptions.append(f"worn drives cost nothing beyond what is written off, since {UNKNOWN_LIFE}")
+        assumptions.append(f"worn drives cost nothing beyond what is written off: how long they last is {UNKNOWN_LIFE}")
     for section, names in named.items():
         prices_of = {name: load_part(section, name).quantity(f"{section}.price") for name in names}
         assumptions += [f"{name} costs {q.value:g} USD ({q.source})" for name, q in prices_of.items() if q]

@@ -112,9 +112,13 @@ def _last_rows(p: Prediction) -> list[tuple[str, ...]]:
 def question_text(point: Point, row: Mapping[str, Any], dtype: str) -> str:
     """What was asked, with the division into micro-batches that answers it, by the record of the answer."""
     why = f", in {dtype} since this machine has no bf16" if point.dtype == "auto" and dtype != "bf16" else ""
-    micro_batch, accumulation = row["micro_batch"], row["accumulation"]
-    num_batches = row["tokens"] // (micro_batch * accumulation * point.seq)
-    return step_text(micro_batch, accumulation, num_batches, row["devices"], point.seq) + why
+    return step_text(*division_of(row, point.seq), row["devices"], point.seq) + why
+
+
+def division_of(row: Mapping[str, Any], seq: int) -> tuple[int, int, int]:
+    """Of a record: the sequences of a micro-batch, how many there are, and the devices that have so many each."""
+    micro_batch, accumulation = int(row["micro_batch"]), int(row["accumulation"])
+    return micro_batch, accumulation, row["tokens"] // (micro_batch * accumulation * seq)
 
 
 def step_text(micro_batch: int, accumulation: int, num_batches: int, devices: int, seq: int) -> str:
