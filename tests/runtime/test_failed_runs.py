@@ -102,3 +102,12 @@ def test_where_some_of_the_step_was_updated_there_is_none(at_once: bool, tmp_pat
         for refused in (trainer.restore_model, lambda: trainer.save_copy(tmp_path / "copy")):
             with pytest.raises(ExecutionError, match="some parameters had been updated and others had not"):
                 refused()
+
+
+def test_a_closed_trainer_says_so() -> None:
+    """It was an error of the executor's threads."""
+    model = make_model("gpt2")
+    with Trainer(schedule_for(model, None, UnitPlan()), model) as trainer:
+        trainer.run(make_batches(2), steps=1)
+    with pytest.raises(TrainingError, match="this trainer is closed"):
+        trainer.run(make_batches(2), steps=1)

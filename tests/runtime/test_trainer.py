@@ -225,15 +225,6 @@ def test_a_resumed_run_makes_the_updates_that_still_waited(tmp_path: Path) -> No
         assert torch.equal(trained, expected)
 
 
-def test_a_closed_trainer_says_so() -> None:
-    """It was an error of the executor's threads."""
-    model = make_model("gpt2")
-    with Trainer(schedule_for(model, UnitPlan()), model) as trainer:
-        trainer.run(make_batches(2), steps=1)
-    with pytest.raises(TrainingError, match="this trainer is closed"):
-        trainer.run(make_batches(2), steps=1)
-
-
 def test_sgd_and_a_learning_rate_schedule(tmp_path: Path) -> None:
     training = replace(CPU, optimizer="sgd")
     choice = UnitPlan(params="host", grads="host", states="host")

@@ -337,3 +337,29 @@ def test_systems_are_asked_for_the_same_drive_lifetime_as_the_planner() -> None:
         )
         assert found.fits == (planned.policies["fuyou"].step_s is not None) == lasts
         assert lasts or f"of the {years:g} years" in found.why_not
+
+
+@pytest.mark.parametrize(
+    ("asked", "refused"),
+    [
+        ("--policy zero-1 --machine laptop --max-grad-norm 1 --semantics delayed-1", "are not clipped"),
+        ("--policy zero-offload --machine laptop --max-grad-norm 1 --semantics delayed-1", "are not clipped"),
+        ("--policy zero-1 --machine harmony-4x1080ti --dtype bf16 --semantics delayed-1", "has no rate for"),
+    ],
+)
+def test_what_the_planner_refuses_leaves_the_verdict(
+    asked: str, refused: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`explain-run` has that of `simulate`, with its status."""
+    words = [*asked.split(), "--model", "gpt2", "--seq", "100"]
+    assert main(["simulate", *words, "--json"]) == 3
+    simulated = json.loads(capsys.readouterr().out)
+    assert main(["explain-run", "--step-s", "5", *words, "--json"]) == 3
+    explained = json.loads(capsys.readouterr().out)
+    assert (explained["expected_s"], explained["why_not"]) == (simulated["step_s"], simulated["why_not"])
+    assert explained["verdict"] == "does not fit"
+    assert refused in explained["best"]["why_not"]
+    assert main(["explain-run", "--step-s", "5", *words]) == 3
+    said = " ".join(capsys.readouterr().out.split())
+    assert "The planner has no answer here: " in said
+    assert refused in said

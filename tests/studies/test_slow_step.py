@@ -396,33 +396,6 @@ def test_what_the_machine_could_do_is_asked_as_the_setup_is(tmp_path: Path, monk
     assert (best.sequences, best.dtype, best.master_weights) == (1, "fp16", True)
 
 
-@pytest.mark.parametrize(
-    ("asked", "refused"),
-    [
-        ("--policy zero-1 --machine laptop --max-grad-norm 1 --semantics delayed-1", "are not clipped"),
-        ("--policy zero-offload --machine laptop --max-grad-norm 1 --semantics delayed-1", "are not clipped"),
-        ("--policy zero-1 --machine harmony-4x1080ti --dtype bf16 --semantics delayed-1", "has no rate for"),
-    ],
-)
-def test_what_the_planner_refuses_leaves_the_verdict(
-    asked: str, refused: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As `simulate` says it, with its status."""
-    monkeypatch.setattr(explain, "_best", BEST)
-    words = [*asked.split(), "--model", "gpt2", "--seq", "100"]
-    assert main(["simulate", *words, "--json"]) == 3
-    simulated = json.loads(capsys.readouterr().out)
-    assert main(["explain-run", "--step-s", "5", *words, "--json"]) == 3
-    explained = json.loads(capsys.readouterr().out)
-    assert (explained["expected_s"], explained["why_not"]) == (simulated["step_s"], simulated["why_not"])
-    assert explained["verdict"] == "does not fit"
-    assert refused in explained["best"]["why_not"]
-    assert main(["explain-run", "--step-s", "5", *words]) == 3
-    said = " ".join(capsys.readouterr().out.split())
-    assert "The planner has no answer here: " in said
-    assert refused in said
-
-
 def test_what_is_taken_for_memory_that_a_file_leaves_open_is_named(tmp_path: Path) -> None:
     said = expectation(tmp_path, {}, {"device": "cpu"})
     assert any("offload_optimizer.pin_memory is not given" in text for text in said.assumptions)

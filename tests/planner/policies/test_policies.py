@@ -498,20 +498,3 @@ def test_a_policy_that_two_tiers_are_too_small_for_names_both() -> None:
     found = predict("zero-offload", workload, machine)
     assert compare_policies.short_reason(found) == "does not fit: gpu0 is too small, and host as well"
     assert found.record()["shortage"]["also_short"] == "host"
-
-
-def test_what_gradients_hold_a_link_for_is_that_of_the_machine_that_is_asked_for() -> None:
-    """Schedules of several devices are known by names alone: the seconds of another machine's link stayed in them."""
-    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "sequence_length": 128}
-    options = {"optimizer": "host", "pin_memory": "off"}
-    slow, quick = (
-        load_machine("desktop-4090", ["gpu.count=2", "link.p2p=9 GB/s", f"link.h2d={rate}", f"link.d2h={rate}"])
-        for rate in ("6 GB/s", "25 GB/s")
-    )
-
-    def step_s(*machines: Machine) -> float | None:
-        """On the last, by a workload that nothing is known of."""
-        workload = replace(load_workload("gpt2", Training(**sizes)), name=f"gpt2 {len(machines)}")  # type: ignore[arg-type]
-        return [predict("zero-2", workload, machine, options).step_s for machine in machines][-1]
-
-    assert step_s(quick, slow) == step_s(slow)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.toys import toy_machine, toy_workload
 from tierplan.hwmodels import load_machine
+from tierplan.hwmodels.machine import Machine
 from tierplan.planner.prediction import predict
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training
@@ -47,3 +50,20 @@ def test_zero_2_copies_gradients_one_device_after_the_other_unless_round_robin()
         for word in ("off", "on")
     )
     assert in_turn - at_once == pytest.approx(4 * workload.num_parameters / 25e9 / 2, rel=0.02)
+
+
+def test_what_gradients_hold_a_link_for_is_that_of_the_machine_that_is_asked_for() -> None:
+    """Schedules of several devices are known by names alone: the seconds of another machine's link stayed in them."""
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "sequence_length": 128}
+    options = {"optimizer": "host", "pin_memory": "off"}
+    slow, quick = (
+        load_machine("desktop-4090", ["gpu.count=2", "link.p2p=9 GB/s", f"link.h2d={rate}", f"link.d2h={rate}"])
+        for rate in ("6 GB/s", "25 GB/s")
+    )
+
+    def step_s(*machines: Machine) -> float | None:
+        """On the last, by a workload that nothing is known of."""
+        workload = replace(load_workload("gpt2", Training(**sizes)), name=f"gpt2 {len(machines)}")  # type: ignore[arg-type]
+        return [predict("zero-2", workload, machine, options).step_s for machine in machines][-1]
+
+    assert step_s(quick, slow) == step_s(slow)
