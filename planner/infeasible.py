@@ -176,7 +176,7 @@ def largest_batch(make: Callable[[int], Workload], machine: Machine, *, below: i
         posed = partial(problem, workload, machine, semantics=plain_semantics(workload.training))
         whole = [posed(order=order, sub_batches=t) for order, t in (("horizontal", 1), *parts)]
         in_shards = (sharded(p, machine.num_devices, "nothing") for p in whole if machine.num_devices > 1)
-        return any(lower_bound(p).feasible for p in (*in_shards, *whole))
+        return any(lower_bound(p, beat_s=0.0).feasible for p in (*in_shards, *whole))
 
     def fits(batch: int) -> bool:
         nonlocal is_cut

@@ -17,7 +17,6 @@ from tierplan.planner.infeasible import InfeasiblePlan, least_lacking, spares_no
 from tierplan.planner.lowering import Lowering
 from tierplan.planner.milp.amounts import Problem, Shape, problem
 from tierplan.planner.milp.bounds import IMPOSSIBLE, Bound, lower_bound
-from tierplan.planner.milp.integral import MANY_UNITS
 from tierplan.planner.milp.program import SOLVER, Solver
 from tierplan.planner.milp.totals import bound_of_totals
 from tierplan.planner.plan import Keeps, Plan, Sharing, UnitwisePlan, plain_semantics
@@ -32,7 +31,7 @@ from tierplan.planner.search.incumbents import Batches, Incumbents, per_batch_s,
 from tierplan.planner.search.lesser import Known, needs_no_drives, without_excess
 from tierplan.planner.search.moves import loosened, off_drives, reducing, with_shape_of
 from tierplan.planner.search.race import GOOD_FRAC, MOST_OPS, OrderSearch, Racer, race, rounds
-from tierplan.planner.search.shape import tried
+from tierplan.planner.search.shape import sub_batches_of, tried
 from tierplan.planner.several_devices.packs.search import bound_of_packs, search_packs
 from tierplan.planner.several_devices.packs.stages import search_stages
 from tierplan.planner.several_devices.sharded import sharded
@@ -51,14 +50,10 @@ SAME_FRAC = 1e-6
 """Steps that differ by less take equally long."""
 SHARES: Mapping[Order, float] = {"horizontal": 0.3, "vertical": 0.4}
 """Of the budget, where a workload has plans of both orders: the same whether both are searched or one."""
-SUB_BATCHES = (2, 4, 8)
-"""Parts of a micro-batch that are tried, in vertical order."""
 MOST_PARTS = 64
 """Where not even the coarser parts have room, micro-batches of up to so many sequences are cut into single ones."""
 SUB_BATCH_PENALTY = 1.005
 """What one more sub-batch has to be worth in the bound for it to be tried first: it means more ops to search over."""
-SUB_BATCHES_OF_MANY = (4,)
-"""Long chains, whose programs take about a second each, try fewer."""
 
 
 class Search:
@@ -123,7 +118,8 @@ class Search:
             self.compare(policies)
         else:
             self.compared, self.seeds, self.simulate_plan = like.compared, like.seeds, like.simulate_plan
-        shapes = self._shapes(self.seeds.by_shape) if only is None else {only: [1]}
+        cuts = self.like is None
+        shapes = sub_batches_of(self.workload, self.seeds.by_shape, cuts=cuts) if only is None else {only: [1]}
         wanted = tuple(orders) if orders is not None else ("horizontal", "vertical")
         if self.workload.training.gradient_accumulation_steps == 1:
             wanted = ("horizontal", *wanted)  # one micro-batch has no order
@@ -133,8 +129,8 @@ class Search:
             self.chains.append(self._chain(order, shapes[order], self.seeds.by_shape, share, own))
         self.has_all_orders = len(self.chains) == len(shapes)
         finest = self.workload.training.per_device_train_batch_size
-        has_room = self.seeds.best is not None or any(b.feasible for chain in self.chains for b in chain.bounds)
-        if only is None and "vertical" in wanted and 1 < finest <= MOST_PARTS and not has_room:
+        may_fit = self.seeds.best is not None or self.has_room
+        if only is None and "vertical" in wanted and 1 < finest <= MOST_PARTS and not may_fit:
             self.chains.append(self._chain("vertical", [finest], self.seeds.by_shape, 1.0, Solver(seed=self.seed)))
         self.in_rounds = self._rounds()
 
@@ -208,10 +204,10 @@ class Search:
             held = replace(self.known.plan, parts=parts_of(self.asked, self.known.machine))
             self.incumbents.consider(self._simulator(self.asked)(held))
 
-    def beside(self, order: Order, solver: Solver) -> Search:
+    def beside(self, order: Order, solver: Solver, beat_s: float) -> Search:
         """A search for plans of another order."""
         limit, budget = self.write_limit_bytes_per_s, self.budget
-        other = Search(self.workload, self.asked, self.asked_semantics, budget, self.seed, self.batches, limit)
+        other = Search(self.workload, self.asked, self.asked_semantics, budget, self.seed, self.batches, limit, beat_s)
         other.begin(only=order, solver=solver, like=self)
         return other
 
@@ -220,6 +216,11 @@ class Search:
         for chain in self.chains:
             self._go_on_with(chain, inf)
         return self.best_s < inf
+
+    @property
+    def has_room(self) -> bool:
+        """Whether some shape may fit, by its bound."""
+        return any(bound.feasible for chain in self.chains for bound in chain.bounds)
 
     @property
     def least_s(self) -> float:
@@ -272,20 +273,6 @@ class Search:
         tried = self.simulate_plan.in_full(spared)
         return tried if tried.step_s == best.step_s else best
 
-    def _shapes(self, seeds: Mapping[Shape, Candidate[UnitwisePlan]]) -> dict[Order, list[int]]:
-        """By order of micro-batches, the sub-batches that they are cut into, which are worth a look."""
-        training = self.workload.training
-        batch = training.per_device_train_batch_size
-        some: Sequence[int] = SUB_BATCHES if len(self.workload.units) <= MANY_UNITS else SUB_BATCHES_OF_MANY
-        some = some if self.like is None else ()
-        shapes: dict[Order, list[int]] = {"horizontal": [1], "vertical": [num for num in some if batch % num == 0]}
-        if training.gradient_accumulation_steps > 1:
-            shapes["vertical"].insert(0, 1)
-        if seeds:
-            order, num, _ = min(seeds, key=lambda shape: (seeds[shape].step_s, shape))
-            shapes[order] = list(dict.fromkeys([*shapes[order], num]))
-        return {order: nums for order, nums in shapes.items() if nums}
-
     def _chain(
         self,
         order: Order,
@@ -302,7 +289,7 @@ class Search:
             without_room |= set() if bounds[-1].feasible else {p.sub_batches}
         problems = [b.model.problem if b.model else p for p, b in zip(problems, bounds, strict=True)]
         from_program = ProgramPlans(solver, self.simulate_plan, incumbents, notes=self.notes)
-        pairs = [pair for pair in zip(problems, bounds, strict=True) if pair[1].feasible]
+        pairs = [pair for pair in zip(problems, bounds, strict=True) if pair[1].feasible and pair[1].model]
         pairs.sort(key=lambda pair: pair[1].searched_s * SUB_BATCH_PENALTY ** (pair[0].sub_batches - 1))
         racers = [Racer(tried(from_program, p, bound, seeds, self.seed), bound.searched_s) for p, bound in pairs]
 
@@ -318,7 +305,7 @@ class Search:
 
     def _bound(self, p: Problem, solver: Solver) -> Bound:
         started = time.perf_counter()
-        bound = lower_bound(p, solver=solver)
+        bound = lower_bound(p, solver=solver, beat_s=self._to_beat_s())
         self.bound_s += time.perf_counter() - started
         if bound.solution is not None:
             self.budget.ops_left -= bound.solution.work_ops

@@ -303,14 +303,14 @@ def problem(
     )
 
 
-def runs_of(num_units: int, max_runs: int = MAX_RUNS) -> tuple[range, ...]:
+def runs_of(num_units: int, max_runs: int = MAX_RUNS, num_alone: int = NUM_ALONE) -> tuple[range, ...]:
     """Units by window: one each, but in long chains several between the ends, so that the program hardly grows."""
-    between = max(0, num_units - 2 * NUM_ALONE)
+    between = max(0, num_units - 2 * num_alone)
     size = max(1, -(-between // max_runs))
-    first = range(min(NUM_ALONE, num_units))
-    last = range(max(NUM_ALONE, num_units - NUM_ALONE), num_units)
-    end = NUM_ALONE + between
-    middle = [range(u, min(u + size, end)) for u in range(NUM_ALONE, end, size)]
+    first = range(min(num_alone, num_units))
+    last = range(max(num_alone, num_units - num_alone), num_units)
+    end = num_alone + between
+    middle = [range(u, min(u + size, end)) for u in range(num_alone, end, size)]
     return (*(range(u, u + 1) for u in first), *middle, *(range(u, u + 1) for u in last))
 
 

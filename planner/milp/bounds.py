@@ -15,7 +15,7 @@ from math import inf
 import numpy as np
 
 from tierplan.hwmodels.names import COMPUTE
-from tierplan.planner.milp.amounts import Problem
+from tierplan.planner.milp.amounts import Problem, runs_of
 from tierplan.planner.milp.model import Margins, Model, build
 from tierplan.planner.milp.program import Program, Solution, Solver
 from tierplan.planner.milp.rates import GB, seconds_alone
@@ -26,6 +26,9 @@ WORTH_BRINGING = 1.01
 """How much longer the bound has to be without states that come to the device for updates, for plans to have any."""
 FEW_UNITS = 8
 """Short chains, of so many, have them anyway: there a bound says little, and every move of one unit is tried."""
+MANY_WINDOWS = 12
+"""Per pass over the units, beyond which three are asked first: in long chains of alike units they bound the step nearly
+as well (0.3 % lower at most, where this was measured), in a tenth of the time."""
 HOPELESS = 20.0
 """Times the bound, beyond which a step is no answer."""
 
@@ -80,20 +83,26 @@ class Shortage:
         return self.needed_bytes - self.capacity_bytes
 
 
-def lower_bound(problem: Problem, *, solver: Solver | None = None) -> Bound:
+def lower_bound(problem: Problem, *, solver: Solver | None = None, beat_s: float = inf) -> Bound:
     """The bound for one order of micro-batches. `feasible` is false where not even the relaxation fits into memory.
 
-    Where all has room on the device, computing may be the only stream, and none works beside it. The solver starts
-    from where it ended before with programs without states that come to the device for their updates; those of
-    programs with more (`solver_of`) start from there.
+    A program of few windows is asked first: where that says that nothing fits, or nothing below `beat_s`, so it is, and
+    what it says has no `model`. Where all has room on the device, computing may be the only stream, and none works
+    beside it. The solver starts from where it ended before with programs without states that come to the device for
+    their updates; those of programs with more (`solver_of`) start from there.
     """
+    alone = alone_s(problem)
+    if any(max(u.fwd_fixed_gb, u.bwd_fixed_gb) > problem.device_gb for u in problem.units):
+        return IMPOSSIBLE
+    if len(problem.runs) > MANY_WINDOWS:
+        few = _optimum(replace(problem, runs=runs_of(len(problem.units), num_alone=1, max_runs=1)), Solver())
+        if not few.feasible or min(few.step_s, alone) >= beat_s:
+            return replace(few, step_s=min(few.step_s, alone), model=None)
     found = _lower_bound(problem, solver or Solver())
-    return replace(found, step_s=min(found.step_s, alone_s(problem)))
+    return replace(found, step_s=min(found.step_s, alone))
 
 
 def _lower_bound(problem: Problem, solver: Solver) -> Bound:
-    if any(max(u.fwd_fixed_gb, u.bwd_fixed_gb) > problem.device_gb for u in problem.units):
-        return IMPOSSIBLE
     plain = _optimum(replace(problem, brings_states=False), solver)
     if not problem.brings_states:
         return plain

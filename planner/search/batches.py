@@ -286,14 +286,14 @@ def _one_after_the_other(searches: list[Search], best: Search) -> Iterator[Searc
     for search in searches:
         if search.workload.training.gradient_accumulation_steps == 1:
             continue
-        if best.best_s < inf and search.racers:
+        if best.best_s < inf and search.has_room:
             steps_s = [c.step_s for shape, c in search.seeds.by_shape.items() if shape[0] == "horizontal"]
             if (plain := search.incumbents.plain) is not None:
                 asked = search.posed("horizontal", 1)
                 steps_s.append(search.simulate_plan(with_shape_of(plain.plan, asked)).step_s)
             if not any(step_s is not None and step_s < TOO_SLOW * best.best_s for step_s in steps_s):
                 continue
-        yield search.beside("horizontal", solver)
+        yield search.beside("horizontal", solver, best.best_s)
 
 
 def divisors(number: int) -> list[int]:

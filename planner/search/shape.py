@@ -19,10 +19,11 @@ from typing import Literal
 
 from tierplan.planner.milp.amounts import Problem, Shape
 from tierplan.planner.milp.bounds import FEW_UNITS, Bound
+from tierplan.planner.milp.integral import MANY_UNITS
 from tierplan.planner.milp.modes import MODES, Mode
 from tierplan.planner.milp.rates import STATE_SHARDS
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.planner.plan_rules import PLACES, PLANNER, Place
+from tierplan.planner.plan_rules import PLACES, PLANNER, Order, Place
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.descent import descend, descend_with_restarts
 from tierplan.planner.search.from_program import ProgramPlans
@@ -40,7 +41,10 @@ from tierplan.planner.search.moves import (
 from tierplan.planner.search.patterns import Patterns
 from tierplan.planner.search.race import FIRST_OPS, GOOD_FRAC, Racer, race
 from tierplan.planner.search.shifts import descend_by_shifts
+from tierplan.sim.workloads.workload import Workload
 
+SUB_BATCHES, SUB_BATCHES_OF_MANY = (2, 4, 8), (4,)
+"""Parts of a micro-batch that are tried, in vertical order; fewer of long chains, whose simulations take long."""
 CLEARLY_QUICKER = 0.8
 """Of the first plan's step without states that come to the device, what one with them has to be below; and of the best
 step so far of any shape without gradients that come back, what one with them has to be below."""
@@ -48,6 +52,26 @@ NUM_PATTERNS, OPS_PER_UNIT = 3, 1_500
 """Searches for regular plans that begin with other luck, and the work of each, per unit, before half of them go on."""
 ALONE_OPS = 250_000
 """Of work that the plans which are quicker at first have before the others."""
+
+
+def sub_batches_of(
+    workload: Workload, seeds: Mapping[Shape, Candidate[UnitwisePlan]], *, cuts: bool
+) -> dict[Order, list[int]]:
+    """By order of micro-batches, the sub-batches that they are cut into (if any are) which are worth a look: those of
+    the best plan that is known, too."""
+    training = workload.training
+    batch = training.per_device_train_batch_size
+    some = SUB_BATCHES if len(workload.units) <= MANY_UNITS else SUB_BATCHES_OF_MANY
+    nums: dict[Order, list[int]] = {
+        "horizontal": [1],
+        "vertical": [num for num in some if cuts and batch % num == 0],
+    }
+    if training.gradient_accumulation_steps > 1:
+        nums["vertical"].insert(0, 1)
+    if seeds:
+        order, num, _ = min(seeds, key=lambda shape: (seeds[shape].step_s, shape))
+        nums[order] = list(dict.fromkeys([*nums[order], num]))
+    return {order: of for order, of in nums.items() if of}
 
 
 def tried(

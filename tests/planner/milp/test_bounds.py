@@ -29,6 +29,7 @@ from tierplan.planner.milp.modes import MODES, Mode
 from tierplan.planner.milp.program import Solver
 from tierplan.planner.milp.totals import bound_of_totals
 from tierplan.planner.plan import Plan, UnitPlan, UnitwisePlan
+from tierplan.planner.plan_rules import Order
 from tierplan.planner.planning import plan
 from tierplan.planner.prediction import predict
 from tierplan.planner.search.budget import Budget
@@ -225,6 +226,30 @@ def test_what_the_bound_fits_is_short_of_nothing():
     p = problem(workload, machine, semantics="in-backward", order="vertical", sub_batches=8)
     assert lower_bound(p).feasible
     assert not shortages(p)
+
+
+@pytest.mark.parametrize("semantics", ["in-backward", "exact-clip"])
+def test_few_windows_only_say_sooner_what_all_say(semantics):
+    """On long chains: what fits nowhere, or takes as long as what is known, by the program of all windows as well."""
+    fitted = 0
+    for seed in range(12):
+        rng = random.Random(seed)
+        workload = random_chain(rng, 20, accumulation=rng.choice((1, 3)))
+        order: Order = "horizontal" if seed % 2 else "vertical"
+        p = problem(workload, random_machine(rng, workload), semantics=semantics, order=order)
+        if seed % 3 == 0:
+            p = replace(p, has_nvme=False, host_gb=p.host_gb / 5, device_gb=p.device_gb / 2)
+        few, bound = lower_bound(p, beat_s=0.0), lower_bound(p)
+        everything = Solver().solve(build(p, margins=Margins(relaxed=True)).program)
+        assert few.model is None
+        assert bound.feasible == (everything.status == "optimal")
+        if bound.feasible:
+            fitted += 1
+            assert few.feasible
+            assert few.step_s <= bound.step_s * (1 + 1e-6)
+            assert lower_bound(p, beat_s=bound.step_s * (1 + 1e-6)).step_s == bound.step_s
+            assert lower_bound(p, beat_s=few.step_s).model is None
+    assert 3 < fitted < 12
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
