@@ -56,8 +56,8 @@ class Prediction(Shown):
     steady: SteadyState | None = None
     shortage: OutOfMemory | None = None
     """What does not fit, and by how much."""
-    why_not: str = ""
-    """What does not fit, or why there is no plan; empty when it fits."""
+    reason: str = ""
+    """Why there is no plan, or none that may run; empty where only memory is short."""
     tokens: int = 0
     """In one step, over all devices."""
     micro_batch: int = 0
@@ -86,6 +86,12 @@ class Prediction(Shown):
     @property
     def step_s(self) -> float | None:
         return None if self.steady is None else self.steady.period_s
+
+    @cached_property
+    def why_not(self) -> str:
+        """What does not fit, or why there is no plan; empty when it fits. What would do is found when it is asked for,
+        by executing the schedule some tens of times."""
+        return self.reason if self.shortage is None else str(self.shortage)
 
     @cached_property
     def schedule(self) -> Schedule | None:
@@ -266,7 +272,7 @@ def predict(
     except OptionError:
         raise
     except PlanError as error:
-        facts = {"model": workload.name, "machine": machine.name, "hardware": machine, "why_not": str(error)}
+        facts = {"model": workload.name, "machine": machine.name, "hardware": machine, "reason": str(error)}
         return Prediction(policy=policy, plan=None, **facts)  # type: ignore[arg-type]
     return predict_plan(plan, workload, machine)
 
@@ -280,9 +286,9 @@ def predict_plan(plan: Plan, workload: Workload, machine: Machine) -> Prediction
         steady = steady_state(columns, machine)
     except OutOfMemory as error:
         shortage = error.with_traceback(None)  # which would keep all that was simulated
-        return Prediction(**base, columns=columns, shortage=shortage, why_not=str(error))  # type: ignore[arg-type]
+        return Prediction(**base, columns=columns, shortage=shortage)  # type: ignore[arg-type]
     except (ScheduleError, PlanError) as error:
-        return Prediction(**base, why_not=str(error))  # type: ignore[arg-type]
+        return Prediction(**base, reason=str(error))  # type: ignore[arg-type]
     return predicted(plan, columns, steady, workload, machine)
 
 

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         prediction = replace(predict_point(replace(point, policy=name, semantics=semantics)), policy=name)
         if prediction.plan and point.semantics and not is_same(prediction.plan, point.semantics):  # type: ignore[arg-type]
             why = f"it updates by {prediction.plan.semantics!r} alone, not by {point.semantics!r}"
-            prediction = Prediction(policy=name, model=prediction.model, machine=machine.name, plan=None, why_not=why)
+            prediction = Prediction(policy=name, model=prediction.model, machine=machine.name, plan=None, reason=why)
         predictions.append(prediction)
     if args.plot:
         plot_policies(predictions, args.plot)

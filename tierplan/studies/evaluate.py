@@ -298,7 +298,7 @@ def predict_point(point: Point) -> Prediction:
             return best_plan(point).result.prediction
         except InfeasiblePlan as error:
             machine = machine_of(point)
-            return Prediction(policy=PLANNER, model=point.model, machine=machine.name, plan=None, why_not=error.what)
+            return Prediction(policy=PLANNER, model=point.model, machine=machine.name, plan=None, reason=error.what)
     place = place_of(point)
     machine = place.machine
     options = {"semantics": point.semantics} if point.semantics else {}
@@ -319,7 +319,7 @@ def predict_point(point: Point) -> Prediction:
                 machine=machine.name,
                 hardware=machine,
                 plan=None,
-                why_not=undivided(point.sequences, num),
+                reason=undivided(point.sequences, num),
             )
         one_by_one = at(1, of_each)
     found = [one_by_one]
@@ -336,7 +336,7 @@ def _lasting(prediction: Prediction, machine: Machine, years: float) -> Predicti
     if not prediction.fits or life_s is None or most_per_s == inf or life_s >= years * SECONDS_PER_YEAR:
         return prediction
     why = f"its drives last {format_s(life_s)} of the {years:g} years that were asked for"
-    return replace(prediction, steady=None, why_not=why)
+    return replace(prediction, steady=None, reason=why)
 
 
 def evaluate_point(point: Point) -> dict[str, object]:

@@ -71,7 +71,7 @@ def _predict(policy: str, workload: Workload, machine: Machine, time_limit_s: fl
     try:
         return plan(workload, machine, time_limit_s=time_limit_s).prediction
     except InfeasiblePlan as error:
-        return Prediction(policy=PLANNER, model=workload.name, machine=machine.name, plan=None, why_not=error.what)
+        return Prediction(policy=PLANNER, model=workload.name, machine=machine.name, plan=None, reason=error.what)
 
 
 def _drawn(prediction: Prediction) -> bytes:

@@ -408,4 +408,4 @@ def _best(point: Point, setup: Setup, tokens: int) -> Prediction | None:
         return None
     except (PlanError, MachineError, WorkloadError) as error:  # which says nothing of the step that was measured
         name = machine_of(point).name
-        return Prediction(policy=PLANNER, model=point.model, machine=name, plan=None, why_not=str(error))
+        return Prediction(policy=PLANNER, model=point.model, machine=name, plan=None, reason=str(error))
