@@ -174,6 +174,7 @@ def test_the_comparison_has_eighty_columns(model: str, capsys: pytest.CaptureFix
     assert main([*asked, *CPU, "--devices", "3", "--batch", "4", "--seq", "64"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any("2 more are assumed" in line for line in lines)
+    assert lines.count("micro-batches of each GPU's own, 768 tokens per step: ddp") == 1
     assert max(map(len, lines)) <= 80
 
 

@@ -85,9 +85,7 @@ def run(args: argparse.Namespace) -> int:
     lines.append(policy_table(predictions, point.semantics))
     if num > has:
         lines += wrapped(next((p.devices_note for p in predictions if p.devices == num), ""))
-    other = "tokens per step, since each of its devices has micro-batches of its own"
-    others = [f"{p.policy}: {p.tokens:,} {other}" for p in predictions if p.fits and p.tokens != tokens]
-    lines += [line for text in others for line in wrapped(text)]
+    lines += [line for text in division_notes(predictions) for line in wrapped(text)]
     lines += [*nameplate_lines(*predictions), *([f"picture: {args.plot}"] if args.plot else [])]
     tell(args, {prediction.policy: prediction.record() for prediction in predictions}, lines)
     return 0 if any(prediction.fits for prediction in predictions) else 3
@@ -116,6 +114,21 @@ def policy_table(predictions: Sequence[Prediction], semantics: str = "") -> str:
     notes = [f"{'*' * k} other numbers than plain training's: {kind}" for k, kind in enumerate(kinds, 1)]
     said = [line for note in notes for line in wrapped(note, 80)]
     return "\n".join([*columns([heads, *rows], right=range(1, 7)), *said, *(columns(missing) if missing else [])])
+
+
+def division_notes(predictions: Sequence[Prediction]) -> list[str]:
+    """Whose micro-batches are of each GPU, and whose step time is a mean."""
+    of_each, means = dict[int, list[str]](), dict[str, list[str]]()
+    for p in predictions:
+        if p.fits and p.plan is not None and p.plan.num_batches > 1:
+            of_each.setdefault(p.tokens, []).append(p.policy)
+        if p.step_note:
+            means.setdefault(p.step_note, []).append(p.policy)
+    notes = [
+        f"micro-batches of each GPU's own, {tokens:,} tokens per step: {', '.join(names)}"
+        for tokens, names in of_each.items()
+    ]
+    return [*notes, *(f"{note}: {', '.join(names)}" for note, names in means.items())]
 
 
 def short_reason(prediction: Prediction) -> str:
