@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from tierplan.planner.training_files.configured import UNSAID, Configured, mixed_precision, unused_note
+from tierplan.planner.training_files.configured import UNSAID, Configured, compiled, mixed_precision, unused_note
 from tierplan.planner.training_files.deepspeed import with_deepspeed
 from tierplan.planner.training_files.fsdp import of_fsdp_config
 from tierplan.planner.training_files.reading import count, flat, section_of
@@ -23,6 +23,15 @@ DEEPSPEED_OF_ACCELERATE = {
 
 def of_accelerate_config(raw: Mapping[str, object], base: Training, path: Path, devices: int) -> Configured:
     """What `accelerate config` wrote, with the number of processes, each of which has a GPU."""
+    found = _read(raw, base, path, devices)
+    backend = section_of(raw, "dynamo_config").get("dynamo_backend", raw.get("dynamo_backend"))
+    if str(backend).lower() != "inductor":
+        return found
+    training, notes = compiled(found.training, "dynamo_backend")
+    return replace(found.noting(*notes), training=training, plain=found)
+
+
+def _read(raw: Mapping[str, object], base: Training, path: Path, devices: int) -> Configured:
     alone = raw.get("distributed_type") in NOT_DISTRIBUTED
     num = count(raw, "num_processes", 0) or (1 if alone else None)
     found = _of_accelerate(raw, base, path, num or devices)

@@ -64,6 +64,13 @@ def mixed_precision(base: Training, mixed: str, *, shards: bool) -> tuple[Traini
     return replace(base, dtype="fp32", autocast=mixed), (said,)  # type: ignore[arg-type]
 
 
+def compiled(training: Training, asked_by: str) -> tuple[Training, tuple[str, ...]]:
+    """The settings with compiled blocks and a fused loss, as far as these are described, and what is assumed."""
+    why = "under autocast" if training.autocast else "with padded batches" if training.padded else ""
+    notes = (f"{asked_by}: {why}, blocks are simulated as they are without it",) if why else ()
+    return replace(training, loss="fused", torch_compile=not why), notes
+
+
 def check_one_of(enabled: Collection[str]) -> None:
     if len(enabled) > 1:
         raise WorkloadError("bf16 and fp16 are both enabled; a model is trained in one of them, so disable the other")

@@ -78,17 +78,18 @@ _FSDP = _known("", """version sharding_strategy reshard_after_forward offload_pa
 """Its `forward_prefetch` changes little: the host issues gathers ahead of the GPU without it too."""
 _IN_FSDP: Known = {f"fsdp_config.{prefix}{key}": value for key, value in _FSDP.items() for prefix in ("", "fsdp_")}
 
-_NOT_COMPILED = ("no", "NO", "No", False)
+_NO = ("no", "NO", "No", False)
+_COMPILED = (*_NO, "inductor", "INDUCTOR")
 OF_ACCELERATE: Known = {
     **_IN_FSDP,
     **_known("", """compute_environment debug distributed_type enable_cpu_affinity gpu_ids machine_rank main_process_ip
         main_process_port main_training_function mixed_precision num_machines num_processes rdzv_backend same_network
-        command_file commands tpu_env tpu_name tpu_zone dynamo_config""", use_cpu=False, downcast_bf16=_NOT_COMPILED,
-        dynamo_backend=_NOT_COMPILED, tpu_use_cluster=False, tpu_use_sudo=False),
+        command_file commands tpu_env tpu_name tpu_zone dynamo_config""", use_cpu=False, downcast_bf16=_NO,
+        dynamo_backend=_COMPILED, tpu_use_cluster=False, tpu_use_sudo=False),
     **_known("deepspeed_config.", """zero_stage gradient_accumulation_steps gradient_clipping zero3_init_flag
         zero3_save_16bit_model deepspeed_config_file deepspeed_multinode_launcher deepspeed_moe_layer_cls_names
         offload_optimizer_device offload_param_device offload_optimizer_nvme_path offload_param_nvme_path"""),
-    **_known("dynamo_config.", dynamo_backend=_NOT_COMPILED),
+    **_known("dynamo_config.", dynamo_backend=_COMPILED, dynamo_mode="default"),
 }  # fmt: skip
 
 OF_TRAINER: Known = {

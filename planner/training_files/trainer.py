@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from tierplan.planner.training_files.configured import MIXED, Configured, check_one_of, mixed_precision, unused_note
+from tierplan.planner.training_files.configured import (
+    MIXED,
+    Configured,
+    check_one_of,
+    compiled,
+    mixed_precision,
+    unused_note,
+)
 from tierplan.planner.training_files.deepspeed import with_deepspeed
 from tierplan.planner.training_files.fsdp import fsdp_of_trainer, of_fsdp_config
 from tierplan.planner.training_files.reading import count, flag, flat, norm, section_of
@@ -77,8 +84,6 @@ def _with_kernels(training: Training, raw: Mapping[str, object], path: Path) -> 
             training = replace(training, loss="fused")
     # the Trainer compiles where a backend or a mode is given, too
     if flag(raw, "torch_compile", path) or raw.get("torch_compile_backend") or raw.get("torch_compile_mode"):
-        why = "under autocast" if training.autocast else "with padded batches" if training.padded else ""
-        training = replace(training, loss="fused", torch_compile=not why)
-        if why:
-            notes += (f"torch_compile: {why}, blocks are simulated as they are without it",)
+        training, of_blocks = compiled(training, "torch_compile")
+        notes += of_blocks
     return training, notes
