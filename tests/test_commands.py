@@ -14,7 +14,9 @@ import pytest
 
 from tierplan.cli import command_parser, for_reader, main
 from tierplan.commands import COMMANDS
+from tierplan.commands.options.scenario import read_point
 from tierplan.commands.options.terminal import say, working
+from tierplan.studies.study import ALIKE, KEYS, Point
 
 NO_JSON: dict[str, str] = {}
 """Commands that print nothing that a program could want, with the reason."""
@@ -134,3 +136,19 @@ def test_completion_is_a_script_with_every_command(capsys: pytest.CaptureFixture
     script = capsys.readouterr().out
     assert all(name in script for name in COMMANDS)
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+
+
+SETTINGS: dict[str, object] = {
+    "dtype": "bf16", "autocast": "fp16", "optimizer": "sgd:momentum=0.9", "lora": "r=4,targets=all-linear",
+    "trained_dtype": "bf16", "freeze": "transformer.wte.*,transformer.h.0.*", "base": "nf4", "attention": "plain",
+    "activation_format": "fp8", "loss": "fused", "loss_chunks": 4, "torch_compile": True, "max_grad_norm": 0.5,
+    "master_weights": False, "padded": True, "backend": "cpu", "exact": True,
+}  # fmt: skip
+
+
+def test_every_setting_of_training_has_a_key_and_an_option_that_a_point_names() -> None:
+    assert {*SETTINGS} == {*ALIKE, "exact"} == {*ALIKE, "exact"} & {*KEYS}
+    for settings in (*({name: value} for name, value in SETTINGS.items()), SETTINGS):
+        point = Point(model="gpt2", machine="laptop", batch=2, seq=64, **settings)  # type: ignore[arg-type]
+        asked = ["simulate", "--policy", "fuyou", "--model", "gpt2", "--machine", "laptop", "--batch", "2"]
+        assert read_point(command_parser().parse_args([*asked, *point.words])) == point

@@ -35,7 +35,7 @@ def small_grid(folder: Path) -> Study:
         "model": [str(folder)], "policy": ["planner", "zero-offload", "in-memory"], "sequences": [4],
         "gpu.part": ["rtx-3090", "rtx-4090"], "host.capacity": ["64 GiB", "128 GiB"], "nvme.drives": [1, 2],
     }  # fmt: skip
-    return grid_of(named=named, seq=64, planner_s=10.0, overrides=SMALLER)
+    return grid_of(named=named, settings={"seq": 64}, planner_s=10.0, overrides=SMALLER)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +50,32 @@ def embedded(path: Path) -> dict[str, Any]:
     found = re.search(r'id="grid">(.*?)</script>', path.read_text(encoding="utf-8"), re.DOTALL)
     assert found
     return json.loads(found[1])  # type: ignore[no-any-return]
+
+
+def test_how_is_trained_is_said_once_and_in_every_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the page says of adapters is what the commands say that it names."""
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "n_layer": 2}))
+    asked = ["page", "-o", str(tmp_path / "lora.html"), "--model", str(tmp_path), "--seq", "64", "--lora", "r=4"]
+    asked += [
+        "--gpu",
+        "rtx-4090",
+        "--dram",
+        "64",
+        "--drives",
+        "1",
+        "--method",
+        "planner",
+        "in-memory",
+        "--workers",
+        "1",
+    ]
+    assert main([*asked, "--sequences", "4"]) == 0
+    capsys.readouterr()
+    assert "64 tokens a sequence, --lora r=4. 2 answers" in (tmp_path / "lora.html").read_text()
+    for row in embedded(tmp_path / "lora.html")["rows"]:
+        assert main([*shlex.split(row["command"])[1:], "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert (told["step_s"], told["tokens_per_s"]) == (row["step_s"], row["tokens_per_s"])
 
 
 def test_every_figure_is_what_a_sweep_says(page: tuple[Study, Path]) -> None:

@@ -14,6 +14,7 @@ import json
 import sys
 from pathlib import Path
 
+from tierplan.commands.options import scenario
 from tierplan.commands.options.arguments import add_set, amount, finite, new_file, new_folder, option, whole
 from tierplan.hwmodels.description import pairs_of
 
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(choices, "--method NAME", "planner, or a published system's policy", nargs="+", default=(), dest="policy")
     option(choices, "--sequences N", "per optimizer step, as for `plan`", whole(1), nargs="+", default=())
     fixed = parser.add_argument_group("the same everywhere")
-    option(fixed, "--seq --sequence_length S", "tokens in one sequence", whole(1), 1024)
+    scenario.add_settings(fixed)
     option(fixed, "--tokens N", "of the job whose time and cost are shown (default 1B)", amount)
     add_set(fixed)
     option(fixed, "--time-limit S", "seconds of a search, as for `plan` (default: 2 to 5, at most 10)", finite(above=0))
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     study = grid_of(
         args.machine,
         named,
-        seq=args.seq,
+        settings=scenario.read_settings(args),
         overrides=dict(pairs_of(args.overrides)),
         planner_s=args.time_limit or (QUICK_S if args.quick else None),
         most=2 if args.quick else None,

@@ -20,6 +20,7 @@ from tierplan.commands.options.arguments import actions, existing_file, option
 from tierplan.commands.options.terminal import tell, working
 from tierplan.sim.output.text import columns, digits, format_bytes, format_count, wrapped
 from tierplan.sim.workloads.workload import Training, Unit, Workload, WorkloadError, flops_of
+from tierplan.studies.study import OF_TRAINING, Point
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,20 +81,11 @@ def _deepspeed(args: argparse.Namespace) -> int:
         lines.append(f"  on {deepspeed.devices} GPU{'s' * (deepspeed.devices > 1)}, by {deepspeed.why_devices}")
     lines += [f"  {note}" for note in deepspeed.notes]
     options = "".join(f" --option {k}={v}" for k, v in deepspeed.options.items())
-    words = ["--batch", t.per_device_train_batch_size, "--accumulation", t.gradient_accumulation_steps]
-    words += ["--seq", t.sequence_length, "--dtype", t.dtype]
-    names = (
-        "autocast", "optimizer", "max_grad_norm", "attention", "loss", "loss_chunks", "lora", "trained_dtype",
-        "base", "activation_format",
-    )  # fmt: skip
-    others = {name: getattr(t, name) for name in names} | {"backend": args.backend or scenario.DEFAULTS.backend}
-    for name, value in others.items():
-        flag = "--acts" if name == "activation_format" else f"--{name.replace('_', '-')}"
-        words += [flag, value] if value != getattr(scenario.DEFAULTS, name) else []
+    settings = {name: getattr(t, its) for name, its in OF_TRAINING.items()}
+    backend = args.backend or scenario.DEFAULTS.backend
+    point = Point(model=args.model, machine="X", **{**settings, "backend": backend, "exact": args.exact})
+    words = ["--batch", point.batch, "--accumulation", point.accumulation, *point.words]
     words += [] if deepspeed.devices is None else ["--devices", deepspeed.devices]
-    words += ["--no-master-weights"] * (not t.master_weights) + ["--exact"] * args.exact + ["--padded"] * t.padded
-    words += ["--torch-compile"] * t.torch_compile
-    words += [word for pattern in args.freeze or () for word in ("--freeze", pattern)]
     simulate = (
         f"To simulate it: tierplan simulate --policy {deepspeed.policy}{options} --model {args.model} "
         f"{shlex.join(str(word) for word in words)} --machine X"

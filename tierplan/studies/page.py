@@ -64,7 +64,7 @@ def grid_of(
     machine: str = "desktop-4090",
     named: Mapping[str, Sequence[object]] | None = None,
     *,
-    seq: int = 1024,
+    settings: Mapping[str, object] | None = None,
     overrides: Mapping[str, object] | None = None,
     planner_s: float | None = None,
     most: int | None = None,
@@ -72,7 +72,8 @@ def grid_of(
     """The points that a page needs; refuses what no machine can be.
 
     `named` are the values by key of `LABELS`. What is left empty is what the machine has, with `overrides` at every
-    point, and at `most` so many values of what shops sell for it.
+    point, and at `most` so many values of what shops sell for it. `settings` say how all of them train, by field of
+    `Point`.
     """
     named = {**dict.fromkeys(LABELS, ()), **(named or {})}
     given = {key: [value] for key, value in (overrides or {}).items()}
@@ -99,7 +100,7 @@ def grid_of(
         "machine": [machine],
         "policy": named["policy"] or POLICIES[:most],
         "sequences": named["sequences"] or SEQUENCES[:most],
-        "seq": [seq],
+        **{name: [value] for name, value in (settings or {}).items()},
     }
     if planner_s is not None:
         scenario["planner_s"] = [planner_s]
@@ -107,9 +108,9 @@ def grid_of(
     study = Study(name="what-if", scenario=scenario, overrides=changes)
     study.check_names()
     priced(Point(model="", machine=machine, overrides=overrides or {}), PriceList())
-    for settings in {tuple(p.settings) for p in study.points()}:
-        load_machine(machine, settings)
-        check_rent(load_description(machine, settings), own)
+    for changed in {tuple(p.settings) for p in study.points()}:
+        load_machine(machine, changed)
+        check_rent(load_description(machine, changed), own)
     return study
 
 
@@ -148,8 +149,10 @@ def write_what_if(
         f"{prices.years:g} years, DRAM as shops sell it, at {prices.dram_usd_per_gib:g} USD per GiB more or less than "
         "the machine has."
     )
+    settings = " ".join(points[0].words[2:])  # behind the sequence's length
     about = (
-        f"{machine.summary or machine.name}; {points[0].seq} tokens a sequence. {len(points):,} answers, all computed "
+        f"{machine.summary or machine.name}; {points[0].seq} tokens a sequence{settings and f', {settings}'}. "
+        f"{len(points):,} answers, all computed "
         "beforehand: nothing is asked of a network. "
         f"{_short_search(points[0].planner_s)}{money} Assumed: {'; '.join(energy_assumptions(machine, prices))}."
     )
@@ -242,5 +245,5 @@ def _command(point: Point, row: Row) -> str:
         words += ["--accumulation", str(row["accumulation"])]
     else:
         words = ["compare-policies", "--policies", point.policy, *asked, "--sequences", str(point.sequences)]
-    words = ["tierplan", *words, "--seq", str(point.seq)]
+    words = ["tierplan", *words, *point.words]
     return shlex.join([*words, *(word for setting in point.settings for word in ("--set", setting))])

@@ -103,6 +103,19 @@ class Point:
         record = json.dumps([__version__, asdict(self)], sort_keys=True, default=str)
         return hashlib.sha256(record.encode()).hexdigest()[:16]
 
+    @property
+    def words(self) -> list[str]:
+        """The options of a command that say how is trained, where that is not the default; sequences' length always."""
+        words, default = ["--seq", str(self.seq)], Point(model="", machine="")
+        for name in (*ALIKE, "exact"):
+            if (value := getattr(self, name)) == getattr(default, name):
+                continue
+            flag = {"activation_format": "acts", "master_weights": "no-master-weights"}.get(name, name)
+            values = str(value).split(",") if name == "freeze" else [] if isinstance(value, bool) else [str(value)]
+            flags = [f"--{flag.replace('_', '-')}"]
+            words += [word for each in values for word in (*flags, each)] if values else flags
+        return words
+
     def columns(self) -> dict[str, object]:
         """The point as columns of a table: one per field that was asked, and one per changed machine key."""
         record = asdict(replace(self, devices=None))
@@ -117,9 +130,9 @@ SIZES = ("batch", "accumulation", "sequences")
 """How many sequences a step has."""
 KEYS: Mapping[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("model", "machine", "policy", "dtype", "optimizer", "semantics", "attention", "loss"), str),
-    **dict.fromkeys(("lora", "trained_dtype", "freeze", "base", "activation_format", "autocast"), str),
+    **dict.fromkeys(("lora", "trained_dtype", "freeze", "base", "activation_format", "autocast", "backend"), str),
     **dict.fromkeys(("batch", "accumulation", "sequences", "seq", "loss_chunks"), int),
-    **dict.fromkeys(("padded", "torch_compile"), bool),
+    **dict.fromkeys(("padded", "torch_compile", "master_weights", "exact"), bool),
     **dict.fromkeys(("max_grad_norm", "planner_s", "drive_lifetime_years"), (int, float)),
 }
 ALIKE = (

@@ -14,7 +14,7 @@ from tierplan.planner.training_files.configured import Configured
 from tierplan.sim.workloads.formats import act_formats, bases
 from tierplan.sim.workloads.optimizers import OPTIMIZERS
 from tierplan.sim.workloads.workload import Training, WorkloadError
-from tierplan.studies.study import OF_TRAINING, SEQUENCES, Point
+from tierplan.studies.study import ALIKE, OF_TRAINING, SEQUENCES, Point
 
 MODEL = "config.json, a folder that holds one, or a name such as gpt-13b"
 SEMANTICS = ("in-backward", "exact-clip", "delayed-1")
@@ -56,15 +56,21 @@ def add_arguments(
 
 
 def add_training(what: _ActionsContainer, divided: str = "1") -> None:
-    """Adds the training settings; `divided` says what micro-batches are where they are not given.
-
-    One that is not given is None: `read_point` leaves it to the defaults of `Point`, and `read_configured` knows what
-    was given, be it the default.
-    """
+    """Adds the training settings; `divided` says what micro-batches are where they are not given."""
     one, default = whole(1), f" (default {divided})"
     option(what, "--batch --per_device_train_batch_size B", "sequences in one micro-batch, per device" + default, one)
     batches = "micro-batches in one optimizer step" + default
     option(what, "--accumulation --gradient_accumulation_steps G", batches, one)
+    add_settings(what)
+
+
+def add_settings(what: _ActionsContainer) -> None:
+    """Adds those that do not say how many sequences there are.
+
+    One that is not given is None: `read_settings` leaves it to the defaults of `Point`, and `read_configured` knows
+    what was given, be it the default.
+    """
+    one = whole(1)
     option(what, "--seq --sequence_length S", f"tokens in one sequence (default {DEFAULTS.seq})", one)
     option(
         what, "--dtype", "of parameters, activations and gradients: auto is the first of bf16, fp16, fp32 that the "
@@ -121,15 +127,20 @@ def add_training(what: _ActionsContainer, divided: str = "1") -> None:
     )  # fmt: skip
 
 
+def read_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """How is trained, by field of a point."""
+    given = {**vars(args), "freeze": ",".join(args.freeze), "master_weights": not args.no_master_weights}
+    return {name: given[name] for name in (*ALIKE, "seq", "exact") if given[name] is not None}
+
+
 def read_point(args: argparse.Namespace) -> Point:
     """The question that the arguments ask."""
     given = vars(args)
     named: dict[str, Any] = {f.name: given[f.name] for f in fields(Point) if given.get(f.name) is not None}
     others = {
+        **read_settings(args),
         "policy": DEFAULTS.policy,
         "sequences": _sequences(args),
-        "freeze": ",".join(args.freeze),
-        "master_weights": not args.no_master_weights,
         "planner_s": given.get("time_limit"),
         "calibration": given.get("calibration", "none") or "auto",
         "overrides": dict(pairs_of(given.get("overrides", ()))),
