@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from tierplan.planner.training_files.configured import UNSAID, Configured, compiled, mixed_precision, unused_note
+from tierplan.planner.training_files.configured import (
+    UNSAID,
+    Configured,
+    mixed_precision,
+    unused_note,
+    with_compiled_blocks,
+)
 from tierplan.planner.training_files.deepspeed import with_deepspeed
 from tierplan.planner.training_files.fsdp import of_fsdp_config
 from tierplan.planner.training_files.reading import count, flat, section_of
@@ -27,7 +33,7 @@ def of_accelerate_config(raw: Mapping[str, object], base: Training, path: Path, 
     backend = section_of(raw, "dynamo_config").get("dynamo_backend", raw.get("dynamo_backend"))
     if str(backend).lower() != "inductor":
         return found
-    training, notes = compiled(found.training, "dynamo_backend")
+    training, notes = with_compiled_blocks(found.training, "dynamo_backend")
     return replace(found.noting(*notes), training=training, plain=found)
 
 

@@ -64,7 +64,7 @@ def mixed_precision(base: Training, mixed: str, *, shards: bool) -> tuple[Traini
     return replace(base, dtype="fp32", autocast=mixed), (said,)  # type: ignore[arg-type]
 
 
-def compiled(training: Training, asked_by: str) -> tuple[Training, tuple[str, ...]]:
+def with_compiled_blocks(training: Training, asked_by: str) -> tuple[Training, tuple[str, ...]]:
     """The settings with compiled blocks and a fused loss, as far as these are described, and what is assumed."""
     why = "under autocast" if training.autocast else "with padded batches" if training.padded else ""
     notes = (f"{asked_by}: {why}, blocks are simulated as they are without it",) if why else ()

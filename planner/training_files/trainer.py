@@ -10,9 +10,9 @@ from tierplan.planner.training_files.configured import (
     MIXED,
     Configured,
     check_one_of,
-    compiled,
     mixed_precision,
     unused_note,
+    with_compiled_blocks,
 )
 from tierplan.planner.training_files.deepspeed import with_deepspeed
 from tierplan.planner.training_files.fsdp import fsdp_of_trainer, of_fsdp_config
@@ -84,6 +84,6 @@ def _with_kernels(training: Training, raw: Mapping[str, object], path: Path) -> 
             training = replace(training, loss="fused")
     # the Trainer compiles where a backend or a mode is given, too
     if flag(raw, "torch_compile", path) or raw.get("torch_compile_backend") or raw.get("torch_compile_mode"):
-        training, of_blocks = compiled(training, "torch_compile")
+        training, of_blocks = with_compiled_blocks(training, "torch_compile")
         notes += of_blocks
     return training, notes
