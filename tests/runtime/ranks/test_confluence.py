@@ -43,6 +43,8 @@ class Meetings:
             thread.start()
         for thread in threads:
             thread.join()
+        for executor in self._executors:
+            executor.close()
         return [set(executor.trace().by_key()) for executor in self._executors]
 
     def _run(self, rank: int, num_steps: int) -> None:
