@@ -39,11 +39,13 @@ def of_deepspeed(
     if made:
         sizes = ", ".join(f"{key} {size}" for key, size in made.items())
         notes.append(f"train_batch_size {raw['train_batch_size']} on {_gpus(devices)} makes {sizes}, as in DeepSpeed")
+    dtype = _precision(raw, base)
     training = replace(
         base,
         per_device_train_batch_size=count(raw, "train_micro_batch_size_per_gpu", base.per_device_train_batch_size),
         gradient_accumulation_steps=count(raw, "gradient_accumulation_steps", base.gradient_accumulation_steps),
-        dtype=_precision(raw, base),
+        dtype=dtype,
+        trained_dtype=base.trained_dtype or (dtype if base.lora else None),  # it casts the whole model
         master_weights=True,
         optimizer=_optimizer(section_of(raw, "optimizer"), base),
         max_grad_norm=norm(raw, "gradient_clipping", base),

@@ -461,3 +461,11 @@ def test_prefetching_and_old_names_are_taken_into_account(tmp_path: Path) -> Non
     assert read_training_file(written(tmp_path, off), BASE).options["prefetch"] == "0"
     old = {"zero_optimization": {"stage": 2, "cpu_offload": True}}
     assert read_training_file(written(tmp_path, old), BASE).policy == "zero-offload"
+
+
+@pytest.mark.parametrize(("own", "expected"), [(None, "bf16"), ("fp32", "fp32")])
+def test_deepspeed_casts_adapters_with_their_model(tmp_path: Path, own: str | None, expected: str) -> None:
+    path = written(tmp_path, {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}})
+    found = read_training_file(path, replace(BASE, lora="r=4", trained_dtype=own)).training
+    assert (found.dtype, found.trained_dtype) == ("bf16", expected)
+    assert read_training_file(path, BASE).training.trained_dtype is None
