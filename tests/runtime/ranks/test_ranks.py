@@ -103,9 +103,10 @@ class Case:
         """Nothing but packs leaves the device, so its peak depends little on when host and drives are ready.
 
         Where parameters stay, nothing is awaited before the next block's gradients are made: they are there beside
-        those that are being summed, where sums take longer than on the machine of the prediction.
+        those that are being summed, where sums take longer than on the machine of the prediction. Where packs visit a
+        pipeline, what one rank sends waits on the other for as long as that is busy with something else.
         """
-        names = ("ddp", "zero-1", "zero-2", "zero-3", "fsdp", "megatron-pp", "stages", "harmony-dp", "harmony-pp")
+        names = ("ddp", "zero-1", "zero-2", "zero-3", "fsdp", "megatron-pp", "stages", "harmony-dp")
         return self.policy in names and not {"host", "off"} & set(self.options.values())
 
     @property
