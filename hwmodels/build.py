@@ -228,7 +228,7 @@ def _matters(description: Description, name: str) -> bool:
     if name.startswith("gpu.peak_"):
         return description.quantity(name.replace("peak", "matmul")) is None
     if name == "gpu.memory_bandwidth":
-        return description.quantity("gpu.elementwise") is None or description.quantity("gpu.adam") is None
+        return description.quantity("gpu.elementwise") is None
     if name.startswith("nvme.") and not description.number("nvme.drives"):
         return False
     return not name.endswith(FOR_THE_RECORD)
@@ -268,17 +268,12 @@ def _gpu(draft: _Draft, index: int) -> None:
             rates[attention] = Rate.constant(fastest * draft.number("gpu.attention_frac"))
         if attention in rates:
             rates[attention] = scaled(rates[attention], draft.number("gpu.attention_scale"))
-    bandwidth = draft.description.number("gpu.memory_bandwidth")
-    for kind, name, traffic in (
-        ("elementwise_bytes", "gpu.elementwise", 1.0),
-        ("parameters", "gpu.adam", draft.number("gpu.adam_traffic")),
-    ):
-        if draft.has(name):
-            rates[kind] = draft.rate(name)
-        elif bandwidth:
-            rates[kind] = Rate.constant(bandwidth * draft.number("gpu.memory_frac") / traffic)
-        else:
-            raise MachineError(f"machine {draft.name!r} says neither {name} nor gpu.memory_bandwidth; give one")
+    if draft.has("gpu.elementwise"):
+        rates["elementwise_bytes"] = draft.rate("gpu.elementwise")
+    elif bandwidth := draft.description.number("gpu.memory_bandwidth"):
+        rates["elementwise_bytes"] = Rate.constant(bandwidth * draft.number("gpu.memory_frac"))
+    else:
+        raise MachineError(f"machine {draft.name!r} says neither gpu.elementwise nor gpu.memory_bandwidth; give one")
     draft.stream(compute(index), "gpu.latency", rates)
     launch_s, kernel_s = (draft.description.number(f"gpu.{name}") or 0.0 for name in ("launch", "kernel"))
     computes = draft.streams[compute(index)]

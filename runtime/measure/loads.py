@@ -88,9 +88,8 @@ def loads(
             all_loads.append(_attention(sizes, dtype, device))
         all_loads += [
             _block(sizes, dtypes[0], device),
-            _update(COMPUTE, max(sizes.adam_parameters), sizes, dtypes[0], device),
             *_copies(sizes, host.data, device),
-            *(_update(HOST_ADAM, n, sizes, dtypes[0], cpu) for n in sizes.adam_parameters),
+            *(_update(n, sizes, dtypes[0], cpu) for n in sizes.adam_parameters),
         ]
         if store is not None:
             all_loads += _files(store, sizes)
@@ -208,8 +207,8 @@ def block_work(sizes: Sizes, dtype: str, device: Device) -> dict[str, float]:
 # ---- optimizer ----
 
 
-def _update(stream: str, num_parameters: int, sizes: Sizes, dtype: str, device: Device) -> Load:
-    """The optimizer step of one unit, of many units in turn, by the code that training uses."""
+def _update(num_parameters: int, sizes: Sizes, dtype: str, device: Device) -> Load:
+    """The optimizer step of one unit on the host, of many units in turn, by the code that training uses."""
     has_master, torch_dtype = dtype != "fp32", TORCH_DTYPES[dtype]
     layout = layout_of("adamw", [(num_parameters,)], dtype, is_block=True, has_master=has_master)
     state_bytes, value_bytes = layout.size_bytes(layout.whole), num_parameters * torch_dtype.itemsize
@@ -230,7 +229,7 @@ def _update(stream: str, num_parameters: int, sizes: Sizes, dtype: str, device: 
         params, grads, views = next(units)
         update_states(params, grads, views, layout, settings, part=layout.whole, step=1, lr=1e-3)
 
-    return Load(stream, "parameters", float(num_parameters), _done(device, stream, work))
+    return Load(HOST_ADAM, "parameters", float(num_parameters), _done(device, HOST_ADAM, work))
 
 
 # ---- copies ----

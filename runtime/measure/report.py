@@ -111,8 +111,6 @@ def _compute_values(alone: Alone, sizes: Sizes, device: Device, dtype: str, sour
         if kind == "ops":
             per_s, half = summary(next(iter(rows.values())))
             values["gpu.latency"] = Quantity(1 / per_s, "measured", f"{source}: forward of a tiny block", half)
-        elif kind == "parameters":
-            values["gpu.adam"] = _curve(rows, source)
         elif kind != BLOCK:
             values[f"gpu.{kind.removesuffix('_flops')}"] = _curve(rows, source)
     values["gpu.elementwise"] = _elementwise(compute, block_work(sizes, dtype, device), source)
