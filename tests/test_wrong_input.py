@@ -47,6 +47,7 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, s
     [
         ([*SIMULATE, "--batch", "-1"], "-1 is out of range; give a whole number of 1 or more"),
         ([*SIMULATE, "--batch", "x"], "'x' is no whole number; give a whole number of 1 or more"),
+        ([*SIMULATE, "--devices", "1025"], "give a whole number of 1 to 1,024"),
         ([*SIMULATE, "--seq", "0"], "sequence_length: 0 is out of range"),
         ([*SIMULATE, "--lora", ""], "--lora: '' says nothing, as a variable of the shell that is not set"),
         ([*SIMULATE, "--freeze", " "], "--freeze: ' ' says nothing"),
@@ -140,6 +141,8 @@ def test_wrong_usage_is_one_line_and_status_2(
         (["compare-policies", "--policies", "fuyu", *SCENARIO[2:], "--model", "gpt-13b"], "did you mean 'fuyou'"),
         (["simulate", "--policy", "fuyou", "--model", "gpt-13", *SCENARIO[2:]], "did you mean 'gpt-1.3b' or 'gpt-13b'"),
         (["simulate", "--policy", "fuyou", "--max-model", *SCENARIO], "leave out --model"),
+        (["simulate", "--policy", "fuyou", "--max-model", "--machine", "laptop", "--exact"], "leave out --exact"),
+        ([*SIMULATE, "--option", "semantics=in-backward", "--semantics", "delayed-1"], "contradict each other"),
         (["simulate", "--policy", "fuyou", "--model", "gpt-13b", "--machine", "nope.toml"], "nope.toml"),
         (["compare", "plan.json", "a-folder", *SCENARIO[2:]], "not a schedule"),
         (

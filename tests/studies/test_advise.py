@@ -360,8 +360,6 @@ def test_drives_of_unknown_endurance_are_said_to_be_so_wherever_they_are_written
         *words,
         "--method",
         "fuyou",
-        "--dram",
-        "64",
         "--gpus",
         "1",
         "--sequences",
@@ -370,7 +368,7 @@ def test_drives_of_unknown_endurance_are_said_to_be_so_wherever_they_are_written
         "rtx-4090",
         "--drives",
         "1",
-        *sets,
+        *roomy,
     ]
     assert main(["page", "-o", str(tmp_path / "p.html"), *page, "--workers", "1"]) == 0
     assert f'"lasts":"not known","life":"{text}"' in (tmp_path / "p.html").read_text(encoding="utf-8")

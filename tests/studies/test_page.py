@@ -277,6 +277,7 @@ def test_methods_are_shown_for_the_same_sequences_or_not_at_all(
             dict(machine="cloud-h100", named={"gpu.count": [1, 2]}, overrides={"host.rent": 5}),
             "is rented as it is, at 5 USD an hour: gpu.count is 2",
         ),
+        (dict(named={"nvme.drives": [1]}, overrides={"nvme.drives": 0}), "nvme.drives is set for all points"),
     ],
 )
 def test_what_no_machine_can_be_is_refused_before_anything_is_planned(choices: dict[str, Any], message: str) -> None:
@@ -295,6 +296,7 @@ def test_what_is_not_named_is_what_shops_sell() -> None:
     through_the_host = grid_of("laptop", {"gpu.count": [1, 2]})
     assert through_the_host.overrides["gpu.count"] == [1, 2]
     assert "gpu.part" not in grid_of(machine="laptop").overrides
+    assert grid_of("laptop", {"sequences": [4, 16, 4]}).scenario["sequences"] == [4, 16]
 
 
 def test_nothing_is_bought_for_a_machine_that_is_rented() -> None:

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
             check_name(name)
     point = scenario.read_point(args)
     machine = machine_of(point)
-    names = args.policies or [PLANNER, *comparable(machine.num_devices)]
+    names = list(dict.fromkeys(args.policies or [PLANNER, *comparable(machine.num_devices)]))
     bar = tqdm(names, disable=args.json or not sys.stderr.isatty(), leave=False)
     predictions = []
     for name in bar:

@@ -43,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
         if args.model or args.output:
             what = f"--model {args.model}" if args.model else f"-o {args.output}"
             raise OptionError(f"--max-model looks for a model and writes no schedule; leave out {what}")
+        if args.exact:
+            raise OptionError("--max-model looks among models by closed forms; leave out --exact, and what needs it")
         return _largest(args, options)
     if args.model is None:
         raise OptionError("no model was given; use --model config.json (or a name such as gpt-13b), or --max-model")
@@ -78,8 +80,9 @@ def policy_options(args: argparse.Namespace) -> dict[str, object]:
         if not sign:
             raise OptionError(f"--option {setting!r} is not KEY=VALUE; write for example --option swap=all")
         options[name.strip()] = value.strip()
-    if args.semantics:
-        options["semantics"] = args.semantics
+    if args.semantics and options.setdefault("semantics", args.semantics) != args.semantics:
+        given = f"--semantics {args.semantics} and --option semantics={options['semantics']}"
+        raise OptionError(f"{given} contradict each other; leave one of them out")
     return options
 
 

@@ -75,8 +75,12 @@ def grid_of(
     point, and at `most` so many values of what shops sell for it. `settings` say how all of them train, by field of
     `Point`.
     """
-    named = {**dict.fromkeys(LABELS, ()), **(named or {})}
+    named = {key: list(dict.fromkeys((named or {}).get(key, ()))) for key in LABELS}
     given = {key: [value] for key, value in (overrides or {}).items()}
+    if twice := [key for key in LABELS if named[key] and key in given]:
+        raise MachineError(
+            f"{twice[0]} is set for all points, and values of it are to be chosen; leave one of them out"
+        )
     own = load_description(machine, [f"{key}={value}" for key, value in (overrides or {}).items()])
     case = str(own.quantity("host.form").value)  # type: ignore[union-attr]  # it has a default
     form = FORMS[case]

@@ -345,7 +345,7 @@ def costs_of(answer: Mapping[str, Any], description: Description, prices: PriceL
         seconds=seconds,
         energy_kwh=energy_kwh,
         energy_usd=is_own * energy_kwh * prices.electricity_usd_per_kwh,
-        machine_usd=computer_usd * written_off_frac if computer_usd and is_own else None,
+        machine_usd=computer_usd * written_off_frac if is_own and (computer_usd or price_usd is not None) else None,
         drives_usd=is_own * drives_usd * max(wear_frac or 0.0, written_off_frac),
         wear_frac=wear_frac,
         drive_life_s=life_s,

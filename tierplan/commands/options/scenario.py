@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from tierplan.commands.options.arguments import add_set, finite, optimizer, option, whole
-from tierplan.hwmodels.description import pairs_of
+from tierplan.hwmodels.description import find_key, pairs_of
 from tierplan.planner.training_files import read_training_file
 from tierplan.planner.training_files.configured import Configured
 from tierplan.sim.workloads.formats import act_formats, bases
@@ -50,7 +50,10 @@ def add_arguments(
     if calibrated:
         option(where, "--calibration FILE", "of tierplan calibrate (default: your own that suits best; none: none)")
     option(
-        where, "--devices N", "GPUs to train on, of the machine's or more than it has (default: all of them)", whole(1)
+        where,
+        "--devices N",
+        "GPUs to train on, of the machine's or more than it has (default: all of them)",
+        whole(1, find_key("gpu.count").most),
     )
     add_set(where)
 
