@@ -80,8 +80,9 @@ def read_training_file(path: str | Path, base: Training, *, devices: int = 1) ->
         found = of_accelerate_config(raw, base, path, devices)
         return found.noting(*unaccounted_note(flat(raw), OF_ACCELERATE))
     if TRAINER_ONLY & raw.keys():
-        if isinstance(fsdp := raw.get("fsdp_config"), str):
-            raw["fsdp_config"] = read_beside(fsdp, path)
+        for section in ("fsdp_config", "accelerator_config"):
+            if isinstance(beside := raw.get(section), str):
+                raw[section] = read_beside(beside, path)
         found = of_trainer_arguments(raw, base, path)
         if "paged" in str(raw.get("optim")).lower():
             found = found.noting(f"optim {raw['optim']}: states stay on the GPU here, and are not paged to host memory")

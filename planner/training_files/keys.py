@@ -112,7 +112,7 @@ OF_TRAINER: Known = {
         use_mps_device=False, adafactor=False, split_batches=False, half_precision_backend="cuda_amp",
         mp_parameters="", fp16_opt_level="O1", debug=([], ""), torchdynamo=()),
     **_known("accelerator_config.", split_batches=False),
-    **_known("accelerator_config.gradient_accumulation_kwargs.", sync_each_batch=False),
+    **_known("accelerator_config.gradient_accumulation_kwargs.", "num_steps", sync_each_batch=False),
     **_known("gradient_checkpointing_kwargs.", every_n_layers=1, offload=False),
     **_known("activation_checkpointing_kwargs.", every_n_layers=1, offload=False),
 }  # fmt: skip

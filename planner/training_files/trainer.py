@@ -31,9 +31,24 @@ TRAINER_ONLY = {"per_device_train_batch_size", "output_dir", "gradient_checkpoin
 
 def of_trainer_arguments(raw: Mapping[str, object], base: Training, path: Path) -> Configured:
     """`TrainingArguments` as JSON, with the DeepSpeed configuration that they name or hold."""
+    raw = _with_num_steps(raw, path)
     found = _read(raw, base, path)
     plain = _read({key: value for key, value in raw.items() if key not in KERNELS}, base, path)
     return found if found.training == plain.training else replace(found, plain=replace(plain, says=found.says))
+
+
+def _with_num_steps(raw: Mapping[str, object], path: Path) -> Mapping[str, object]:
+    """With the accumulation that `accelerator_config` says, which the Trainer takes in place of its own."""
+    said = section_of(section_of(raw, "accelerator_config"), "gradient_accumulation_kwargs")
+    if "num_steps" not in said:
+        return raw
+    num_steps = count(said, "num_steps", 1)
+    if (own := count(raw, "gradient_accumulation_steps", 1)) > 1:
+        raise WorkloadError(
+            f"{path}: accelerator_config's num_steps is {num_steps}, but gradient_accumulation_steps is {own}, and the "
+            "Trainer refuses both; leave one of them out"
+        )
+    return {**raw, "gradient_accumulation_steps": num_steps}
 
 
 def _read(raw: Mapping[str, object], base: Training, path: Path) -> Configured:
