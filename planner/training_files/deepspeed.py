@@ -9,7 +9,7 @@ from typing import Literal
 
 from tierplan.planner.training_files.configured import MIXED, OF_STEP, UNSAID, Configured, check_one_of
 from tierplan.planner.training_files.keys import AUTO, OF_DEEPSPEED, unaccounted_note
-from tierplan.planner.training_files.reading import count, flag, flat, norm, read_beside, section_of
+from tierplan.planner.training_files.reading import count, flag, flat, norm, read_beside, section_of, switch
 from tierplan.sim.workloads.workload import Training, WorkloadError
 
 OFFLOAD_PLACES = {"cpu": "host", "nvme": "nvme", "none": "device"}
@@ -31,6 +31,9 @@ def of_deepspeed(
     for old, key in (("cpu_offload", "offload_optimizer"), ("cpu_offload_params", "offload_param")):
         if flag(zero, old, path):  # of DeepSpeed before 0.4
             zero = {key: {"device": "cpu"}, **zero}
+    switch(section_of(zero, "offload_param"), "pin_memory", path)  # these three are read where a slow step is explained
+    switch(section_of(section_of(raw, "optimizer"), "params"), "torch_adam", path)
+    switch(raw, "zero_force_ds_cpu_optimizer", path)
     stage = zero.get("stage", 0)
     if not isinstance(stage, int) or isinstance(stage, bool) or stage not in (0, 1, 2, 3):
         raise WorkloadError(f"{path}: zero_optimization.stage is {stage!r}; DeepSpeed has stages 0 to 3")
@@ -129,10 +132,10 @@ def _of_stage(zero: Mapping[str, object], stage: int, path: str, *, checkpoints:
                 f"{path}: offload_param without offload_optimizer leaves optimizer states on the GPU while parameters "
                 "are not there, which no policy does; offload both, or neither"
             )
-        options = {**places, **_of_optimizer(section_of(zero, "offload_optimizer")), "checkpoints": checkpoints}
-        if zero.get("overlap_comm") is False or zero.get("stage3_prefetch_bucket_size") == 0:
+        options = {**places, **_of_optimizer(section_of(zero, "offload_optimizer"), path), "checkpoints": checkpoints}
+        if switch(zero, "overlap_comm", path) is False or zero.get("stage3_prefetch_bucket_size") == 0:
             options["prefetch"] = "0"
-        return "zero-infinity", options | _overlap(zero)
+        return "zero-infinity", options | _overlap(zero, path)
     options = {"checkpointing": "off" if checkpoints == "none" else "on"}
     for key, place, least in (
         ("offload_param", places["params"] != "device", 3),
@@ -143,19 +146,22 @@ def _of_stage(zero: Mapping[str, object], stage: int, path: str, *, checkpoints:
             stages = "3" if least == 3 else "1, 2 or 3"
             raise WorkloadError(f"{path}: {key} needs zero_optimization.stage {stages}, but it is {stage}")
     if places["optimizer"] == "host":
-        if isinstance(in_parts := zero.get("round_robin_gradients"), bool):
-            options["round_robin"] = "on" if in_parts else "off"
-        pinned = {k: v for k, v in _of_optimizer(section_of(zero, "offload_optimizer")).items() if k == "pin_memory"}
-        return "zero-offload", options | pinned | _overlap(zero)
+        options |= _on_or_off("round_robin", switch(zero, "round_robin_gradients", path))
+        pinned = _on_or_off("pin_memory", switch(section_of(zero, "offload_optimizer"), "pin_memory", path))
+        return "zero-offload", options | pinned | _overlap(zero, path)
     if stage == 0:
         return "in-memory" if checkpoints == "none" else "full-recompute", {}
-    return f"zero-{stage}", options | _overlap(zero)
+    return f"zero-{stage}", options | _overlap(zero, path)
 
 
-def _overlap(zero: Mapping[str, object]) -> dict[str, str]:
+def _overlap(zero: Mapping[str, object], path: str) -> dict[str, str]:
     """What a file says of communication beside compute, as an option."""
-    overlap = zero.get("overlap_comm")
-    return {"overlap": "on" if overlap else "off"} if isinstance(overlap, bool) else {}
+    return _on_or_off("overlap", switch(zero, "overlap_comm", path))
+
+
+def _on_or_off(option: str, said: bool | None) -> dict[str, str]:
+    """A policy's option that is a switch; none where nothing is said, which stays with the policy."""
+    return {} if said is None else {option: "on" if said else "off"}
 
 
 SAME: Mapping[str, str] = {
@@ -237,15 +243,11 @@ def _optimizer(section: Mapping[str, object], base: Training) -> str:
     return f"sgd:momentum={momentum}" if optimizer == "sgd" and momentum else optimizer
 
 
-def _of_optimizer(section: Mapping[str, object]) -> dict[str, str]:
-    """What a file says of how the offloaded optimizer is read, written and held, as options; what it does not say stays
-    with the policy."""
-    options = {}
-    if "pipeline_read" in section or "pipeline_write" in section:
-        options["pipeline"] = "on" if section.get("pipeline_read") or section.get("pipeline_write") else "off"
-    if "pin_memory" in section:
-        options["pin_memory"] = "on" if section["pin_memory"] else "off"
-    return options
+def _of_optimizer(section: Mapping[str, object], path: str) -> dict[str, str]:
+    """What a file says of how the offloaded optimizer is read, written and held, as options."""
+    ways = [switch(section, name, path) for name in ("pipeline_read", "pipeline_write")]
+    pipeline = any(ways) if {*ways} != {None} else None
+    return _on_or_off("pipeline", pipeline) | _on_or_off("pin_memory", switch(section, "pin_memory", path))
 
 
 def _offload(zero: Mapping[str, object], key: str, path: str) -> str:

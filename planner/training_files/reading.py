@@ -38,13 +38,13 @@ def read(path: Path) -> dict[str, object]:
 
 def _with_switches(raw: Mapping[str, object]) -> dict[str, object]:
     """With true and false for the words, as DeepSpeed and the Trainer read them."""
-    switches = {"true": True, "false": False, "True": True, "False": False}
+    switches = {"true": True, "false": False}
     found: dict[str, object] = {}
     for key, value in raw.items():
         if isinstance(value, Mapping):
             found[key] = _with_switches(value)
         else:
-            found[key] = switches.get(value, value) if isinstance(value, str) else value
+            found[key] = switches.get(value.lower(), value) if isinstance(value, str) else value
     return found
 
 
@@ -72,13 +72,18 @@ def count(raw: Mapping[str, object], name: str, default: int) -> int:
     return value
 
 
-def flag(section: Mapping[str, object], name: str, path: Path | str) -> bool:
-    """A switch, also in the words that YAML and JSON files have for it; off where nothing is said."""
+def switch(section: Mapping[str, object], name: str, path: Path | str) -> bool | None:
+    """A switch, also in the words that YAML and JSON files have for it; None where nothing is said."""
     value = section.get(name)
-    found = {"true": True, "false": False, "none": False, "auto": False}.get(str(value).lower())
-    if found is None:
+    words = {"true": True, "false": False, "none": None, AUTO: None}
+    if (word := str(value).lower()) not in words:
         raise WorkloadError(f"{path}: {name} is {value!r}; it must be true or false")
-    return found
+    return words[word]
+
+
+def flag(section: Mapping[str, object], name: str, path: Path | str) -> bool:
+    """A switch that is off where nothing is said."""
+    return bool(switch(section, name, path))
 
 
 def norm(raw: Mapping[str, object], name: str, base: Training) -> float | None:
