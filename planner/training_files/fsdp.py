@@ -43,7 +43,7 @@ def of_fsdp_config(
     section = {setting.removeprefix("fsdp_"): value for setting, value in given.items()}
     strategies = {key: _strategy(section, key, path) for key in ("reshard_after_forward", "sharding_strategy")}
     said = {strategy for strategy in strategies.values() if strategy}
-    if len({strategy in KEEP_PARAMETERS for strategy in said}) > 1:
+    if len({(strategy == "NO_SHARD", strategy in KEEP_PARAMETERS) for strategy in said}) > 1:
         both = " and ".join(f"fsdp_{key}: {section[key]!r}" for key in strategies)
         raise WorkloadError(f"{path} says {both}, which contradict each other; leave one of them out")
     strategy = strategies["reshard_after_forward"] or strategies["sharding_strategy"] or "FULL_SHARD"

@@ -8,6 +8,7 @@ import pytest
 
 from tests.planner.training_files.test_reading import BASE, written
 from tierplan.planner.training_files import read_training_file
+from tierplan.sim.workloads.workload import WorkloadError
 
 
 @pytest.mark.parametrize(
@@ -79,3 +80,23 @@ def test_offloaded_parameters_that_stay_after_forward_are_said_to_be_simulated_o
     (note,) = (note for note in read_training_file(written(tmp_path, content), BASE).notes if "FSDP" in note)
     assert "SHARD_GRAD_OP" in note
     assert "simulated as FULL_SHARD" in note
+
+
+@pytest.mark.parametrize("other", ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", True, False])
+@pytest.mark.parametrize("unsharded", ["NO_SHARD", 3])
+def test_no_sharding_and_sharding_contradict_each_other(tmp_path: Path, unsharded: object, other: object) -> None:
+    """NO_SHARD is another policy, and neither of the two that shard."""
+    both = {"fsdp_sharding_strategy": unsharded, "fsdp_reshard_after_forward": other}
+    for content in ({"distributed_type": "FSDP", "fsdp_config": both},
+                    {"output_dir": "x", "fsdp": True, "fsdp_config": both}):  # fmt: skip
+        with pytest.raises(WorkloadError, match="which contradict each other; leave one of them out"):
+            read_training_file(written(tmp_path, content), BASE)
+    agreeing = {"fsdp_sharding_strategy": unsharded, "fsdp_reshard_after_forward": "no_shard"}
+    found = read_training_file(written(tmp_path, {"distributed_type": "FSDP", "fsdp_config": agreeing}), BASE)
+    assert found.policy == "ddp"
+
+
+def test_the_trainers_older_words_do_not_outvote_a_strategy_that_contradicts_them(tmp_path: Path) -> None:
+    content = {"output_dir": "x", "fsdp": "full_shard", "fsdp_config": {"sharding_strategy": "NO_SHARD"}}
+    with pytest.raises(WorkloadError, match="which contradict each other"):
+        read_training_file(written(tmp_path, content), BASE)
