@@ -42,7 +42,7 @@ def _known(prefix: str, read: str = "", **neutral: object) -> Known:
 _ZERO = "zero_optimization."
 OF_DEEPSPEED: Known = {
     **_known("", """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping
-        optimizer scheduler steps_per_print wall_clock_breakdown dump_state memory_breakdown tensorboard wandb
+        scheduler steps_per_print wall_clock_breakdown dump_state memory_breakdown tensorboard wandb
         csv_monitor comet monitor_config checkpoint comms_config comms_logger zero_allow_untested_optimizer
         zero_force_ds_cpu_optimizer""",
         communication_data_type=(), prescale_gradients=False, gradient_predivide_factor=1.0, sparse_gradients=False),
@@ -66,7 +66,9 @@ OF_DEEPSPEED: Known = {
     **_known(f"{_ZERO}offload_param.", "device nvme_path pin_memory", buffer_count=5, buffer_size=1e8, max_in_cpu=1e9),
     **_known("activation_checkpointing.", "profile", partition_activations=False, cpu_checkpointing=False,
         number_checkpoints=(), contiguous_memory_optimization=False, synchronize_checkpoint_boundary=False),
-    **_known("optimizer.params.", fp32_optimizer_states=True),
+    **_known("optimizer.", "type"),
+    **_known("optimizer.params.", """lr betas eps weight_decay bias_correction adam_w_mode adamw_mode torch_adam
+        momentum dampening nesterov set_grad_none muon_lr adam_lr""", amsgrad=False, fp32_optimizer_states=True),
 }  # fmt: skip
 """With DeepSpeed's own defaults."""
 
@@ -84,26 +86,28 @@ OF_ACCELERATE: Known = {
     **_IN_FSDP,
     **_known("", """compute_environment debug distributed_type enable_cpu_affinity gpu_ids machine_rank main_process_ip
         main_process_port main_training_function mixed_precision num_machines num_processes rdzv_backend same_network
-        command_file commands tpu_env tpu_name tpu_zone dynamo_config""", use_cpu=False, downcast_bf16=_NO,
+        command_file commands tpu_env tpu_name tpu_zone""", use_cpu=False, downcast_bf16=_NO,
         dynamo_backend=_COMPILED, tpu_use_cluster=False, tpu_use_sudo=False),
     **_known("deepspeed_config.", """zero_stage gradient_accumulation_steps gradient_clipping zero3_init_flag
         zero3_save_16bit_model deepspeed_config_file deepspeed_multinode_launcher deepspeed_moe_layer_cls_names
         offload_optimizer_device offload_param_device offload_optimizer_nvme_path offload_param_nvme_path"""),
-    **_known("dynamo_config.", dynamo_backend=_COMPILED, dynamo_mode="default"),
+    **_known("dynamo_config.", "dynamo_use_dynamic dynamo_use_fullgraph dynamo_use_regional_compilation",
+        dynamo_backend=_COMPILED, dynamo_mode="default"),
 }  # fmt: skip
 
+_RECOMPUTING = _known("", "use_reentrant preserve_rng_state determinism_check", early_stop=True, debug=False,
+    every_n_layers=1, offload=False)  # fmt: skip
 OF_TRAINER: Known = {
     **_IN_FSDP,
-    **_known("", """per_device_train_batch_size gradient_accumulation_steps max_grad_norm bf16 fp16 optim deepspeed fsdp
-        gradient_checkpointing activation_checkpointing gradient_checkpointing_kwargs activation_checkpointing_kwargs
-        finetuning_type stage disable_gradient_checkpointing cutoff_len max_length max_seq_length packing
-        output_dir overwrite_output_dir num_train_epochs max_steps seed data_seed learning_rate
-        weight_decay run_name project report_to disable_tqdm skip_memory_metrics local_rank prediction_loss_only
-        per_device_eval_batch_size include_for_metrics include_inputs_for_metrics batch_eval_metrics
-        metric_for_best_model greater_is_better load_best_model_at_end resume_from_checkpoint ignore_data_skip
-        restore_callback_states_from_checkpoint remove_unused_columns label_names length_column_name group_by_length
-        train_sampling_strategy average_tokens_across_devices accelerator_config include_num_input_tokens_seen
-        bf16_full_eval fp16_full_eval use_cache liger_kernel_config past_index ray_scope jit_mode_eval full_determinism
+    **_known("", """per_device_train_batch_size gradient_accumulation_steps max_grad_norm bf16 fp16 optim deepspeed
+        fsdp gradient_checkpointing activation_checkpointing finetuning_type stage disable_gradient_checkpointing
+        cutoff_len max_length max_seq_length packing output_dir overwrite_output_dir num_train_epochs max_steps seed
+        data_seed learning_rate weight_decay run_name project report_to disable_tqdm skip_memory_metrics local_rank
+        prediction_loss_only per_device_eval_batch_size include_for_metrics include_inputs_for_metrics
+        batch_eval_metrics metric_for_best_model greater_is_better load_best_model_at_end resume_from_checkpoint
+        ignore_data_skip restore_callback_states_from_checkpoint remove_unused_columns label_names length_column_name
+        group_by_length train_sampling_strategy average_tokens_across_devices include_num_input_tokens_seen
+        bf16_full_eval fp16_full_eval use_cache past_index ray_scope jit_mode_eval full_determinism
         enable_jit_checkpoint evaluation_strategy push_to_hub* hub_* trackio_* logging_* log_* eval_* save_*
         dataloader_* lr_scheduler_* warmup_* adam_* do_* ddp_* torch_compile use_liger_kernel""",
         torch_compile_backend="inductor", torch_compile_mode="default", tf32=False,
@@ -111,9 +115,13 @@ OF_TRAINER: Known = {
         optim_args="", optim_target_modules=(), parallelism_config=(), use_cpu=False, no_cuda=False, use_ipex=False,
         use_mps_device=False, adafactor=False, split_batches=False, half_precision_backend="cuda_amp",
         mp_parameters="", fp16_opt_level="O1", debug=([], ""), torchdynamo=()),
-    **_known("accelerator_config.", split_batches=False),
-    **_known("accelerator_config.gradient_accumulation_kwargs.", "num_steps", sync_each_batch=False),
-    **_known("gradient_checkpointing_kwargs.", every_n_layers=1, offload=False),
-    **_known("activation_checkpointing_kwargs.", every_n_layers=1, offload=False),
+    **_known("accelerator_config.", """dispatch_batches even_batches use_seedable_sampler non_blocking
+        use_configured_state""", split_batches=False),
+    **_known("accelerator_config.gradient_accumulation_kwargs.", "num_steps adjust_scheduler sync_with_dataloader",
+        sync_each_batch=False),
+    **_known("liger_kernel_config.", """rope cross_entropy fused_linear_cross_entropy rms_norm layer_norm swiglu geglu
+        relu_squared"""),
+    **{f"{way}_checkpointing_kwargs.{key}": value for way in ("gradient", "activation")
+       for key, value in _RECOMPUTING.items()},
 }  # fmt: skip
 """With the Trainer's own defaults."""

@@ -44,6 +44,7 @@ ACCELERATED = {"distributed_type": "MULTI_GPU"}
          ["zero_optimization.reduce_bucket_size"]),
         (TRAINER | {"fsdp": True, "fsdp_config": "fsdp.json"}, ["fsdp_config.auto_wrap_policy"]),
         (ACCELERATED | {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_mode": "default"}}, []),
+        (ACCELERATED | {"dynamo_config": {"dynamo_use_dynamic": True, "foo": 1}}, ["dynamo_config.foo"]),
         (ACCELERATED | {"dynamo_config": {"dynamo_backend": "EAGER", "dynamo_mode": "max-autotune"}},
          ["dynamo_config.dynamo_backend", "dynamo_config.dynamo_mode"]),
         (ACCELERATED | {"dynamo_config": {"dynamo_backend": "NO"}, "downcast_bf16": "no"}, []),
@@ -58,6 +59,37 @@ def test_a_key_that_is_not_simulated_is_named_be_it_misspelt(
 ) -> None:
     (tmp_path / "fsdp.json").write_text(json.dumps({"auto_wrap_policy": "NO_WRAP"}))
     assert unaccounted_in(written(tmp_path, content)) == named
+
+
+@pytest.mark.parametrize("kwargs", ["gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"])
+def test_in_a_section_that_is_known_a_key_that_is_not_is_named(tmp_path: Path, kwargs: str) -> None:
+    deepspeed = {"optimizer": {"foo": 1, "params": {"lr": 1e-5, "foo": 1}}}
+    of_accelerator = {"foo": 1, "gradient_accumulation_kwargs": {"foo": 1}}
+    content = {kwargs: {"foo": 1}, "accelerator_config": of_accelerator, "liger_kernel_config": {"foo": True}}
+    assert unaccounted_in(written(tmp_path, DEEPSPEED | deepspeed)) == ["optimizer.foo", "optimizer.params.foo"]
+    sections = ("accelerator_config", "accelerator_config.gradient_accumulation_kwargs", kwargs, "liger_kernel_config")
+    assert unaccounted_in(written(tmp_path, TRAINER | content)) == sorted(f"{section}.foo" for section in sections)
+    unchanged = {"debug": False, "early_stop": True, "use_reentrant": True, "determinism_check": "default"}
+    assert unaccounted_in(written(tmp_path, TRAINER | {kwargs: unchanged})) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "named"),
+    [
+        ("Adam", {"betas": [0.9, 0.95], "eps": 1e-8, "bias_correction": True, "adam_w_mode": False}, []),
+        ("AdamW", {"lr": "auto", "weight_decay": 0.1, "torch_adam": True, "amsgrad": False}, []),
+        ("AdamW", {"amsgrad": True}, ["optimizer.params.amsgrad"]),  # a third moment
+        ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0, "nesterov": True}, []),
+        ("Muon", {"muon_lr": 1e-3, "adam_lr": 1e-4, "momentum": 0.9}, []),
+        ("Lion", {"betas": [0.9, 0.99], "set_grad_none": True}, []),
+    ],
+)
+def test_of_an_optimizers_numbers_those_that_cost_nothing_are_not_named(
+    tmp_path: Path, kind: str, params: dict[str, object], named: list[str]
+) -> None:
+    content = DEEPSPEED | {"optimizer": {"type": kind, "params": params}}
+    assert unaccounted_in(written(tmp_path, content)) == named
+    assert unaccounted_in(written(tmp_path, TRAINER | {"deepspeed": content})) == named
 
 
 def test_a_file_of_the_trainers_defaults_has_nothing_to_name(tmp_path: Path) -> None:
