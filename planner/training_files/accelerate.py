@@ -31,6 +31,8 @@ def of_accelerate_config(raw: Mapping[str, object], base: Training, path: Path, 
     """What `accelerate config` wrote, with the number of processes, each of which has a GPU."""
     found = _read(raw, base, path, devices)
     backend = section_of(raw, "dynamo_config").get("dynamo_backend", raw.get("dynamo_backend"))
+    if str(backend).lower() in ("no", "false"):
+        return replace(found, training=replace(found.training, torch_compile=False))
     if str(backend).lower() != "inductor":
         return found
     training, notes = with_compiled_blocks(found.training, "dynamo_backend")
@@ -63,7 +65,7 @@ def _of_accelerate(raw: Mapping[str, object], base: Training, path: Path, device
     if precision not in ("no", "bf16", "fp16"):
         raise WorkloadError(f"{path}: mixed_precision is {precision!r}; no, bf16 and fp16 are supported")
     shards = raw.get("distributed_type") in ("DEEPSPEED", "FSDP")
-    base, notes = mixed_precision(base, precision, shards=shards)
+    base, notes = mixed_precision(base, precision, shards=shards, is_said=raw.get("mixed_precision") is not None)
     match raw.get("distributed_type"):
         case "DEEPSPEED":
             ours = section_of(raw, "deepspeed_config")

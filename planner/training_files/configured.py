@@ -46,11 +46,15 @@ UNSAID = "no {}: it is set in the model, if at all; {} is made again in backward
 MIXED: tuple[Literal["bf16"], Literal["fp16"]] = ("bf16", "fp16")
 
 
-def mixed_precision(base: Training, mixed: str, *, shards: bool) -> tuple[Training, tuple[str, ...]]:
+def mixed_precision(base: Training, mixed: str, *, shards: bool, is_said: bool) -> tuple[Training, tuple[str, ...]]:
     """The settings in mixed precision to a format, or in none, and what is assumed for that: who `shards`, DeepSpeed or
-    FSDP, has 16-bit parameters and an fp32 copy, and who does not has autocast.
+    FSDP, has 16-bit parameters and an fp32 copy, and who does not has autocast. Where none `is_said`, that of `base` is
+    off.
     """
     if mixed == "no":
+        if base.autocast and not is_said:
+            return base, ()
+        base = replace(base, autocast="")
         copy = "" if base.dtype == "fp32" else f", with{'' if base.master_weights else 'out'} an fp32 copy"
         said = "no mixed precision: a model is trained as it was loaded, which is not said and taken as "
         return base, (f"{said}{base.dtype}{copy} (--dtype, --no-master-weights)",)

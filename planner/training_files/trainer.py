@@ -16,7 +16,7 @@ from tierplan.planner.training_files.configured import (
 )
 from tierplan.planner.training_files.deepspeed import with_deepspeed
 from tierplan.planner.training_files.fsdp import fsdp_of_trainer, of_fsdp_config
-from tierplan.planner.training_files.reading import count, flag, flat, norm, section_of
+from tierplan.planner.training_files.reading import count, flag, flat, norm, section_of, switch
 from tierplan.sim.workloads.optimizers import of_transformers
 from tierplan.sim.workloads.workload import Training, WorkloadError
 
@@ -33,7 +33,7 @@ def of_trainer_arguments(raw: Mapping[str, object], base: Training, path: Path) 
     """`TrainingArguments` as JSON, with the DeepSpeed configuration that they name or hold."""
     raw = _with_num_steps(raw, path)
     found = _read(raw, base, path)
-    plain = _read({key: value for key, value in raw.items() if key not in KERNELS}, base, path)
+    plain = _read({key: value for key, value in raw.items() if key not in KERNELS or value is False}, base, path)
     return found if found.training == plain.training else replace(found, plain=replace(plain, says=found.says))
 
 
@@ -56,10 +56,11 @@ def _read(raw: Mapping[str, object], base: Training, path: Path) -> Configured:
         optimizer = of_transformers(str(raw.get("optim", "adamw_torch")))
     except ValueError as error:
         raise WorkloadError(f"{path}: {error}") from None
-    on = [name for name in MIXED if flag(raw, name, path)]
+    said = {name: switch(raw, name, path) for name in MIXED}
+    on = [name for name in MIXED if said[name]]
     check_one_of(on)
     mixed, shards = on[0] if on else "no", bool(raw.get("deepspeed") or raw.get("fsdp"))
-    base, notes = mixed_precision(base, mixed, shards=shards)
+    base, notes = mixed_precision(base, mixed, shards=shards, is_said={*said.values()} != {None})
     training = replace(
         base,
         per_device_train_batch_size=count(raw, "per_device_train_batch_size", 8),
@@ -101,4 +102,6 @@ def _with_kernels(training: Training, raw: Mapping[str, object], path: Path) -> 
     if flag(raw, "torch_compile", path) or raw.get("torch_compile_backend") or raw.get("torch_compile_mode"):
         training, of_blocks = with_compiled_blocks(training, "torch_compile")
         notes += of_blocks
+    elif switch(raw, "torch_compile", path) is False:
+        training = replace(training, torch_compile=False)
     return training, notes

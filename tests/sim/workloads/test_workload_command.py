@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,6 +126,48 @@ def test_options_that_a_configuration_contradicts_are_refused(
     path.write_text(json.dumps({**content, "gradient_accumulation_steps": 4, "gradient_clipping": 0.5}))
     assert main([*command.split(), str(path), "--model", "gpt2", *option.split()]) == 1
     assert f"{option.split()[0]} is " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "option", "error"),
+    [
+        ({"output_dir": "x", "bf16": False}, "--autocast bf16", "--autocast is bf16, but {} says none; leave one"),
+        ({"output_dir": "x", "fp16": True}, "--autocast bf16", "--autocast is bf16, but {} says fp16; leave one"),
+        ({"distributed_type": "MULTI_GPU", "mixed_precision": "no"}, "--autocast bf16", "but {} says none; leave one"),
+        ({"output_dir": "x", "torch_compile": False}, "--torch-compile", "is given, but {} says not to"),
+        ({"distributed_type": "MULTI_GPU", "dynamo_backend": "NO"}, "--torch-compile", "but {} says not to"),
+    ],
+)
+@pytest.mark.parametrize("command", ["workload deepspeed", "explain-run --step-s 1 --machine fuyou-4090 --config"])
+def test_options_that_turn_on_what_a_configuration_turns_off_are_refused(
+    command: str, content: dict[str, Any], option: str, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path := tmp_path / "args.json").write_text(json.dumps(content))
+    assert main([*command.split(), str(path), "--model", "gpt2", *option.split()]) == 1
+    assert error.format(path) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "option"),
+    [
+        ({"output_dir": "x"}, "--torch-compile"),
+        ({"output_dir": "x", "torch_compile": True}, "--torch-compile"),
+        ({"output_dir": "x", "bf16": True}, "--autocast bf16"),
+        ({"output_dir": "x"}, "--autocast bf16"),
+        ({"distributed_type": "MULTI_GPU"}, "--autocast bf16"),
+        ({"train_micro_batch_size_per_gpu": 1}, "--autocast bf16"),
+    ],
+)
+def test_options_for_what_a_configuration_says_too_or_leaves_open_are_taken(
+    content: dict[str, object], option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path := tmp_path / "args.json").write_text(json.dumps(content))
+    assert main(["workload", "deepspeed", str(path), "--model", "gpt2", *option.split(), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    training = record["training"]
+    compiles = option == "--torch-compile"
+    assert (training["autocast"], training["torch_compile"]) == ("" if compiles else "bf16", compiles)
+    assert compiles or not any("no mixed precision" in note for note in record["notes"])
 
 
 @pytest.mark.parametrize(

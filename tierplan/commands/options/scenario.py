@@ -176,7 +176,9 @@ def _check_agreement(args: argparse.Namespace, file: str, training: Training) ->
         said = getattr(training, OF_TRAINING[name])
         if (given := getattr(args, name)) not in (None, "auto", said):
             flag = name.replace("_", "-")
-            raise ValueError(f"--{flag} is {given}, but {file} says {said}; leave one of them out")
+            raise ValueError(f"--{flag} is {given}, but {file} says {said or 'none'}; leave one of them out")
+    if args.torch_compile and not training.torch_compile:
+        raise ValueError(f"--torch-compile is given, but {file} says not to; leave one of them out")
     if args.no_master_weights and training.master_weights:
         raise ValueError(f"--no-master-weights is given, but {file} is of training with them; leave one of them out")
 
