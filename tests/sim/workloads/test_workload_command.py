@@ -104,7 +104,7 @@ def test_deepspeed_prints_a_command_that_is_one(tmp_path: Path, capsys: pytest.C
     assert main(["workload", "deepspeed", str(path), "--model", "gpt-6.7b", *more]) == 0
     command = capsys.readouterr().out.splitlines()[-1].partition("tierplan ")[2].split()
     assert "--batch 2" in " ".join(command)
-    assert "--dtype fp16 --optimizer lion --max-grad-norm 1.0 --loss-chunks 2" in " ".join(command)
+    assert "--dtype fp16 --optimizer lion --loss-chunks 2 --max-grad-norm 1.0" in " ".join(command)
     assert "--backend cpu --exact" in " ".join(command)
     assert main([*command[:-1], "fuyou-4090"]) == 0
     assert "step" in capsys.readouterr().out
