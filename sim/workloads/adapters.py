@@ -39,6 +39,8 @@ def read_adapters(text: str) -> Adapters:
     kinds |= {"targets": _names, "feedforward": _names, "save": _names, "method": str}
     for part in text.split(","):
         key, _, value = (word.strip() for word in part.partition("="))
+        if key in given:
+            raise ValueError(f"adapters {text!r} have {key} twice; leave one of them out")
         try:
             given[key] = kinds[key](value)
         except (KeyError, ValueError) as error:
@@ -49,6 +51,8 @@ def read_adapters(text: str) -> Adapters:
             f"adapters {text!r}: the method is one of {', '.join(METHODS)}, r is 1 or more, alpha above 0, and dropout "
             "at least 0 and below 1"
         )
+    if adapters.method == "ia3" and (of_ranks := [key for key in ("r", "alpha", "dropout") if key in given]):
+        raise ValueError(f"adapters {text!r} have {of_ranks[0]}, which method=ia3 has not; leave it out")
     if adapters.feedforward and adapters.method != "ia3":
         raise ValueError(f"adapters {text!r} have feedforward layers, which are those of method=ia3; leave them out")
     return adapters

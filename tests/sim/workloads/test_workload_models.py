@@ -300,6 +300,24 @@ def test_feedforward_layers_are_those_of_ia3() -> None:
         read_adapters("r=4,targets=up_proj,feedforward=up_proj")
 
 
+@pytest.mark.parametrize("part", ["r=8", "alpha=8", "dropout=0"])
+def test_a_rank_is_not_of_ia3(part: str) -> None:
+    """PEFT's own settings of IA3 have none of them."""
+    name = {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}[part.partition("=")[0]]
+    with pytest.raises(TypeError, match=name):
+        pytest.importorskip("peft").IA3Config(**{name: 8})
+    for text in (f"method=ia3,{part}", f"{part},method=ia3"):
+        with pytest.raises(ValueError, match=rf"adapters '{text}' have {part.partition('=')[0]}.*leave it out"):
+            read_adapters(text)
+    assert read_adapters(f"method=dora,{part}").method == "dora"
+
+
+@pytest.mark.parametrize("text", ["r=8,r=16", "r=8,targets=up_proj, r=8", "method=ia3,method=ia3"])
+def test_what_adapters_say_twice_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="twice; leave one of them out"):
+        read_adapters(text)
+
+
 OTHER_SETTINGS: dict[str, object] = {
     "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "sequence_length": 512, "dtype": "fp16",
     "trained_dtype": "fp32", "autocast": "bf16", "master_weights": False, "optimizer": "adamw:states=8bit",
