@@ -170,6 +170,55 @@ def test_options_for_what_a_configuration_says_too_or_leaves_open_are_taken(
     assert compiles or not any("no mixed precision" in note for note in record["notes"])
 
 
+OF_TRAINER = "--batch 4 --accumulation 2 --optimizer sgd --max-grad-norm 2"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"output_dir": "x"},
+        {"output_dir": "x", "deepspeed": {"zero_optimization": {"stage": 2}}},
+        {"output_dir": "x", "use_liger_kernel": True, "deepspeed": {"gradient_clipping": "auto"}},
+    ],
+)
+def test_an_option_stands_before_a_default_of_the_trainer(
+    content: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path := tmp_path / "args.json").write_text(json.dumps(content))
+    asked = ["workload", "deepspeed", str(path), "--model", "llama-3.2-1b", "--json"]
+
+    def settings(*options: str) -> tuple[object, ...]:
+        assert main([*asked, *options]) == 0
+        record = json.loads(capsys.readouterr().out)
+        ways = [record["training"], *([record["plain"]["training"]] if record["plain"] else [])]
+        names = ("per_device_train_batch_size", "gradient_accumulation_steps", "optimizer", "max_grad_norm")
+        (found,) = {tuple(training[name] for name in names) for training in ways}
+        return found
+
+    assert settings() == (8, 1, "adamw", 1.0)
+    assert settings(*OF_TRAINER.split()) == (4, 2, "sgd", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("content", "option", "error"),
+    [
+        ({"optim": "adamw_torch"}, "--optimizer sgd", "--optimizer is sgd, but {} says adamw; leave one of them out"),
+        ({"deepspeed": {"optimizer": {"type": "Lion"}}}, "--optimizer sgd", "--optimizer is sgd, but {} says lion"),
+        ({"max_grad_norm": None}, "--max-grad-norm 2", "--max-grad-norm is 2.0, but {} says none"),
+        ({"deepspeed": {"gradient_clipping": 1.0}}, "--max-grad-norm 2", "--max-grad-norm is 2.0, but {} says 1.0"),
+        ({"per_device_train_batch_size": 8}, "--batch 4", "--batch is 4, but {} says 8"),
+        ({"deepspeed": {"train_micro_batch_size_per_gpu": 2}}, "--batch 4", "--batch is 4, but {} says 2"),
+        ({"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 8}}}, "--accumulation 2", "{} says 8"),
+    ],
+)
+def test_an_option_does_not_stand_before_what_a_file_of_the_trainer_says(
+    content: dict[str, Any], option: str, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path := tmp_path / "args.json").write_text(json.dumps({"output_dir": "x", **content}))
+    assert main(["workload", "deepspeed", str(path), "--model", "gpt2", *option.split()]) == 1
+    assert error.format(path) in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("content", "options", "taken"),
     [

@@ -11,6 +11,7 @@ from tierplan.commands.options.arguments import add_set, finite, optimizer, opti
 from tierplan.hwmodels.description import find_key, pairs_of
 from tierplan.planner.training_files import read_training_file
 from tierplan.planner.training_files.configured import Configured
+from tierplan.planner.training_files.keys import AUTO
 from tierplan.sim.workloads.formats import act_formats, bases
 from tierplan.sim.workloads.optimizers import OPTIMIZERS
 from tierplan.sim.workloads.workload import Training, WorkloadError
@@ -23,6 +24,13 @@ OF_FILES = (
     "loss_chunks", "attention", "backend",
 )  # fmt: skip
 """Settings that a configuration file and an option may both say."""
+TRAINERS_DEFAULTS = {
+    "batch": ("per_device_train_batch_size", "train_micro_batch_size_per_gpu", "train_batch_size"),
+    "accumulation": ("gradient_accumulation_steps", "train_batch_size"),
+    "optimizer": ("optim", "optimizer.type"),
+    "max_grad_norm": ("max_grad_norm", "gradient_clipping"),
+}
+"""Settings that the Trainer has defaults for, and the keys that say them, its own and DeepSpeed's."""
 DEFAULTS = Point(model="", machine="")
 
 
@@ -160,6 +168,10 @@ def read_configured(args: argparse.Namespace, file: str, base: Training, *, devi
 
 def _completed(args: argparse.Namespace, file: str, found: Configured) -> Configured:
     """With what options say of what the file leaves open."""
+    says = {key for key, value in found.says.items() if value != AUTO}
+    open_still = [name for name, keys in TRAINERS_DEFAULTS.items() if says.isdisjoint(keys)]
+    given = {OF_TRAINING[name]: getattr(args, name) for name in open_still if getattr(args, name) is not None}
+    found = replace(found, training=replace(found.training, **given))
     if found.longest and args.seq is None:
         whole_length = replace(found.training, sequence_length=found.longest)
         note = f"all sequences are taken to be of {found.longest} tokens, the most that the file allows (--seq)"
