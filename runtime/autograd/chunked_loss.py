@@ -9,7 +9,6 @@ Shapes: `n` tokens of a micro-batch, `c` tokens of a part, `d` width, `v` vocabu
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,12 +60,46 @@ class _Sum(torch.autograd.Function):
         return x_grad_nd, weight_grad_vd, None, None
 
 
+class _LogitsInChunks:
+    """What stands for the logits, which are never there all at once: only the loss in chunks can use it."""
+
+    def __init__(self, head: _Head, x: torch.Tensor) -> None:
+        self.of, self.device = (head, x), x.device
+
+    def contiguous(self) -> _LogitsInChunks:
+        """The same, as after `float`: what some models do before they call the loss, which takes fp32 itself."""
+        return self
+
+    float = contiguous
+
+    @classmethod
+    def _refuse(cls, *unused: Any, **ignored: Any) -> Any:
+        raise ModelError(
+            "the loss is computed in chunks, so that the logits are never there all at once, but the model changes its "
+            "logits behind its output matrix, or a loss function uses them; leave out --loss-chunks (loss_chunks=1), "
+            "and plan again"
+        )
+
+    __torch_function__ = _refuse
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what Python asks whether it is there
+            raise AttributeError(name)
+        self._refuse()
+
+
+_OPERATORS = """
+    add radd sub rsub mul rmul truediv rtruediv floordiv mod pow rpow matmul rmatmul neg abs lt le gt ge eq ne getitem
+    setitem len iter bool float int"""
+for _name in _OPERATORS.split():
+    setattr(_LogitsInChunks, f"__{_name}__", _LogitsInChunks._refuse)
+
+
 class _Head(nn.Linear):
     """An output matrix that leaves its product to the loss, while training."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.handed_over = weakref.ref(x)
-        return x if self.training else super().forward(x)
+        return _LogitsInChunks(self, x) if self.training else super().forward(x)  # type: ignore[return-value]
 
 
 @dataclass(eq=False)
@@ -78,15 +111,16 @@ class _Loss:
     of_whole: Any
 
     def __call__(
-        self, logits: torch.Tensor, labels: torch.Tensor, *args: Any, num_items_in_batch: Any = None, **given: Any
+        self, logits: Any, labels: torch.Tensor, *args: Any, num_items_in_batch: Any = None, **given: Any
     ) -> torch.Tensor:
         if not self.head.training:
             return self.of_whole(logits, labels, *args, num_items_in_batch=num_items_in_batch, **given)  # type: ignore[no-any-return]
-        if self.head.handed_over() is not logits:
-            raise ModelError("the model changes its logits behind its output matrix; its loss cannot be in chunks")
+        if not isinstance(logits, _LogitsInChunks):
+            _LogitsInChunks._refuse()
+        head, x = logits.of
         labels_n = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous().view(-1)
         count = (labels_n != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
-        total: torch.Tensor = _Sum.apply(logits.view(-1, logits.shape[-1]), self.head.weight, labels_n, self.num_chunks)
+        total: torch.Tensor = _Sum.apply(x.view(-1, x.shape[-1]), head.weight, labels_n, self.num_chunks)
         return total / count
 
 

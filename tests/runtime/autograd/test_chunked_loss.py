@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +19,11 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.autograd.chunked_loss import loss_in_chunks
 from tierplan.runtime.autograd.units import ModelError
-from tierplan.runtime.reference import train_plainly
+from tierplan.runtime.reference import same_weights, train_plainly
 from tierplan.runtime.tracing.models import build_model
+from tierplan.runtime.tracing.trace import trace_module
 from tierplan.runtime.trainer import train
-from tierplan.sim.workloads.workload import Training
+from tierplan.sim.workloads.workload import Training, WorkloadError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -68,7 +71,7 @@ def test_a_frozen_output_matrix_has_no_gradient_made_for_it() -> None:
     assert torch.equal(grad, same)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "opt"])
 @pytest.mark.parametrize("acts", ["recompute", "nvme"])
 def test_a_schedule_gives_the_numbers_of_plain_training_in_chunks(family: str, acts: str, tmp_path: Path) -> None:
     batches = make_batches(3)
@@ -96,3 +99,45 @@ def test_logits_that_are_changed_behind_their_matrix_are_refused() -> None:
     model = build_model(config, Training(dtype="fp32", loss_chunks=2))
     with pytest.raises(ModelError, match="changes its logits"):
         model(**make_batches(1)[0])
+
+
+@pytest.mark.parametrize(
+    "of_logits",
+    [
+        lambda logits: logits.logsumexp(-1).pow(2).mean(),
+        lambda logits: 0.1 * logits[:, -1].mean(),
+        lambda logits: torch.nn.functional.cross_entropy(logits, torch.zeros(2, 16, dtype=torch.int64)),
+        lambda logits: 0.1 * logits,
+        lambda logits: torch.zeros(1) + logits,
+        lambda logits: logits.float().shape[-1],
+    ],
+    ids=["z-loss", "slice", "cross entropy", "product", "sum", "shape"],
+)
+def test_a_loss_function_that_uses_the_logits_is_refused(of_logits: Callable[[Any], Any], tmp_path: Path) -> None:
+    model, batches = make_model("llama", num_blocks=1), make_batches(1)
+    training = replace(CPU, loss_chunks=3)
+
+    def loss(output: Any, batch: object) -> Any:
+        return output.loss + of_logits(output.logits)
+
+    workload = trace_module(model, batches[0], training)
+    schedule = lower(uniform_plan(workload, UnitPlan()), workload, machine())
+    with pytest.raises(ModelError, match=r"a loss function uses them; leave out --loss-chunks"):
+        train(schedule, model, batches, steps=1, nvme_dir=tmp_path, loss=loss)
+    with pytest.raises(WorkloadError, match=r"a loss function uses them"):
+        trace_module(model, batches[0], training, loss=loss)
+
+
+def test_a_loss_function_may_add_to_the_loss_in_chunks(tmp_path: Path) -> None:
+    batches = make_batches(3)
+    model, plain = (make_model("llama", num_blocks=1) for _ in range(2))
+
+    def loss(output: Any, batch: Any) -> torch.Tensor:
+        return output.loss * (batch["labels"] > 40).float().mean()
+
+    workload = trace_module(model, batches[0], replace(CPU, loss_chunks=3), loss=loss)
+    schedule = lower(uniform_plan(workload, UnitPlan(acts="recompute")), workload, machine())
+    with loss_in_chunks(plain, 3):
+        losses = train_plainly(plain, batches, steps=3, loss=loss)
+    assert train(schedule, model, batches, steps=3, nvme_dir=tmp_path, loss=loss).losses == tuple(losses)
+    assert same_weights(model, plain)
