@@ -23,6 +23,7 @@ from torch import nn
 from tierplan.hwmodels.arguments import check_annotated
 from tierplan.hwmodels.names import COMPUTE, DEVICE, HOST
 from tierplan.runtime.autograd.chunked_loss import loss_in_chunks
+from tierplan.runtime.autograd.cuts import absent_at_loss, check_loss
 from tierplan.runtime.autograd.hooks import ModelHooks
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun
 from tierplan.runtime.autograd.nests import outside_storages, shapes_of
@@ -164,7 +165,7 @@ class Trainer:
         """From the first `run` on, if there is a `reference_frac`."""
         self.placement: Placement
         """What outlives a step, in the schedule's tiers; from the first `run` on."""
-        self._is_set_up = self._is_closed = self._is_stop_wanted = False
+        self._is_set_up = self._is_closed = self._is_stop_wanted = self._is_loss_checked = False
         self.was_stopped = False
         """The last `run` ended because that was asked for."""
         self._batches = AheadBatches(iter(()), 0, torch.clone)
@@ -465,6 +466,9 @@ class Trainer:
 
         def forward() -> torch.Tensor:
             loss = loss_of(self.model, moved, self.loss)
+            if self.loss is not None and not self._is_loss_checked:
+                check_loss(loss, absent_at_loss(self.units))
+                self._is_loss_checked = True
             return loss / self._num_micro_batches if self.divides_loss and self._num_micro_batches > 1 else loss
 
         return MicroBatchRun(

@@ -10,8 +10,8 @@ operation, every saved tensor and every release of memory. 175 billion parameter
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
@@ -25,6 +25,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from tierplan.runtime.autograd.chunked_loss import loss_in_chunks
 from tierplan.runtime.autograd.coded import CodedLinear
+from tierplan.runtime.autograd.cuts import check_loss
 from tierplan.runtime.autograd.nests import flatten, form_of, tensors_in
 from tierplan.runtime.autograd.units import ModelError, fake_batch, fake_twin, find_blocks, placeholder, used_outside
 from tierplan.runtime.checkpoint.weights import hollow_model
@@ -115,7 +116,8 @@ def _traced(
         with mode, backend_rules(training), loss_in_chunks(twin, training.loss_chunks):
             fakes = fake_batch(batch)
             tracer = _Tracer(twin, training, [block for _, block in find_blocks(twin)], refuses_glue)
-            tracer.run(lambda: loss_of(twin, fakes, loss))
+            with _without_gradients(model) if loss is not None else nullcontext():
+                tracer.run(lambda: loss_of(twin, fakes, loss), model)
     except DataDependentOutputException as error:
         raise WorkloadError(
             f"{name} looks at the values of its inputs ({error}), which a plan does not know"
@@ -130,6 +132,19 @@ def _traced(
             "blocks; let blocks do that"
         ) from error
     return tracer
+
+
+@contextmanager
+def _without_gradients(model: nn.Module) -> Iterator[None]:
+    """Inside, the model's parameters have none; behind it, those of before. A loss function may use the parameters."""
+    before = [(p, p.grad) for p in model.parameters()]
+    for p, _ in before:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, gradient in before:
+            p.grad = gradient
 
 
 def _with_trained_dtype(name: str, module: nn.Module, training: Training) -> Training:
@@ -198,8 +213,8 @@ class _Tracer:
 
     # ---- the walk ----
 
-    def run(self, forward: Callable[[], torch.Tensor]) -> None:
-        """Finds the units of a model whose loss `forward` computes."""
+    def run(self, forward: Callable[[], torch.Tensor], original: nn.Module) -> None:
+        """Finds the units of a model whose loss `forward` computes, which may use parameters of the `original`."""
         handles = [
             nn.modules.module.register_module_forward_pre_hook(
                 lambda module, args: self.scopes.append(self.names.get(id(module), ""))
@@ -213,6 +228,10 @@ class _Tracer:
         try:
             self._start(input_tensors=[])
             loss = forward()
+            assert self.recorder is not None
+            there = {self.owner.get(name) for name in self.recorder.parameters_used}
+            owned = ((id(p), name, self.owner.get(name)) for name, p in original.named_parameters())
+            check_loss(loss, {at: (name, unit) for at, name, unit in owned if unit is not None and unit not in there})
             if self.ran < len(self.blocks):
                 raise WorkloadError(
                     f"{self.ran} of {len(self.blocks)} blocks of {type(self.model).__name__} ran; "

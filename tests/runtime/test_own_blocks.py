@@ -20,7 +20,7 @@ from tierplan.planner.plan import UnitPlan
 from tierplan.planner.policies import decide
 from tierplan.runtime.autograd.units import ModelError, split_model
 from tierplan.runtime.execution.placement import TrainingError
-from tierplan.runtime.reference import train_plainly
+from tierplan.runtime.reference import same_weights, train_plainly
 from tierplan.runtime.tracing.trace import trace_module
 from tierplan.runtime.trainer import train
 from tierplan.sim.step import Action
@@ -114,6 +114,51 @@ def test_a_loss_that_uses_a_parameter_of_a_block_is_refused_by_name() -> None:
         split_model(_OfDecayed("list"), make_batches(1)[0])
     with pytest.raises(WorkloadError, match=why):
         trace_module(_OfDecayed("list"), make_batches(1)[0], CPU)
+
+
+@pytest.mark.parametrize("params", ["device", "host"])
+@pytest.mark.parametrize(
+    ("family", "name", "unit"),
+    [("gpt2", "transformer.h.1.mlp.c_fc.weight", "L1"), ("llama", "model.embed_tokens.weight", "embed")],
+)
+def test_a_loss_function_that_uses_a_parameter_of_another_unit_is_refused_by_name(
+    params: Any, family: str, name: str, unit: str, tmp_path: Path
+) -> None:
+    """Its loss was nan, and training went on."""
+    model, (batch,) = make_model(family, num_blocks=2), make_batches(1)
+    workload = observed_workload(model, batch, CPU)
+    schedule = lower(uniform_plan(workload, UnitPlan(params=params, states="host")), workload, machine())
+
+    def loss(output: Any, batch: object) -> torch.Tensor:
+        return output.loss + 0.1 * model.get_parameter(name).sum()
+
+    why = rf"the loss function uses parameter '{name}' of unit '{unit}'"
+    with pytest.raises(WorkloadError, match=why):
+        trace_module(model, batch, CPU, loss=loss)
+    with pytest.raises(ModelError, match=why):
+        train(schedule, model, [batch], steps=1, loss=loss)
+
+
+@pytest.mark.parametrize(("family", "name"), [("llama", "lm_head.weight"), ("gpt2", "transformer.wte.weight")])
+def test_a_loss_function_may_use_the_parameters_of_the_head(family: str, name: str) -> None:
+    """And tracing leaves no gradient of no memory behind in them."""
+    model, batches = make_model(family, num_blocks=2), make_batches(4)
+    plain = copy.deepcopy(model)
+
+    def loss_with(model: nn.Module) -> Any:
+        return lambda output, batch: output.loss + 0.1 * model.get_parameter(name).pow(2).sum()
+
+    training = replace(CPU, gradient_accumulation_steps=2)
+    workload = trace_module(model, batches[0], training, loss=loss_with(model))
+    assert model.get_parameter(name).grad is None
+    choice = UnitPlan(params="host", grads="host", states="host", acts="recompute")
+    result = train(
+        lower(uniform_plan(workload, choice), workload, machine()), model, batches, steps=2, loss=loss_with(model)
+    )
+    assert list(result.losses) == train_plainly(
+        plain, batches, steps=2, gradient_accumulation_steps=2, loss=loss_with(plain)
+    )
+    assert same_weights(model, plain)
 
 
 class _Branches(nn.Module):
