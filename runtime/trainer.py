@@ -122,7 +122,8 @@ class Trainer:
     start: str | os.PathLike[str] | None = None
     """A folder that `save_copy` wrote: goes on from there, with the batches that follow."""
     fixed: Mapping[str, object] = field(default_factory=dict)
-    """What else the numbers depend on, as JSON values, by name: a resume with another one is refused."""
+    """What else the numbers depend on, as JSON values, by name: a resume with another one is refused. Of batches,
+    `loss` and `learning_rate` nothing else is compared."""
     divides_loss: bool = True
     """Each micro-batch's loss is divided by their number; not so where the model does that."""
     weights: Callable[[ModelUnit], Sequence[torch.Tensor]] | None = None
@@ -176,7 +177,9 @@ class Trainer:
         if self.out_dir is not None and self.start is not None:
             raise TrainingError("both start and out_dir are given; a run is resumed from one folder")
         folder, resume = (self.out_dir, self.resume) if self.start is None else (self.start, True)
-        self._origin = None if folder is None else Durability(folder, self._settings(), resume=resume, ranks=self.ranks)
+        self._settings = self._settings_now()
+        """Those of the beginning: whether losses are divided, the Hugging Face Trainer says with each step."""
+        self._origin = None if folder is None else Durability(folder, self._settings, resume=resume, ranks=self.ranks)
         """Where the state to begin with is."""
         if self._origin is not None:
             self._set_back.callback(self._origin.close)
@@ -269,9 +272,9 @@ class Trainer:
     def save_copy(self, folder: str | os.PathLike[str]) -> None:
         """Writes the state after the steps so far into a folder of its own, for `start`. Nothing may run meanwhile."""
         losses = self.result().losses  # which says that nothing has been trained yet
-        save_copy(folder, self._settings(), self.placement, losses)
+        save_copy(folder, self._settings, self.placement, losses)
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings_now(self) -> dict[str, Any]:
         """What the numbers of training depend on, as JSON values."""
         whole = {**asdict(self._step.training), "gradient_accumulation_steps": self._num_micro_batches}
         return {
@@ -281,6 +284,7 @@ class Trainer:
             "late_updates": sorted(self._step.late_updates),
             "optimizer": asdict(self.optimizer),
             "seed": self.seed,
+            "divides_loss": self.divides_loss or self._num_micro_batches == 1,
             "num_threads": self._threads,
             "device": self._device_name,
             **self.fixed,

@@ -325,8 +325,9 @@ def _checksum(record: Mapping[str, Any]) -> str:
 
 
 def check_same_settings(commit: Commit, settings: Mapping[str, Any]) -> None:
-    """Raises `CommitError` unless the run to resume has these settings."""
-    before, now = commit.settings, json.loads(json.dumps(settings))
+    """Raises `CommitError` unless the run to resume has these settings. Older commits do not say that losses
+    are divided."""
+    before, now = {"divides_loss": True, **commit.settings}, json.loads(json.dumps(settings))
     if before.get("semantics") in AT_ONCE and now.get("semantics") in AT_ONCE:
         now["semantics"] = before["semantics"]
     _check_equal("", before, now)

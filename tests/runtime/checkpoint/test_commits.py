@@ -25,7 +25,7 @@ from tests.runtime.test_trainer import CPU, machine
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
-from tierplan.runtime.checkpoint.commits import CommitError, CommitLog
+from tierplan.runtime.checkpoint.commits import Commit, CommitError, CommitLog, check_same_settings
 from tierplan.runtime.memory.arena import PAGE_BYTES
 from tierplan.runtime.memory.files import StoreError
 from tierplan.runtime.memory.store import Store
@@ -159,6 +159,18 @@ def test_what_a_resumed_run_may_not_change_is_named_with_the_reason(tmp_path: Pa
     train_on(tmp_path / "late", late)
     with pytest.raises(CommitError, match="Resume with a plan that updates the same units late"):
         train_on(tmp_path / "late", schedule_for("memory"))
+
+
+def test_a_resumed_run_divides_losses_as_before(tmp_path: Path) -> None:
+    """A commit that does not say so is of a version in which a resume could not know."""
+    twice = schedule_for("memory", replace(CPU, gradient_accumulation_steps=2))
+    train_on(tmp_path, twice, 1, divides_loss=False)
+    with pytest.raises(CommitError, match=r"made with divides_loss = False, .* with True; that would change"):
+        train_on(tmp_path, twice, 2)
+    older = Commit(num_steps=1, run_id="", contents={}, settings={})
+    check_same_settings(older, {"divides_loss": True})
+    with pytest.raises(CommitError, match=r"made with divides_loss = True, .* with False"):
+        check_same_settings(older, {"divides_loss": False})
 
 
 @pytest.mark.parametrize("choice", list(LATE))
