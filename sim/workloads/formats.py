@@ -80,6 +80,7 @@ FORMATS: dict[str, Format] = {
     "df11": Format(bits=11, block=4096, scales=FP32, is_base=True, exact_of="bf16"),
     "dynamic8": Format(bits=8, block=256, scales=FP32),
     "dynamic4": Format(bits=4, block=128, scales=FP32),
+    "dynamic4-256": Format(bits=4, block=256, scales=FP32),
 }
 """fp8 and int8 as weights have them (torchao, LLM.int8: a scale per row; an activation in fp8 is one row), NF4 as
 QLoRA has it, without and with double quantisation; int4 is GPTQ's, groups of 128 with a scale in 16 bits and a zero in
@@ -90,7 +91,8 @@ value over several, is taken to do so too;
 df11 is DFloat11, whose exponents have Huffman's codes: how many bits depends on the weights, so 11 is an assumption
 (models published with it have 67.6 to 69.5 % of their bytes; arXiv 2504.11651), and so is that one kernel decodes them
 at the memory's rate; a position in 32 bits says where each 4,096 values begin;
-dynamic8 and dynamic4 are moments of 8-bit (bitsandbytes, torchao) and 4-bit optimizers (torchao)."""
+dynamic8 and dynamic4 are moments of 8-bit (bitsandbytes, torchao) and 4-bit optimizers (torchao; in blocks of
+256 as `transformers` sets it)."""
 
 
 def bases() -> list[str]:

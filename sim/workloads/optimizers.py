@@ -194,6 +194,7 @@ STATES: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "bf16": ("bf16", {"keeps_master": False, "host_work": 14 / 30}),
     "8bit": ("dynamic8", {"grain": FORMATS["dynamic8"].block, "host_work": 6.0}),
     "4bit": ("dynamic4", {"grain": FORMATS["dynamic4"].block, "host_work": 6.0}),
+    "4bit-256": ("dynamic4-256", {"grain": FORMATS["dynamic4-256"].block, "host_work": 6.0}),
     "bf16-stochastic": (
         "bf16",
         {"keeps_master": False, "host_work": 8.0, "is_stochastic": True, "grain": VECTOR_ELEMENTS},
@@ -285,7 +286,7 @@ OPTIMIZERS: dict[str, Callable[..., dict[str, object]]] = {
 OF_TRANSFORMERS: Mapping[str, str] = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "paged_adamw_32bit"), "adamw"),
     **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit", "paged_adamw_8bit"), "adamw:states=8bit"),
-    "adamw_torch_4bit": "adamw:states=4bit",
+    "adamw_torch_4bit": "adamw:states=4bit-256",
     "sgd": "sgd",
     **dict.fromkeys(("lion", "lion_32bit", "paged_lion_32bit"), "lion"),
     **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), "lion:states=8bit"),

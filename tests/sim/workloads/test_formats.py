@@ -15,6 +15,7 @@ from tierplan.sim.workloads.workload import Training, WorkloadError
         ("nf4-double", 4.127),  # QLoRA, section 3: 8/64 + 32/(64 x 256)
         ("dynamic8", 8.125),  # 8-bit optimizers: blocks of 256 with an fp32 scale (torchao: 2.03 bytes of two moments)
         ("dynamic4", 4.25),  # torchao's 4-bit Adam: blocks of 128
+        ("dynamic4-256", 4.125),  # the Trainer's: blocks of 256
     ],
 )
 def test_published_bits_per_value(name: str, bits: float) -> None:

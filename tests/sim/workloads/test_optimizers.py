@@ -27,6 +27,7 @@ def bytes_per_parameter(spec: str) -> float:
         ("adamw:states=bf16-stochastic", 4.0),
         ("adamw:states=8bit", 2.03),  # bitsandbytes, torchao
         ("adamw:states=4bit", 1.06),  # torchao
+        ("adamw:states=4bit-256", 1.03),  # as `transformers` sets it
         ("sgd", 0.0),
         ("sgd:momentum=0.9", 4.0),
         ("lion", 4.0),
@@ -90,7 +91,7 @@ def test_specs_have_one_form_and_unknown_ones_are_refused_by_name() -> None:
     for spec, message in (
         ("adamv", "did you mean 'adamw'"),
         ("adamw:bits=8", "those of adamw are .with defaults.: states=fp32"),
-        ("adamw:states=3bit", "choose among fp32, bf16, 8bit, 4bit"),
+        ("adamw:states=3bit", "choose among fp32, bf16, 8bit, 4bit, 4bit-256"),
         ("galore:rank=many", "rank is 'many'; it must be a whole number"),
         ("galore:rank=0", "whole number of 1 or more"),
         ("sgd:momentum=1", "at least 0 and below 1"),

@@ -1,0 +1,48 @@
+"""Optimizers with coded states: the numbers of the Hugging Face Trainer, whose steps are torchao's, uncompiled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.runtime.models import make_batches, make_model, observed_workload
+from tests.runtime.test_trainer import CPU, machine
+from tests.toys import uniform_plan
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import UnitPlan
+from tierplan.runtime.reference import same_weights
+
+pytest.importorskip("accelerate", reason="the Hugging Face Trainer needs accelerate")
+pytest.importorskip("torchao", reason="the Trainer's coded states are torchao's")
+
+import transformers as hf
+
+from tests.runtime.test_hf_trainer import arguments, examples
+from tierplan.runtime.hf_trainer import ScheduleTrainer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize(
+    ("optim", "spec"),
+    [("adamw_torch_8bit", "adamw:states=8bit"), ("adamw_torch_4bit", "adamw:states=4bit-256")],
+)
+def test_coded_states_are_the_trainers(optim: str, spec: str, tmp_path: Path) -> None:
+    """In 4 bits torchao's own blocks have 128 values, and the Trainer's 256."""
+    workload = observed_workload(make_model("gpt2"), make_batches(1)[0], replace(CPU, optimizer=spec))
+    choice = UnitPlan(params="host", grads="host", states="nvme", acts="host")
+    own = {"schedule": lower(uniform_plan(workload, choice), workload, machine()), "nvme_dir": tmp_path / "nvme"}
+    models = []
+    for kind in (hf.Trainer, ScheduleTrainer):
+        args = arguments(tmp_path, 1, None, optim=optim, weight_decay=0.1, lr_scheduler_type="constant", warmup_steps=0)
+        model = make_model("gpt2")
+        hf.set_seed(1)
+        with torch.compiler.set_stance("force_eager"):
+            kind(
+                **(own if kind is ScheduleTrainer else {}), model=model, args=args, train_dataset=examples(10)
+            ).train()  # fmt: skip
+        models.append(model)
+    assert same_weights(*models)
