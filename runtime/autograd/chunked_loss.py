@@ -111,15 +111,30 @@ class _Loss:
     of_whole: Any
 
     def __call__(
-        self, logits: Any, labels: torch.Tensor, *args: Any, num_items_in_batch: Any = None, **given: Any
+        self,
+        logits: Any,
+        labels: torch.Tensor,
+        *args: Any,
+        num_items_in_batch: Any = None,
+        ignore_index: int = IGNORED,
+        shift_labels: torch.Tensor | None = None,
+        **given: Any,
     ) -> torch.Tensor:
         if not self.head.training:
-            return self.of_whole(logits, labels, *args, num_items_in_batch=num_items_in_batch, **given)  # type: ignore[no-any-return]
+            given |= {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
+            return self.of_whole(logits, labels, *args, shift_labels=shift_labels, **given)  # type: ignore[no-any-return]
         if not isinstance(logits, _LogitsInChunks):
             _LogitsInChunks._refuse()
         head, x = logits.of
-        labels_n = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous().view(-1)
-        count = (labels_n != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+        if shift_labels is None:
+            labels_n = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous().view(-1)
+        else:
+            labels_n = shift_labels.reshape(-1).clone()
+        if ignore_index != IGNORED:
+            labels_n[labels_n == ignore_index] = IGNORED
+        count = (labels_n != IGNORED).sum()
+        if num_items_in_batch is not None:  # in as many bytes of its own as what is counted: so much is saved
+            count = torch.zeros(2, device=x.device).copy_(torch.as_tensor(num_items_in_batch))[0]
         total: torch.Tensor = _Sum.apply(x.view(-1, x.shape[-1]), head.weight, labels_n, self.num_chunks)
         return total / count
 

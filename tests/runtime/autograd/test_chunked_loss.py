@@ -141,3 +141,46 @@ def test_a_loss_function_may_add_to_the_loss_in_chunks(tmp_path: Path) -> None:
         losses = train_plainly(plain, batches, steps=3, loss=loss)
     assert train(schedule, model, batches, steps=3, nvme_dir=tmp_path, loss=loss).losses == tuple(losses)
     assert same_weights(model, plain)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"num_items_in_batch": torch.tensor(11)}, {"num_items_in_batch": 7}, {"ignore_index": 3}, {"shift_labels": 1}],
+)
+def test_what_the_loss_is_told_counts_as_for_the_whole(more: dict[str, Any]) -> None:
+    model, (batch,) = make_model("llama", num_blocks=1), make_batches(1)
+    if "shift_labels" in more:
+        more = {"shift_labels": batch["labels"].roll(-2, 1)}
+    loss, _ = gradients(model, {**batch, **more}, 3)
+    whole, _ = gradients(model, {**batch, **more}, 1)
+    assert loss.item() == pytest.approx(whole.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_trainer_of_transformers_gives_the_number_of_tokens(accumulation: int, tmp_path: Path) -> None:
+    """Plans with the loss in chunks were refused in the first step, since they count the tokens themselves."""
+    pytest.importorskip("accelerate", reason="the Hugging Face Trainer needs accelerate")
+    import transformers as hf
+
+    from tests.runtime.test_hf_trainer import arguments, examples
+    from tierplan.runtime.hf_trainer import ScheduleTrainer
+
+    training = replace(CPU, loss_chunks=3, gradient_accumulation_steps=accumulation)
+    workload = trace_module(make_model("llama", num_blocks=2), make_batches(1)[0], training)
+    choice = UnitPlan(params="host", grads="host", states="host", acts="recompute")
+    own = {"schedule": lower(uniform_plan(workload, choice), workload, machine()), "nvme_dir": tmp_path / "nvme"}
+    data, models, losses = examples(10 * accumulation), [], []
+    for k, example in enumerate(data):
+        example["labels"] = example["labels"].clone()
+        example["labels"][: k % 5] = -100
+    for kind in (hf.Trainer, ScheduleTrainer):
+        model = make_model("llama", num_blocks=2)
+        hf.set_seed(1)
+        args = arguments(tmp_path, accumulation, None, logging_steps=1)
+        trainer = kind(**(own if kind is ScheduleTrainer else {}), model=model, args=args, train_dataset=data)
+        with loss_in_chunks(model, 3 if kind is hf.Trainer else 1):
+            trainer.train()
+        models.append(model)
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert losses[0] == losses[1]
+    assert same_weights(*models)
