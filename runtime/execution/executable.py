@@ -183,8 +183,9 @@ def check_units(units: Sequence[ModelUnit], step: StepSpec, dtype: torch.dtype) 
 
 
 def refuse_interference(units: Sequence[ModelUnit]) -> None:
-    """Raises `TrainingError` within `torch.autocast`, which is of a thread, and a schedule's ops have their own; and
-    where a hook of a parameter would get another gradient than in plain training."""
+    """Raises `TrainingError` within `torch.autocast`, which is of a thread, and a schedule's ops have their own;
+    where other parameters are trained than at the beginning; and where a hook of a parameter would get another gradient
+    than in plain training."""
     if torch._C._is_any_autocast_enabled():
         raise TrainingError(
             "training within torch.autocast is not what a schedule does: its types are those that it was planned with; "
@@ -192,6 +193,14 @@ def refuse_interference(units: Sequence[ModelUnit]) -> None:
         )
     shared = {unit.shares for unit in units}
     for unit in units:
+        changed = [name for name, p in unit.parameters if not p.requires_grad]
+        thawed = [name for name, p in unit.frozen.parameters if p.requires_grad]
+        if changed or thawed:
+            now = "frozen (requires_grad=False)" if changed else "to be trained (requires_grad=True)"
+            raise TrainingError(
+                f"parameter {[*changed, *thawed][0]!r} is {now} now, which it was not when the run began, but what is "
+                "trained is planned; set it back, or end this run and make a plan of the model as it is now"
+            )
         for name, p in unit.parameters:
             if p._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
                 raise TrainingError(

@@ -86,6 +86,41 @@ class SetsRates(hf.TrainerCallback):
             group["lr"] = 1e-3 * (state.global_step + 1)
 
 
+class Freezes(hf.TrainerCallback):
+    """Freezes a parameter, or trains it from now on, after the second step."""
+
+    def __init__(self, name: str, is_trained: bool) -> None:
+        self.name, self.is_trained = name, is_trained
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **settings: Any) -> None:
+        if state.global_step == 2:
+            model.get_parameter(self.name).requires_grad_(self.is_trained)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_trained"), [("transformer.h.1.ln_1.bias", False), ("transformer.h.0.mlp.c_fc.weight", True)]
+)
+@pytest.mark.parametrize("acts", ["host", "recompute"])
+def test_a_callback_cannot_change_what_is_trained(name: str, is_trained: bool, acts: Any, tmp_path: Path) -> None:
+    def new_model() -> Any:
+        model = make_model("gpt2")
+        model.get_parameter("transformer.h.0.mlp.c_fc.weight").requires_grad_(False)
+        return model
+
+    choice = UnitPlan(params="host", frozen="host", grads="host", states="host", acts=acts)
+    workload = trace_module(new_model(), make_batches(1)[0], CPU)
+    trainer = ScheduleTrainer(
+        schedule=lower(uniform_plan(workload, choice), workload, machine()),
+        model=new_model(),
+        args=arguments(tmp_path, 1, None),
+        train_dataset=examples(10),
+        callbacks=[Freezes(name, is_trained)],
+    )
+    now = "to be trained" if is_trained else "frozen"
+    with pytest.raises(TrainingError, match=rf"'{name}' is {now} .* now, which it was not when the run began"):
+        trainer.train()
+
+
 def test_a_learning_rate_that_a_callback_sets_in_all_groups(tmp_path: Path) -> None:
     """The groups are those of the plain Trainer, and training with their rates gives its weights."""
     models, decays = [], []
