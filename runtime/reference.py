@@ -37,10 +37,12 @@ def loss_of(
     output = model(**batch)
     if loss is not None:
         return loss(output, batch)
-    loss_value = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
+    of_dict = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    loss_value = output if isinstance(output, torch.Tensor) else of_dict
     if loss_value is None or loss_value.numel() != 1:
         raise ValueError(
-            f"the output of {type(model).__name__} has no loss; put labels into the batches, or give a `loss` function"
+            f"the output of {type(model).__name__} is a {type(output).__name__}, which has no loss; a model gives its "
+            "loss as one number, or as `loss` of its output. Put labels into the batches, or give a `loss` function"
         )
     return loss_value
 

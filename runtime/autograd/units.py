@@ -255,6 +255,8 @@ def first_trained(units: Sequence[ModelUnit]) -> int:
     return next(trained, len(units))
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def used_outside(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, object]) -> dict[int, set[str]]:
     """Names of the parameters that are used outside of blocks, by how many blocks have run before."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -277,7 +279,7 @@ def used_outside(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, ob
         twin.get_submodule(name).register_forward_pre_hook(functools.partial(enter, name))
         twin.get_submodule(name).register_forward_hook(leave)
     try:
-        with mode, ExpertsOnFakes(), torch.no_grad(), recorder:
+        with mode, ExpertsOnFakes(), recorder:  # with gradients, since blocks may set hooks for them
             twin(**fake_batch(batch))
     except Exception as error:
         raise ModelError(

@@ -100,6 +100,8 @@ def trace_module(
         return with_fused(traced.workload(name, "module"))
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def _traced(
     name: str,
     model: nn.Module,
@@ -274,15 +276,27 @@ class _Tracer:
                 )
             name, kind = ("embed", "embed") if i == 0 else (f"between{i}", "block")
             handed = [] if produced else [t for t in tensors if t.is_floating_point()][:1]  # by a frozen embedding
-            self._finish(name, kind, produced, passed_on=tensors, handed=handed)
+            unit = self._finish(name, kind, produced, passed_on=tensors, handed=handed)
+            if self.refuses_glue and handed and not unit.num_parameters:
+                raise WorkloadError(
+                    f"unit {name!r} has no parameters, and what it hands to the first block has no gradient; a model "
+                    "begins with an embedding that the batch goes through"
+                )
         else:
             self._stop()
+        trained = next((unit.name for unit in self.units if unit.shapes), None)
+        if self.refuses_glue and trained is not None and not any(t.requires_grad for t in tensors):
+            raise WorkloadError(
+                f"nothing that block {i} gets has a gradient, but {trained!r} in front of it is trained; leave out "
+                "detach() and no_grad() between blocks, or freeze all in front of them (requires_grad_(False))"
+            )
         for t in tensors:  # what the block gets becomes leaves: the cut between units
             if id(t) not in self.cuts:
                 self.cuts[id(t)] = (t, t.detach().requires_grad_(t.requires_grad) if t.is_floating_point() else t)
         mine = [self.cuts[id(x)][1] if isinstance(x, torch.Tensor) else x for x in leaves]
         new_args, new_kwargs = nested(mine)
-        key = (_block_likeness(block), form_of(new_args, new_kwargs))
+        strides = tuple(() if t.is_contiguous() else t.stride() for t in tensors_in(mine))
+        key = (_block_likeness(block), form_of(new_args, new_kwargs), strides)
         part = self.known.get(key)
         if part is None:
             self.prefix = f"{self.names[id(block)]}."
@@ -345,6 +359,11 @@ class _Tracer:
         self.saving.close()  # the recorder goes on, for backward
         given = (*results, *handed)[:1]
         out_bytes = 0 if kind == "head" else sum(t.untyped_storage().nbytes() for t in given)
+        if self.refuses_glue and out_bytes and out_bytes != given[0].nbytes:
+            raise WorkloadError(
+                f"unit {name!r} hands over a tensor of {given[0].nbytes:,} bytes that lies in one of {out_bytes:,}; "
+                "units hand over tensors that share memory with no other, so let it return a copy (clone())"
+            )
         shared_bytes = self._share(recorder, given, results[1:], passed_on)
         forward_peak, saved_bytes = recorder.memory.peak_bytes, recorder.saved_bytes
         recorder.in_backward = True
@@ -435,7 +454,10 @@ def _look(x: object, position: Mapping[int, int]) -> _Look:
     if id(x) in position:
         return itemgetter(position[id(x)])
     shape, dtype, requires_grad = x.shape, x.dtype, x.requires_grad  # and not the tensor, whose memory would count
-    return lambda inputs: torch.empty(shape, dtype=dtype, requires_grad=requires_grad)
+    if x.is_contiguous() or x.nbytes != x.untyped_storage().nbytes():
+        return lambda inputs: torch.empty(shape, dtype=dtype, requires_grad=requires_grad)
+    stride = x.stride()
+    return lambda inputs: torch.empty_strided(shape, stride, dtype=dtype, requires_grad=requires_grad)
 
 
 def _block_likeness(block: nn.Module) -> object:

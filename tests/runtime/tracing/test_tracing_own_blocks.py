@@ -1,0 +1,112 @@
+"""Own blocks: what is traced is what runs, and what cannot be so is refused while it is traced."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.runtime.models import VOCABULARY, make_batches, make_model
+from tests.runtime.test_trainer import CPU, machine
+from tests.toys import uniform_plan
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import UnitPlan
+from tierplan.runtime.execution.values import SizeError
+from tierplan.runtime.reference import same_weights, train_plainly
+from tierplan.runtime.tracing.trace import trace_module
+from tierplan.runtime.trainer import train
+from tierplan.sim.workloads.workload import WorkloadError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class _Block(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.inner, self.out, self.way = nn.Linear(16, 16), nn.Linear(16, 16), way
+        self.recurrent = nn.LSTM(16, 16, batch_first=True) if way == "LSTM" else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.recurrent is not None:
+            return x + self.recurrent(x)[0]  # type: ignore[no-any-return]
+        hidden = torch.tanh(self.inner(x))
+        if self.way == "hook":
+            hidden.register_hook(lambda gradient: 0.5 * gradient)
+        x = x + self.out(hidden)
+        match self.way:
+            case "transposed":
+                return x.transpose(0, 1)
+            case "expanded":
+                return x.mean(1, keepdim=True).expand(x.shape)
+            case "view":
+                return torch.cat((x, x), -1)[..., :16]
+        return x
+
+
+class _Model(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.embed, self.head, self.way = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY), way
+        self.layers = nn.ModuleList(_Block(way) for _ in range(4))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        x = torch.ones(2, 16, 16) if self.way == "no embedding" else self.embed(input_ids)
+        for k, layer in enumerate(self.layers):
+            x = layer(x.detach() if k == 2 and self.way == "detached" else x)
+        loss = nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        return {"loss": loss} if self.way == "dictionary" else loss
+
+
+@pytest.mark.parametrize("way", ["hook", "dictionary", "transposed"])
+@pytest.mark.parametrize("acts", ["host", "recompute"])
+def test_what_runs_is_what_was_traced(way: str, acts: Any) -> None:
+    model, batches = _Model(way), make_batches(4)
+    plain = copy.deepcopy(model)
+    if way == "dictionary":
+        plain.way = ""
+    training = replace(CPU, gradient_accumulation_steps=2)
+    workload = trace_module(model, batches[0], training)
+    choice = UnitPlan(params="host", grads="host", states="host", acts=acts)
+    result = train(lower(uniform_plan(workload, choice), workload, machine()), model, batches, steps=2)
+    assert list(result.losses) == train_plainly(plain, batches, steps=2, gradient_accumulation_steps=2)
+    assert same_weights(model, plain)
+
+
+@pytest.mark.parametrize("outer", [torch.no_grad, torch.inference_mode])
+def test_a_model_is_traced_without_gradients_around_it(outer: Any) -> None:
+    (batch,) = make_batches(1)
+    with outer():
+        traced = trace_module(make_model("gpt2"), batch, CPU)
+    assert traced == trace_module(make_model("gpt2"), batch, CPU)
+
+
+@pytest.mark.parametrize(
+    ("way", "says"),
+    [
+        ("view", r"'L0' hands over a tensor of 2,048 bytes that lies in one of 4,096; .* \(clone\(\)\)"),
+        ("expanded", r"'L0' hands over a tensor of 2,048 bytes that lies in one of 128.* \(clone\(\)\)"),
+        ("detached", r"nothing that block 2 gets has a gradient, but 'embed' in front of it is trained"),
+        ("no embedding", r"'embed' has no parameters, and what it hands to the first block has no gradient"),
+    ],
+)
+def test_what_cannot_run_is_refused_while_it_is_traced(way: str, says: str) -> None:
+    with pytest.raises(WorkloadError, match=says):
+        trace_module(_Model(way), make_batches(1)[0], CPU)
+
+
+def test_another_kernel_than_on_fake_tensors_is_an_error_that_says_so() -> None:
+    model, batches = _Model("LSTM"), make_batches(1)
+    workload = trace_module(model, batches[0], CPU)
+    with pytest.raises(SizeError, match=r"Where it was made so, the model keeps other tensors .*: such as LSTMs"):
+        train(lower(uniform_plan(workload, UnitPlan()), workload, machine()), model, batches, steps=1)
+
+
+def test_a_model_whose_output_has_no_loss_is_told_what_is_taken() -> None:
+    model = nn.Sequential(nn.Linear(16, 16))
+    with pytest.raises(ValueError, match=r"is a Tensor, which has no loss; .* labels .* give a `loss` function"):
+        train_plainly(model, [{"input": torch.ones(2, 16)}], steps=1)
