@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from tierplan.runtime.autograd.containers import HandBack
 from tierplan.runtime.autograd.plain_values import PlainState, PlainValues
 from tierplan.runtime.autograd.replay import Recipe
 from tierplan.runtime.autograd.saved import Recorder
@@ -32,7 +33,7 @@ class ModelHooks:
         self.are_replays_timed = are_replays_timed
         self.before_rerun: Callable[[], None] = lambda: None
         """Called before a unit is run again."""
-        self.results: dict[object, tuple[list[Any], Any]] = {}
+        self.results: dict[object, tuple[list[Any], HandBack]] = {}
         """What blocks give that other ranks run, without the numbers: by block and how it is called."""
         self.recorders: dict[object, Recorder] = {}
         """What units of which nothing moves have saved, by shapes: so they do in every micro-batch of these."""

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from tierplan.hwmodels.names import COMPUTE
+from tierplan.runtime.autograd.containers import HandBack, Lent
 from tierplan.runtime.autograd.cuts import Leaves, Root, backward_from, check_cut, check_read, cut, handed_over
 from tierplan.runtime.autograd.flow import Flow
 from tierplan.runtime.autograd.hooks import ModelHooks
@@ -52,10 +53,12 @@ class UnitRun:
     roots: list[Root] = field(default_factory=list)
     glue: list[Root] = field(default_factory=list)
     """Differentiable work of the model between two blocks: its results and the leaves that the block sees."""
-    call: tuple[Callable[..., Any], tuple, dict] | None = None
-    """To run a block again."""
-    result: tuple[list[object], Callable[[Sequence[object]], Any]] | None = None
-    """What a block returned, flat, and what nests it; held only where a unit between blocks is run again."""
+    call: tuple[Callable[..., Any], list[object], Callable[[Sequence[object]], tuple[tuple, dict]]] | None = None
+    """To run a block again: its forward, what it was given, flat, and what nests it."""
+    versions: list[int] = field(default_factory=list)
+    """Of the tensors among these, how often each had been written to."""
+    result: tuple[list[object], HandBack] | None = None
+    """What a block returned, flat, and what hands it back; held only where a unit between blocks is run again."""
     rng: tuple[torch.Tensor, ...] | None = None
     values: PlainState | None = None
 
@@ -187,10 +190,17 @@ class MicroBatchRun:
         if run.call is None:
             self._rerun_outside(index, wanted, makes_output)
             return made_bytes
-        _, args, kwargs = run.call
+        _, given, nested = run.call
+        tensors, (args, kwargs) = tensors_in(given), nested(given)
+        if [t._version for t in tensors] != run.versions:
+            raise ModelError(
+                f"a tensor that {self.units[index].name!r} is given is changed in place, by the block or behind it, "
+                "but the block is run again from what it was given; make a new tensor there, or plan without "
+                "recomputation"
+            )
         inputs = [*run.leaves, *(leaf for _, leaf in run.glue)]
         params = [part.bound for part in self._params_of(index)]
-        there: There = {"arg": tensors_in((args, kwargs)), "input": inputs, "param": params}
+        there: There = {"arg": tensors, "input": inputs, "param": params}
         recipes, key = self.hooks.recipes, (index, form_of(args, kwargs))
         values, recipe = recipes.get(key, (None, None))
         if makes_output or (values is not None and (recipe is None or values != run.values)):
@@ -242,15 +252,17 @@ class MicroBatchRun:
         assert run.call is not None
         assert run.recorder is not None
         assert block is not None
-        call, args, kwargs = run.call
+        call, given, nested = run.call
+        args, kwargs = nested(given)
+        lent = Lent(self.units[index].name, args, kwargs)
         log = None if noted is None else OperationLog(noted, block.buffers())
         targets = set(wanted)
-        with self._rerunning(index, inputs, addresses((args, kwargs)), wanted, makes_output) as recreator:
+        with self._rerunning(index, inputs, addresses(given), wanted, makes_output) as recreator:
             recreator.on_saved = log.saved if log else lambda k, t: None
             with log or nullcontext():
                 out = call(*args, **kwargs)
             if makes_output:
-                self._refill(index, flatten(out)[0])
+                self._refill(index, lent.outcome(out)[0])
         available = [k for k in run.recorder.saved if k not in targets]
         return log.recipe(targets, available) if log else None
 
@@ -267,8 +279,8 @@ class MicroBatchRun:
             if i + 1 == index:
                 self.device.set_rng_state(self.runs[index].rng or self.device.rng_state())
                 recreator.is_on = True
-            flat, nested = result
-            return nested(flat)
+            flat, hand_back = result
+            return hand_back(flat, args, kwargs)
 
         inputs = [*self.runs[index].leaves, *self.runs[index].shared]
         with self._rerunning(index, inputs, set(), wanted, makes_output) as recreator, self.hooks.of(echo):
@@ -411,25 +423,26 @@ class MicroBatchRun:
             if index == self.own.start:  # another rank has run what is before
                 self.runs[index - 1] = UnitRun()
             self._yield()
-        args, kwargs = nested(flat)
+        own_args, own_kwargs = nested(flat)
         leaves = [t for t in flat if isinstance(t, torch.Tensor) and t.requires_grad]
         if self.specs[index].recomputed:
-            run.call = (original, args, kwargs)
+            run.call, run.versions = (original, flat, nested), [t._version for t in tensors_in(flat)]
         run.read = list({id(t): t for t in (*leaves, *run.leaves)}.values())
         away = {self.units[k].name: self.runs[k].leaves for k in self.flow.inputs_away if k < index}
         check_read(self.units[index].name, run.read, away)
+        lent = Lent(self.units[index].name, own_args, own_kwargs)
         self._open(index, run.read, flat)
-        out = original(*args, **kwargs)
+        out = original(*own_args, **own_kwargs)
         self._close()
-        flat, nested = flatten(out)
-        del out
+        flat, hand_back = lent.outcome(out)
+        del out, own_args, own_kwargs, lent
         flat = cut(flat, run.roots, self._leaf_of)
         self._check_cut(index, run.roots)
         self.runs[index + 1].leaves = handed_over(run.roots, flat)
         if self._holds_results:
-            run.result = (flat, nested)
+            run.result = (flat, hand_back)
         self._end_block(index)
-        return nested(flat)
+        return hand_back(flat, args, kwargs)
 
     def _end_block(self, index: int) -> None:
         self._yield()
@@ -444,9 +457,12 @@ class MicroBatchRun:
         self.runs[index - 1] = UnitRun()
         key = (index, form_of(args, kwargs))
         if key not in self.hooks.results:
+            given, nested = flatten((args, kwargs))
+            own_args, own_kwargs = nested(given)
+            lent = Lent(self.units[index].name, own_args, own_kwargs)
             with FakeTensorMode(allow_non_fake_inputs=True), ExpertsOnFakes():
-                self.hooks.results[key] = flatten(original(*args, **kwargs))
-        results, nested = self.hooks.results[key]
+                self.hooks.results[key] = lent.outcome(original(*own_args, **own_kwargs))
+        results, hand_back = self.hooks.results[key]
         leaves = {}
         for t in results:
             if isinstance(t, torch.Tensor) and not t.requires_grad:
@@ -459,4 +475,4 @@ class MicroBatchRun:
         if index + 1 == self.own.start:
             self.runs[index + 1].leaves = list(leaves.values())
             self._end_block(index)
-        return nested([leaves.get(id(t), t) for t in results])
+        return hand_back([leaves.get(id(t), t) for t in results], args, kwargs)

@@ -4,6 +4,7 @@ behind the other in flat memory."""
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from operator import itemgetter
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_unflatten
+from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_is_leaf, tree_unflatten
 
 
 def tensors_in(values: object) -> list[torch.Tensor]:
@@ -30,13 +31,43 @@ def shapes_of(values: Iterable[object]) -> tuple[object, ...]:
 
 
 def form_of(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[object, ...]:
-    """How a call looks: its tensors (`shapes_of`, and whether they have gradients), the values of plain ones, and the
-    names of what has one."""
+    """How a call looks: its tensors (`shapes_of`, and whether they have gradients), the values of plain ones, the names
+    of what has one, and how long its lists and dictionaries are."""
     of_each = (
         (t.shape, t.dtype, t.requires_grad) if isinstance(t, torch.Tensor) else (type(t), type(t) in PLAIN and t)
         for t in flatten((args, kwargs))[0]
     )
-    return (len(args), *kwargs, *of_each)
+    of_containers = ((type(c), len(items_of(c)), *names_of(c)) for c in containers_in(args, kwargs))
+    return (len(args), *kwargs, *of_each, *of_containers)
+
+
+def containers_in(args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[Any]:
+    """What can be changed in the arguments of a call and is no tensor: lists, dictionaries, and other objects that
+    PyTorch is told to look into, in an order that is the same for equal nests."""
+    waiting = [value for value in (*args, *kwargs.values()) if type(value) not in _LEAVES]
+    containers = []
+    for value in waiting:  # which grows meanwhile
+        if isinstance(value, tuple) or type(value) in SUPPORTED_NODES:
+            waiting += [item for item in items_of(value) if type(item) not in _LEAVES]
+            if not isinstance(value, tuple):
+                containers.append(value)
+    return containers
+
+
+def items_of(container: Any) -> list[Any]:
+    """What lies in it, without names."""
+    if isinstance(container, dict):
+        return [*container.values()]
+    return [*container] if isinstance(container, list | tuple | deque) else [*_children(container)]
+
+
+def names_of(container: Any) -> list[Any]:
+    """Those of its items, where they have some."""
+    return [*container] if isinstance(container, dict) else []
+
+
+def _children(container: object) -> Iterable[Any]:
+    return SUPPORTED_NODES[type(container)].flatten_fn(container)[0]
 
 
 def flatten(values: object) -> tuple[list[Any], Callable[[Sequence[object]], Any]]:

@@ -25,6 +25,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from tierplan.runtime.autograd.chunked_loss import loss_in_chunks
 from tierplan.runtime.autograd.coded import CodedLinear
+from tierplan.runtime.autograd.containers import HandBack, Lent
 from tierplan.runtime.autograd.cuts import check_loss
 from tierplan.runtime.autograd.nests import flatten, form_of, tensors_in
 from tierplan.runtime.autograd.units import ModelError, fake_batch, fake_twin, find_blocks, placeholder, used_outside
@@ -165,11 +166,11 @@ def _with_trained_dtype(name: str, module: nn.Module, training: Training) -> Tra
 
 @dataclass
 class _Part:
-    """What is known about a part once it has run: its unit, how its outputs look, and what nests them."""
+    """What is known about a part once it has run: its unit, how its outputs look, and what hands them back."""
 
     unit: Unit
     outputs: list[_Look]
-    nested: Callable[[Sequence[object]], Any]
+    hand_back: HandBack
 
 
 @dataclass
@@ -301,27 +302,28 @@ class _Tracer:
         if part is None:
             self.prefix = f"{self.names[id(block)]}."
             self._start(input_tensors=tensors_in(mine)[:1])
+            lent = Lent(self.names[id(block)], new_args, new_kwargs)
             out = forward(*new_args, **new_kwargs)
-            out_leaves, out_nested = flatten(out)
+            out_leaves, hand_back = lent.outcome(out)
             position = {id(x): j for j, x in enumerate(mine) if isinstance(x, torch.Tensor)}
             looks = [_look(x, position) for x in out_leaves]
             out_tensors = tensors_in(out_leaves)
             results = [t for t in out_tensors if t.grad_fn is not None]
             handed = [] if results else [t for t in out_tensors if t.is_floating_point()][:1]
-            del out, out_leaves, out_tensors
+            del out, out_leaves, out_tensors, lent, new_args, new_kwargs
             inside = [f"{self.prefix}{name}" for name, _ in block.named_parameters()]
             unit = self._finish(f"L{i}", "block", results, handed=handed, inside=inside)
-            part = self.known[key] = _Part(unit, looks, out_nested)
+            part = self.known[key] = _Part(unit, looks, hand_back)
         else:
             self.units.append(replace(part.unit, name=f"L{i}"))
         for name, _ in block.named_parameters():
             self.owner[f"{self.names[id(block)]}.{name}"] = f"L{i}"
         self.ran += 1
-        outputs = [look(leaves) for look in part.outputs]
+        outputs = [look(mine) for look in part.outputs]
         for extra in outputs[1:]:  # position biases and the like: what later blocks read of them is shared
             if isinstance(extra, torch.Tensor) and extra.untyped_storage()._cdata not in self.candidates:
                 self._offer(extra)
-        result = part.nested(outputs)
+        result = part.hand_back(outputs, args, kwargs)
         self._start(input_tensors=tensors_in(outputs)[:1])
         return result
 

@@ -1,0 +1,291 @@
+"""Blocks that change what they are given, as in plain training: lists and dictionaries, and tensors in place."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, deque
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils._pytree import register_pytree_node
+
+from tests.runtime.models import VOCABULARY, make_batches
+from tests.runtime.test_trainer import CPU, machine
+from tests.toys import uniform_plan
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import Order, UnitPlan
+from tierplan.runtime.autograd.units import ModelError
+from tierplan.runtime.reference import same_weights, train_plainly
+from tierplan.runtime.tracing.trace import trace_module
+from tierplan.runtime.trainer import train
+from tierplan.sim.step import Action
+from tierplan.sim.workloads.workload import WorkloadError
+
+OFF_DEVICE = UnitPlan(params="host", grads="host", states="host", acts="host")
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.out(torch.tanh(self.inner(x)))
+
+    def forward(self, x: torch.Tensor, given: Any) -> Any:
+        raise NotImplementedError
+
+
+class _Model(nn.Module):
+    """Its blocks get `x` and what `new` makes; where they return nothing, it is there."""
+
+    def __init__(self, kind: type[_Block], num_blocks: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.embed, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.layers = nn.ModuleList(kind() for _ in range(num_blocks))
+        self.kind: Any = kind
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        x, given = self.kind.lead(self.layers, x)
+        loss = cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        return loss if given is None else loss + given
+
+
+class _Appends(_Block):
+    """To a list: a term of the loss, as mixtures of experts do."""
+
+    def forward(self, x: torch.Tensor, given: Any) -> Any:
+        x = self.body(x)
+        given.append(0.1 * x.pow(2).mean())
+        return x
+
+    @staticmethod
+    def lead(layers: Any, x: torch.Tensor) -> Any:
+        terms: list[torch.Tensor] = []
+        for layer in layers:
+            x = layer(x, terms)
+        assert len(terms) == len(layers)
+        return x, sum(terms)
+
+
+class _AppendsByName(_Appends):
+    """To deques that lie in an ordered dictionary, in a tuple."""
+
+    def forward(self, x: torch.Tensor, given: Any) -> Any:
+        return super().forward(x, given[1]["deep"])
+
+    @staticmethod
+    def lead(layers: Any, x: torch.Tensor) -> Any:
+        given = (3, OrderedDict(deep=deque([0.1 * x.mean()])))
+        for layer in layers:
+            x = layer(x, given=given)
+        assert len(given[1]["deep"]) == 1 + len(layers)
+        return x, sum(given[1]["deep"])
+
+
+class _AddsUp(_Block):
+    def forward(self, x: torch.Tensor, given: Any) -> Any:
+        x = self.body(x)
+        given["sum"] = given["sum"] + 0.1 * x.pow(2).mean()
+        return x
+
+    @staticmethod
+    def lead(layers: Any, x: torch.Tensor) -> Any:
+        given = {"sum": x.new_zeros(())}
+        for layer in layers:
+            x = layer(x, given)
+        return x, given["sum"]
+
+
+class _Counts(_Block):
+    def forward(self, x: torch.Tensor, given: Any) -> Any:
+        given["depth"] += 1
+        return self.body(x) * (1 + 0.1 * given["depth"])
+
+    @staticmethod
+    def lead(layers: Any, x: torch.Tensor) -> Any:
+        given = {"depth": 0}
+        for layer in layers:
+            x = layer(x, given)
+        return x * given["depth"], None
+
+
+class _CountsInList(_Block):
+    def forward(self, x: torch.Tensor, given: Any) -> Any:
+        given.append(len(given))
+        return self.body(x) * (1 + 0.1 * len(given))
+
+    @staticmethod
+    def lead(layers: Any, x: torch.Tensor) -> Any:
+        given: list[int] = []
+        for layer in layers:
+            x = layer(x, given)
+        return x * len(given), None
+
+
+class _Replaces(_Block):
+    """In the dictionary that it returns, which is the one that it got."""
+
+    def forward(self, x: Any, given: Any = None) -> Any:
+        x["x"] = self.body(x["x"])
+        return x
+
+    @staticmethod
+    def lead(layers: Any, x: torch.Tensor) -> Any:
+        first = given = {"x": x, "k": [1, {"scale": 0.5}]}
+        for layer in layers:
+            given = layer(given)
+        assert given is first
+        return first["x"] * first["k"][1]["scale"], None
+
+
+class _Pops(_Replaces):
+    def forward(self, x: Any, given: Any = None) -> Any:
+        hidden = x.pop("x")
+        return super().forward({"x": hidden, **x})
+
+    @staticmethod
+    def lead(layers: Any, x: torch.Tensor) -> Any:
+        given = {"x": x}
+        for layer in layers:
+            before, given = given, layer(given)
+            assert not before
+        return given["x"], None
+
+
+class _ReturnsNothing(_Replaces):
+    def forward(self, x: Any, given: Any = None) -> Any:
+        super().forward(x)
+
+    @staticmethod
+    def lead(layers: Any, x: torch.Tensor) -> Any:
+        given = {"x": x}
+        for layer in layers:
+            layer(given)
+        return given["x"], None
+
+
+def _trained_both_ways(
+    kind: type[_Block], choice: UnitPlan, folder: Path, *, order: Order = "horizontal", num: int = 2
+) -> tuple[nn.Module, nn.Module, list[float], list[float]]:
+    training = replace(CPU, gradient_accumulation_steps=num)
+    model, batches = _Model(kind), make_batches(3 * num)
+    plain, workload = copy.deepcopy(model), trace_module(copy.deepcopy(model), batches[0], training)
+    schedule = lower(uniform_plan(workload, choice, order=order), workload, machine())
+    losses = train(schedule, model, batches, steps=3, nvme_dir=folder).losses
+    return model, plain, list(losses), train_plainly(plain, batches, steps=3, gradient_accumulation_steps=num)
+
+
+@pytest.mark.parametrize("acts", ["keep", "host", "recompute"])
+@pytest.mark.parametrize(
+    "kind", [_Appends, _AppendsByName, _AddsUp, _Counts, _CountsInList, _Replaces, _Pops, _ReturnsNothing]
+)
+def test_what_a_block_puts_into_lists_and_dictionaries_is_there(
+    kind: type[_Block], acts: Action, tmp_path: Path
+) -> None:
+    """They were copies, whose changes were lost, and a block was made again with changed ones."""
+    order: Order = "vertical" if acts == "host" else "horizontal"
+    model, plain, losses, expected = _trained_both_ways(kind, replace(OFF_DEVICE, acts=acts), tmp_path, order=order)
+    assert losses == expected
+    assert same_weights(model, plain)
+
+
+class _GivenTwice(_Appends):
+    def forward(self, x: torch.Tensor, given: Any, again: Any = None) -> Any:
+        return super().forward(x, given)
+
+    @staticmethod
+    def lead(layers: Any, x: torch.Tensor) -> Any:
+        terms: list[torch.Tensor] = []
+        for layer in layers:
+            x = layer(x, terms, again=terms)
+        return x, sum(terms)
+
+
+class _Record:
+    def __init__(self, terms: list[Any]) -> None:
+        self.terms = terms
+
+
+class _AppendsToRecord(_Appends):
+    """To an object that PyTorch has been told to look into."""
+
+    def forward(self, x: torch.Tensor, given: Any) -> Any:
+        x = self.body(x)
+        given.terms = [*given.terms, x.mean()]
+        return x
+
+    @staticmethod
+    def lead(layers: Any, x: torch.Tensor) -> Any:
+        record = _Record([])
+        for layer in layers:
+            x = layer(x, record)
+        return x, sum(record.terms)
+
+
+register_pytree_node(_Record, lambda record: (record.terms, None), lambda terms, context: _Record([*terms]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "like", "why"),
+    [
+        (_GivenTwice, _Appends, "'L0' is given the same list twice, and changes it"),
+        (_AppendsToRecord, _Counts, "'L0' changes a _Record that it is given"),
+    ],
+)
+def test_what_cannot_be_changed_as_in_plain_training_is_refused(
+    kind: type[_Block], like: type[_Block], why: str
+) -> None:
+    batches = make_batches(1)
+    with pytest.raises(WorkloadError, match=why.replace("L0", "layers.0")):
+        trace_module(_Model(kind), batches[0], CPU)
+    workload = trace_module(_Model(like), batches[0], CPU)
+    with pytest.raises(ModelError, match=why):
+        train(lower(uniform_plan(workload, UnitPlan()), workload, machine()), _Model(kind), batches, steps=1)
+
+
+class _InPlace(_Block):
+    """A mask that the block changes when it has used it, or else the model behind it."""
+
+    changes = True
+
+    def forward(self, x: torch.Tensor, given: Any) -> Any:
+        x = self.body(x * given.clone())
+        if self.changes:
+            given.mul_(0.9)
+        return x
+
+    @staticmethod
+    def lead(layers: Any, x: torch.Tensor) -> Any:
+        mask = torch.ones(1, x.shape[1], 1)
+        for layer in layers:
+            x = layer(x, mask)
+            if not layer.changes:
+                mask.mul_(0.9)
+        return x, None
+
+
+class _InPlaceBehind(_InPlace):
+    changes = False
+
+
+@pytest.mark.parametrize("acts", ["keep", "recompute"])
+@pytest.mark.parametrize("kind", [_InPlace, _InPlaceBehind])
+def test_a_tensor_that_is_changed_in_place_is_refused_where_its_block_is_run_again(
+    kind: type[_Block], acts: Action, tmp_path: Path
+) -> None:
+    choice = replace(OFF_DEVICE, acts=acts)
+    if acts == "recompute":
+        with pytest.raises(ModelError, match="a tensor that 'L1' is given is changed in place"):
+            _trained_both_ways(kind, choice, tmp_path)
+        return
+    model, plain, losses, expected = _trained_both_ways(kind, choice, tmp_path)
+    assert losses == expected
+    assert same_weights(model, plain)
