@@ -32,7 +32,7 @@ from tierplan.runtime.checkpoint.durability import Durability, save_copy
 from tierplan.runtime.data.ahead import AheadBatches, Batch, passed_over, with_own_draws
 from tierplan.runtime.execution.computing import Computing
 from tierplan.runtime.execution.device import TORCH_DTYPES, Device, open_device
-from tierplan.runtime.execution.executable import FixedBuffers, check_units, executable_step, refuse_interference
+from tierplan.runtime.execution.executable import FixedTensors, check_units, executable_step, refuse_interference
 from tierplan.runtime.execution.executor import Executor
 from tierplan.runtime.execution.ops import Bodies
 from tierplan.runtime.execution.placement import Placement, TrainingError, check_begun, check_count, open_store
@@ -225,6 +225,7 @@ class Trainer:
             self._set_up(first)
         num_wanted = steps * self._num_micro_batches // self._num_turns
         self._batches = AheadBatches(source, num_wanted, self._device.take)
+        self._fixed.begin()
         torch.set_num_threads(self._threads)
         let_helpers_go()
         wanted = self.num_steps_done + steps
@@ -381,8 +382,14 @@ class Trainer:
         self._hooks, self._modules = ModelHooks(self.model, self.units, self.time_replays), [*self.model.modules()]
         self._set_back.callback(self._hooks.remove)
         self._set_back.callback(self._device.take_buffers(self.model))
-        self._buffers = FixedBuffers(self.model, self.schedule, are_committed=self.out_dir is not None)
-        self._hooks.before_rerun = self._buffers.check
+        self._fixed = FixedTensors(
+            self.model,
+            self.units,
+            self.schedule,
+            are_committed=self.out_dir is not None,
+            is_alone=self.ranks is None,
+        )
+        self._hooks.before_rerun = self._fixed.check_buffers
         places = Places(
             device_pool=self._device.pool(capacity.get(DEVICE, 0)),
             host_pool=self._device.host_pool(capacity.get(HOST, 0)),
@@ -448,7 +455,7 @@ class Trainer:
     # ---- during the run ----
 
     def _on_step_end(self, step: int, time_ns: int) -> None:
-        self._buffers.check()
+        self._fixed.check()
         if self.ranks is not None:  # in the order of micro-batches, which is that of plain training
             count = self._step.training.gradient_accumulation_steps
             rows = self.ranks.share(self._losses.get(step, [0.0] * count), "steps")

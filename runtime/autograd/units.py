@@ -112,6 +112,8 @@ class ModelUnit(FlatParameters):
     frozen: FlatParameters = field(default_factory=FlatParameters)
     """Those that it owns and does not train."""
     shares: str | None = None
+    changed: Mapping[str, bool] = field(default_factory=dict)
+    """Names of the parameters that forward writes to, as in `Uses`."""
 
     def __post_init__(self) -> None:
         self.shapes = tuple(p.shape for _, p in self.parameters)
@@ -139,6 +141,16 @@ class ModelUnit(FlatParameters):
     def all_parameters(self) -> tuple[tuple[str, nn.Parameter], ...]:
         """Of both parts."""
         return (*self.parameters, *self.frozen.parameters)
+
+
+@dataclass(frozen=True)
+class Uses:
+    """What a model's forward does with its parameters, by their names."""
+
+    outside: Mapping[int, set[str]]
+    """Those that are used outside of blocks, by how many blocks have run before."""
+    changed: Mapping[str, bool]
+    """Those that it writes to: whether it changes their values, or just where these are."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -193,7 +205,8 @@ def split_model(model: nn.Module, batch: Mapping[str, object]) -> list[ModelUnit
                 "compile modules inside of the blocks, or nothing"
             )
     in_block = {id(p): name for name, block in blocks for p in block.parameters()}
-    used = used_outside(model, [name for name, _ in blocks], batch)
+    uses = uses_of(model, [name for name, _ in blocks], batch)
+    used = uses.outside
     parameters = dict(model.named_parameters())
     if not any(p.requires_grad for p in parameters.values()):
         raise ModelError(f"all parameters of {type(model).__name__} are frozen; there is nothing to train")
@@ -231,6 +244,8 @@ def split_model(model: nn.Module, batch: Mapping[str, object]) -> list[ModelUnit
             claimed[id(p)] = name
         units.append(_unit(f"L{i}", block, own))
     units.append(_unit("head", None, outside[last], shares="embed" if last in sharing else None))
+    for unit in units:
+        unit.changed = {name: uses.changed[name] for name, _ in unit.all_parameters if name in uses.changed}
     return units
 
 
@@ -257,8 +272,8 @@ def first_trained(units: Sequence[ModelUnit]) -> int:
 
 @torch.inference_mode(False)
 @torch.enable_grad()
-def used_outside(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, object]) -> dict[int, set[str]]:
-    """Names of the parameters that are used outside of blocks, by how many blocks have run before."""
+def uses_of(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, object]) -> Uses:
+    """What a run on fake tensors shows. Raises `ModelError` where a schedule would not have what is used."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     twin = fake_twin(model, mode)
     having: dict[int, list[str]] = {}
@@ -302,7 +317,7 @@ def used_outside(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, ob
                 )
         if isinstance(place, int):
             used[place] = set(names)
-    return used
+    return Uses(used, recorder.changed)
 
 
 def fake_twin(model: nn.Module, mode: FakeTensorMode) -> nn.Module:

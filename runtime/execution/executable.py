@@ -306,26 +306,76 @@ def _check_memory(schedule: Schedule) -> Wrongs:
         )
 
 
-class FixedBuffers:
-    """The model's buffers, which a schedule takes to stay as they are: forward may run again, and commits have none."""
+class FixedTensors:
+    """The model's buffers and parameters, which a schedule takes to stay as they are in forward: this may run again,
+    parameters come anew from their tiers, and commits have no buffers."""
 
-    def __init__(self, model: nn.Module, schedule: Schedule, *, are_committed: bool) -> None:
-        is_again = any(op.kind == "recompute" for op in schedule.ops)
-        self._why = "blocks are run again" if is_again else "steps are committed" if are_committed else ""
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[ModelUnit],
+        schedule: Schedule,
+        *,
+        are_committed: bool,
+        is_alone: bool,
+    ) -> None:
+        """Raises `TrainingError` where forward is known to change what must stay; `is_alone` without other ranks."""
+        again = {op.unit for op in schedule.ops if op.kind == "recompute"}
+        self._why = "blocks are run again" if again else "steps are committed" if are_committed else ""
         self._looks = [
             (module._buffers, key, buffer, 0 if buffer is None else buffer._version, f"{name}.{key}".lstrip("."))
             for name, module in model.named_modules()
             for key, buffer in module._buffers.items()
         ]
+        self._parameters: list[tuple[str, nn.Parameter, str]] = []
+        staying = {b.content for b in schedule.buffers if b.initial and b.tier == DEVICE}
+        are_outside_again = any(unit.block is None and unit.name in again for unit in units)
+        for unit in units:
+            for part, content in zip(unit.parts, (Params(unit.name), Frozen(unit.name)), strict=True):
+                why = ""
+                if unit.name in again or (unit.block is None and are_outside_again):
+                    why = "it is run again, and would change them twice"
+                elif not is_alone:
+                    why = "every device would change its own"
+                elif str(content) not in staying:
+                    why = "they do not stay on the device, and the change would be lost"
+                elif part is unit.frozen and are_committed:
+                    why = "commits have no frozen parameters"
+                if why:
+                    self._parameters += [(name, p, why) for name, p in part.parameters]
+        known = {name: is_changed for unit in units for name, is_changed in unit.changed.items()}
+        self._refuse([(name, why) for name, _, why in self._parameters if known.get(name)])
+        self._parameters = [of for of in self._parameters if of[0] not in known]  # others' versions always grow
+        self.begin()
+
+    def begin(self) -> None:
+        """Parameters are taken as they are now."""
+        self._versions = [p._version for _, p, _ in self._parameters]
 
     def check(self) -> None:
-        """Raises `TrainingError` where forward has changed some, or put others in their place, and that matters."""
+        """Raises `TrainingError` where forward has changed some, or put other buffers in their place, and that
+        matters."""
+        self.check_buffers()
+        then = zip(self._parameters, self._versions, strict=True)
+        self._refuse([(name, why) for (name, p, why), version in then if p._version != version])
+
+    def check_buffers(self) -> None:
+        """Of buffers alone."""
         changed = [name for buffers, key, *then, name in self._looks if not _is_as_then(buffers.get(key), *then)]
         if changed and self._why:
             raise TrainingError(
                 f"forward changes {changed[0]!r} ({len(changed)} of the model's buffers), but {self._why}, which this "
                 "runtime does with parameters alone; plan without recomputation and run without out_dir, or keep such "
                 "modules (batch norm) from changing theirs: eval() for these"
+            )
+
+    def _refuse(self, changed: Sequence[tuple[str, str]]) -> None:
+        if changed:
+            name, why = changed[0]
+            raise TrainingError(
+                f"forward changes parameter {name!r} in place ({len(changed)} of the model's parameters), but {why}; "
+                "have forward compute with a changed copy (torch.nn.utils.parametrize), or plan with these parameters "
+                "on the device and without recomputation"
             )
 
 

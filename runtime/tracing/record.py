@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from tierplan.runtime.autograd.coded import decoded_weight
 from tierplan.runtime.autograd.nests import tensors_in
-from tierplan.runtime.autograd.replay import is_random
+from tierplan.runtime.autograd.replay import changed, is_random
 from tierplan.runtime.execution.device import TORCH_DTYPES
 from tierplan.runtime.tracing.backend import result_on
 from tierplan.sim.workloads.adapters import is_thin
@@ -192,7 +192,8 @@ def only_looks(func: Any, known: Collection[int], outs: Sequence[torch.Tensor]) 
 
 
 class ReadRecorder(TorchDispatchMode):
-    """Notes which of some storages operations compute with, by the place where they are at the time."""
+    """Notes which of some storages operations compute with, by the place where they are at the time, and which they
+    write to."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         """By the address of each storage, what it is called."""
@@ -200,6 +201,8 @@ class ReadRecorder(TorchDispatchMode):
         self._names = names
         self.place: object = None
         self.reads: dict[object, dict[str, None]] = {}
+        self.changed: dict[str, bool] = {}
+        """Whether values are written, or just where they are (`set_`, by which parametrizations come and go)."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -209,6 +212,10 @@ class ReadRecorder(TorchDispatchMode):
         names = {self._names[address]: None for address in known if address in self._names}
         if names and not only_looks(func, known, tensors_in(out)):
             self.reads.setdefault(self.place, {}).update(names)
+        if names:
+            written = [t.untyped_storage()._cdata for t in changed(func, args, kwargs or {})]
+            for name in [self._names[address] for address in written if address in self._names]:
+                self.changed[name] = self.changed.get(name, False) or func.overloadpacket is not aten.set_
         return out
 
 

@@ -28,7 +28,7 @@ from tierplan.runtime.autograd.coded import CodedLinear
 from tierplan.runtime.autograd.containers import HandBack, Lent
 from tierplan.runtime.autograd.cuts import check_loss
 from tierplan.runtime.autograd.nests import flatten, form_of, tensors_in
-from tierplan.runtime.autograd.units import ModelError, fake_batch, fake_twin, find_blocks, placeholder, used_outside
+from tierplan.runtime.autograd.units import ModelError, fake_batch, fake_twin, find_blocks, placeholder, uses_of
 from tierplan.runtime.checkpoint.weights import hollow_model
 from tierplan.runtime.execution.device import TORCH_DTYPES
 from tierplan.runtime.reference import loss_of, without_cache
@@ -95,7 +95,7 @@ def trace_module(
     with without_cache(module):
         traced = _traced(name, module, training, batch, loss, refuses_glue=True)
         try:
-            used_outside(module, [block for block, _ in find_blocks(module)], batch)
+            uses_of(module, [block for block, _ in find_blocks(module)], batch)
         except ModelError as error:
             raise WorkloadError(f"{name}: {error}") from error
         return with_fused(traced.workload(name, "module"))

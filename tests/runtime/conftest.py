@@ -25,9 +25,9 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def runs_on_fakes_are_shared() -> Iterator[None]:
     """Splitting a model takes a run on fake tensors, most of a small test's time: one serves all models of a config."""
-    real, known = units.used_outside, dict[object, Any]()
+    real, known = units.uses_of, dict[object, Any]()
 
-    def used_outside(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, Any]) -> dict[int, set[str]]:
+    def uses_of(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, Any]) -> units.Uses:
         config: Any = getattr(model, "config", None)
         if config is None or any("forward" in vars(module) for module in model.modules()):
             return real(model, blocks, batch)
@@ -38,5 +38,5 @@ def runs_on_fakes_are_shared() -> Iterator[None]:
             known[key] = real(model, blocks, batch)
         return known[key]
 
-    with mock.patch.object(units, "used_outside", used_outside):
+    with mock.patch.object(units, "uses_of", uses_of):
         yield

@@ -20,6 +20,7 @@ from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import Order, UnitPlan
 from tierplan.runtime.autograd.units import ModelError
+from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.reference import same_weights, train_plainly
 from tierplan.runtime.tracing.trace import trace_module
 from tierplan.runtime.trainer import train
@@ -288,4 +289,98 @@ def test_a_tensor_that_is_changed_in_place_is_refused_where_its_block_is_run_aga
         return
     model, plain, losses, expected = _trained_both_ways(kind, choice, tmp_path)
     assert losses == expected
+    assert same_weights(model, plain)
+
+
+class _Plain(_Block):
+    def forward(self, x: torch.Tensor, given: Any = None) -> Any:
+        return self.body(x)
+
+    @staticmethod
+    def lead(layers: Any, x: torch.Tensor) -> Any:
+        for layer in layers:
+            x = layer(x)
+        return x, None
+
+
+class _Clamped(_Plain):
+    """Weights are kept small by forward: as an attribute of theirs, or not in the first steps."""
+
+    way = "at once"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def forward(self, x: torch.Tensor, given: Any = None) -> Any:
+        self.num_calls += 1
+        with torch.no_grad():
+            if self.way == "data":
+                self.inner.weight.data.clamp_(-0.05, 0.05)
+            elif self.way == "at once" or self.num_calls > 2:
+                self.inner.weight.clamp_(-0.05, 0.05)
+        return self.body(x)
+
+
+class _ClampedData(_Clamped):
+    way = "data"
+
+
+class _ClampedLate(_Clamped):
+    way = "late"
+
+
+class _Followed(_Clamped):
+    """A frozen copy that follows what is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("choice", "out", "says"),
+    [
+        (UnitPlan(), "", ""),
+        (UnitPlan(), "out", ""),
+        (OFF_DEVICE, "", "stay on the device"),
+        (UnitPlan(acts="recompute"), "", "is run again"),
+    ],
+)
+@pytest.mark.parametrize("kind", [_Clamped, _ClampedData, _ClampedLate, _Followed])
+def test_parameters_that_forward_changes_are_refused_where_they_do_not_stay(
+    kind: type[_Block], choice: UnitPlan, out: str, says: str, tmp_path: Path
+) -> None:
+    """The change was lost with the memory, as if it had never been there."""
+    model, batches = _Model(kind), make_batches(4)
+    plain, workload = copy.deepcopy(model), trace_module(copy.deepcopy(model), batches[0], CPU)
+    choice = replace(choice, frozen="host") if kind is _Followed and says.startswith("stay") else choice
+    schedule = lower(uniform_plan(workload, choice), workload, machine())
+    more: dict[str, Any] = {"out_dir": tmp_path / "out"} if out else {}
+    says = "commits" if kind is _Followed and out else says
+    if says:
+        with pytest.raises(
+            TrainingError, match=rf"forward changes parameter 'layers\.0\.inner\.weight'.*, but .*{says}"
+        ):
+            train(schedule, model, batches, steps=4, nvme_dir=tmp_path, **more)
+        return
+    assert list(train(schedule, model, batches, steps=4, nvme_dir=tmp_path, **more).losses) == train_plainly(
+        plain, batches, steps=4
+    )
+    assert same_weights(model, plain)
+
+
+@pytest.mark.parametrize("choice", [UnitPlan(), OFF_DEVICE])
+def test_an_embedding_with_bounded_norms_is_one_that_forward_changes(choice: UnitPlan, tmp_path: Path) -> None:
+    model, batches = _Model(_Plain), make_batches(3)
+    model.embed = nn.Embedding(VOCABULARY, 16, max_norm=0.5)
+    plain, workload = copy.deepcopy(model), trace_module(copy.deepcopy(model), batches[0], CPU)
+    schedule = lower(uniform_plan(workload, choice), workload, machine())
+    if choice is OFF_DEVICE:
+        with pytest.raises(TrainingError, match=r"changes parameter 'embed\.weight' in place.* stay on the device"):
+            train(schedule, model, batches, steps=3, nvme_dir=tmp_path)
+        return
+    assert list(train(schedule, model, batches, steps=3, nvme_dir=tmp_path).losses) == train_plainly(
+        plain, batches, steps=3
+    )
     assert same_weights(model, plain)
