@@ -21,7 +21,7 @@ import copy
 import functools
 import itertools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,6 +97,15 @@ class FlatParameters:
     def identities(self) -> frozenset[int]:
         """Of the parameters."""
         return frozenset(id(p) for _, p in self.parameters)
+
+    def with_other_memory(self) -> str | None:
+        """The name of a parameter that somebody has given other memory than `bind` and `unbind` did, if there is one.
+        Nobody may bind meanwhile."""
+        begins: Iterable[int] = (_nan(p.dtype, p.device).data_ptr() for _, p in self.parameters)
+        if self.bound is not None:
+            begins = itertools.accumulate(self.forms.sizes_bytes, initial=self.bound.data_ptr())
+        own = zip(self.parameters, begins, strict=False)
+        return next((name for (name, p), begin in own if p.data_ptr() != begin and p.numel()), None)
 
     def is_bound_to(self, address: int) -> bool:
         return self.bound is not None and self.bound.data_ptr() == address

@@ -17,7 +17,7 @@ from torch import nn
 from xxhash import xxh3_64_hexdigest
 
 from tierplan.hwmodels.names import NVME
-from tierplan.runtime.autograd.units import ModelUnit
+from tierplan.runtime.autograd.units import FlatParameters, ModelUnit
 from tierplan.runtime.execution.executor import Executor
 from tierplan.runtime.execution.instances import Instance
 from tierplan.runtime.execution.ops import Bodies
@@ -106,6 +106,13 @@ class Placement:
     _restored: dict[str, str] = field(default_factory=dict, repr=False)
     """By name of a parameter that was put back into the model, the checksum of its bytes."""
 
+    def __post_init__(self) -> None:
+        self._owners = [
+            (module._parameters, key, p, f"{name}.{key}".lstrip("."))
+            for name, module in self.model.named_modules()
+            for key, p in module._parameters.items()
+        ]
+
     def run(self, num_steps: int) -> None:
         """Runs so many steps more."""
         self.take_back()
@@ -179,6 +186,8 @@ class Placement:
     def take_back(self) -> None:
         """Parameters are in the schedule's tiers alone again, where they were restored. Raises `TrainingError` where
         somebody has changed them meanwhile, and leaves them so."""
+        if not self._restored:
+            self._check_memory()
         named = dict(self.model.named_parameters()) if self._restored else {}
         for name, restored in self._restored.items():
             if name not in named or _bytes_sum(named[name]) != restored:
@@ -189,6 +198,16 @@ class Placement:
         for part in (part for unit in self.bodies.units if self._restored for part in unit.parts):
             part.unbind()
         self._restored.clear()
+
+    def _check_memory(self) -> None:
+        """Raises `TrainingError` where a parameter is another, or has other memory, than the schedule gave it."""
+        changed = next((name for owner, key, p, name in self._owners if owner.get(key) is not p), None)
+        parts = (part for unit in self.bodies.units for part in unit.parts)
+        if changed := changed or next(filter(None, map(FlatParameters.with_other_memory, parts)), None):
+            raise TrainingError(
+                f"parameter {changed!r} was given other memory while its weights are in the schedule's tiers, from "
+                "which training goes on; call restore_model first, and make a new Trainer of the changed model"
+            )
 
     def content(self, content: Params | Frozen) -> torch.Tensor:
         """A copy of a unit's parameters, trained or frozen, in host memory; uint8.

@@ -149,6 +149,23 @@ def test_a_hook_that_a_parameter_gets_between_two_runs_is_refused() -> None:
             trainer.run(make_batches(1), 1)
 
 
+@pytest.mark.parametrize("choice", [UnitPlan(params="host", grads="host", states="host", acts="host"), UnitPlan()])
+@pytest.mark.parametrize("way", ["data", "parameter"])
+def test_other_memory_that_a_parameter_gets_between_two_runs_is_refused(way: str, choice: UnitPlan) -> None:
+    """Off the device it was not looked at, and on the device it was for one forward."""
+    model, batches = make_model("llama"), make_batches(2)
+    workload = observed_workload(model, batches[0], CPU)
+    norm: Any = model.get_submodule("model.layers.1.input_layernorm")
+    with Trainer(lower(uniform_plan(workload, choice), workload, machine()), model) as trainer:
+        trainer.run(batches, 1)
+        if way == "data":
+            norm.weight.data = torch.full((32,), 0.5)
+        else:
+            norm.weight = nn.Parameter(torch.full((32,), 0.5))
+        with pytest.raises(TrainingError, match=r"'model.layers.1.input_layernorm.weight' was given other memory"):
+            trainer.run(batches[1:], 1)
+
+
 class Source:
     """Batches, and when each was taken: after how many of them had begun their backward."""
 
