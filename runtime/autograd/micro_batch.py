@@ -32,7 +32,7 @@ from tierplan.runtime.autograd.nests import addresses, flatten, form_of, shapes_
 from tierplan.runtime.autograd.plain_values import PlainState
 from tierplan.runtime.autograd.replay import OperationLog, Recipe, Source, There
 from tierplan.runtime.autograd.saved import AbsentError, AllRecreated, Recorder, Recreator, SavedStorage
-from tierplan.runtime.autograd.units import FlatParameters, ModelError, ModelUnit, placeholder
+from tierplan.runtime.autograd.units import FlatParameters, ModelError, ModelUnit, placeholder, without_checkpoints
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.execution.threads import Coroutine
 from tierplan.runtime.tracing.record import ExpertsOnFakes
@@ -338,7 +338,7 @@ class MicroBatchRun:
 
     def _run_model(self) -> None:
         try:
-            with self.hooks.of(self.block), self.device.on(COMPUTE), torch.enable_grad():
+            with self.hooks.of(self.block), self.device.on(COMPUTE), torch.enable_grad(), without_checkpoints():
                 self._open(0)
                 loss = self.forward()
                 self._close()

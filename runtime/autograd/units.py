@@ -21,13 +21,15 @@ import copy
 import functools
 import itertools
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import checkpoint
 
 from tierplan.runtime.autograd.nests import Forms, forms_of
 from tierplan.runtime.memory.arena import Block
@@ -36,6 +38,9 @@ from tierplan.sim.workloads.optimizers import in_flat_order
 
 _BINDING = threading.Lock()
 """Memory is bound by the stream that computes, and taken away by whichever stream used it last."""
+
+
+_HERE = threading.local()
 
 
 class ModelError(ValueError):
@@ -173,6 +178,40 @@ def _nan(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.full((), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
 
 
+@contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """Inside, in this thread, `torch.utils.checkpoint` raises `ModelError`: a schedule says what is made again."""
+    _watch_checkpoints()
+    before, _HERE.refuses_checkpoints = getattr(_HERE, "refuses_checkpoints", False), True
+    try:
+        yield
+    finally:
+        _HERE.refuses_checkpoints = before
+
+
+@functools.cache
+def _watch_checkpoints() -> None:
+    """For good: who has imported PyTorch's function comes through here too, by either of its ways."""
+
+    def watched(way: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(way)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if getattr(_HERE, "refuses_checkpoints", False):
+                raise ModelError(
+                    "the model's forward makes activations again itself (torch.utils.checkpoint), but the plan says "
+                    "what is made again; take that out of the model, and plan again"
+                )
+            return way(*args, **kwargs)
+
+        return run
+
+    for owner, name in (
+        (checkpoint.CheckpointFunction, "apply"),
+        (checkpoint, "_checkpoint_without_reentrant_generator"),
+    ):
+        setattr(owner, name, staticmethod(watched(getattr(owner, name))))
+
+
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The model's repeated blocks with their names, in the order of registration."""
     if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
@@ -303,8 +342,10 @@ def uses_of(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, object]
         twin.get_submodule(name).register_forward_pre_hook(functools.partial(enter, name))
         twin.get_submodule(name).register_forward_hook(leave)
     try:
-        with mode, ExpertsOnFakes(), recorder:  # with gradients, since blocks may set hooks for them
+        with mode, ExpertsOnFakes(), recorder, without_checkpoints():  # with gradients: blocks may set hooks for them
             twin(**fake_batch(batch))
+    except ModelError:
+        raise
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__} could not be run on fake tensors, to see which parameters its embedding and its "

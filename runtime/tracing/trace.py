@@ -28,7 +28,15 @@ from tierplan.runtime.autograd.coded import CodedLinear
 from tierplan.runtime.autograd.containers import HandBack, Lent
 from tierplan.runtime.autograd.cuts import check_loss
 from tierplan.runtime.autograd.nests import flatten, form_of, tensors_in
-from tierplan.runtime.autograd.units import ModelError, fake_batch, fake_twin, find_blocks, placeholder, uses_of
+from tierplan.runtime.autograd.units import (
+    ModelError,
+    fake_batch,
+    fake_twin,
+    find_blocks,
+    placeholder,
+    uses_of,
+    without_checkpoints,
+)
 from tierplan.runtime.checkpoint.weights import hollow_model
 from tierplan.runtime.execution.device import TORCH_DTYPES
 from tierplan.runtime.reference import loss_of, without_cache
@@ -119,7 +127,7 @@ def _traced(
         with mode, backend_rules(training), loss_in_chunks(twin, training.loss_chunks):
             fakes = fake_batch(batch)
             tracer = _Tracer(twin, training, [block for _, block in find_blocks(twin)], refuses_glue)
-            with _without_gradients(model) if loss is not None else nullcontext():
+            with _without_gradients(model) if loss is not None else nullcontext(), without_checkpoints():
                 tracer.run(lambda: loss_of(twin, fakes, loss), model)
     except DataDependentOutputException as error:
         raise WorkloadError(
