@@ -21,7 +21,7 @@ import copy
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +31,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import checkpoint
 
-from tierplan.runtime.autograd.nests import Forms, forms_of
+from tierplan.runtime.autograd.nests import Forms, forms_of, tensors_in
 from tierplan.runtime.memory.arena import Block
 from tierplan.runtime.tracing.record import ExpertsOnFakes, ReadRecorder
 from tierplan.sim.workloads.optimizers import in_flat_order
@@ -331,15 +331,17 @@ def uses_of(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, object]
     owners = {name: having.get(id(p), []) for name, p in twin.named_parameters()}
     recorder = ReadRecorder({p.untyped_storage()._cdata: name for name, p in twin.named_parameters()})
     recorder.place, ended = 0, itertools.count(1)
+    given: list[Any] = []
 
-    def enter(name: str, module: nn.Module, args: object) -> None:
+    def enter(name: str, module: nn.Module, args: object, kwargs: object) -> None:
         recorder.place = name
+        given.extend(t.grad_fn for t in tensors_in((args, kwargs)))
 
     def leave(module: nn.Module, args: object, out: object) -> None:
         recorder.place = next(ended)
 
     for name in blocks:
-        twin.get_submodule(name).register_forward_pre_hook(functools.partial(enter, name))
+        twin.get_submodule(name).register_forward_pre_hook(functools.partial(enter, name), with_kwargs=True)
         twin.get_submodule(name).register_forward_hook(leave)
     try:
         with mode, ExpertsOnFakes(), recorder, without_checkpoints():  # with gradients: blocks may set hooks for them
@@ -367,7 +369,28 @@ def uses_of(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, object]
                 )
         if isinstance(place, int):
             used[place] = set(names)
+    _refuse_looks(twin, used.get(0, set()) & used.get(len(blocks), set()), given, len(blocks))
     return Uses(used, recorder.changed)
+
+
+def _refuse_looks(model: nn.Module, names: Collection[str], given: Iterable[Any], num_blocks: int) -> None:
+    """Raises `ModelError` where a parameter of these names, which are used in front of the blocks and behind them, is
+    in no graph of what they are given: then it is trained behind them alone."""
+    looked_at = {name: p for name, p in model.named_parameters() if name in names and p.requires_grad}
+    if not looked_at:
+        return
+    waiting = [node for node in given if node is not None]
+    nodes = set(waiting)
+    for node in waiting:  # which grows meanwhile
+        following = {n for n, _ in node.next_functions if n is not None} - nodes
+        nodes |= following
+        waiting += following
+    trained = {id(node.variable) for node in nodes if hasattr(node, "variable")}
+    if name := next((name for name, p in looked_at.items() if id(p) not in trained), None):
+        raise ModelError(
+            f"parameter {name!r} is trained behind block {num_blocks - 1}, but also looked at without a gradient in "
+            "front of block 0, where a schedule need not have it; look at it behind the blocks alone"
+        )
 
 
 def fake_twin(model: nn.Module, mode: FakeTensorMode) -> nn.Module:

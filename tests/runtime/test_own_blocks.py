@@ -337,3 +337,49 @@ def test_an_input_that_later_blocks_read_does_not_leave_the_device(place: Action
         return
     result = train(schedule, model, batches, steps=3, nvme_dir=tmp_path)
     assert list(result.losses) == train_plainly(plain, batches, steps=3)
+
+
+class _Peeking(_OfScaled):
+    """A model that looks at a weight without a gradient, in front of its blocks or behind them."""
+
+    def __init__(self, looks_at: str, way: str, *, behind: bool = False) -> None:
+        super().__init__("number")
+        self.looks_at, self.way_to_look, self.behind, self.norms = looks_at, way, behind, list[float]()
+
+    def _look(self) -> None:
+        weight = self.get_submodule(self.looks_at).weight
+        with torch.set_grad_enabled(self.way_to_look != "no_grad"):
+            self.norm = (weight.detach() if self.way_to_look == "detach" else weight).norm().detach()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if not self.behind:
+            self._look()
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x, 1.0)
+        if self.behind:
+            self._look()
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("way", ["no_grad", "detach"])
+def test_a_weight_that_is_looked_at_in_front_of_where_it_is_trained_is_refused_by_name(way: str) -> None:
+    """It was said to have no gradient, which it has behind the blocks."""
+    why = r"'head\.weight' is trained behind block 1, but .* in front of block 0"
+    with pytest.raises(ModelError, match=why):
+        split_model(_Peeking("head", way), make_batches(1)[0])
+    with pytest.raises(WorkloadError, match=why):
+        trace_module(_Peeking("head", way), make_batches(1)[0], CPU)
+
+
+@pytest.mark.parametrize(("looks_at", "behind"), [("embed", False), ("embed", True), ("head", True)])
+def test_a_weight_may_be_looked_at_where_it_is_trained_and_behind_it(
+    looks_at: str, behind: bool, tmp_path: Path
+) -> None:
+    model, batches = _Peeking(looks_at, "no_grad", behind=behind), make_batches(3)
+    plain, workload = copy.deepcopy(model), trace_module(copy.deepcopy(model), batches[0], CPU)
+    choice = UnitPlan(params="host", grads="host", states="host", acts="host")
+    schedule = lower(uniform_plan(workload, choice), workload, machine())
+    result = train(schedule, model, batches, steps=3, nvme_dir=tmp_path)
+    assert list(result.losses) == train_plainly(plain, batches, steps=3)
+    assert torch.equal(model.norm, plain.norm)
