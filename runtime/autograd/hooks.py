@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from tierplan.runtime.autograd.containers import HandBack
@@ -18,6 +19,19 @@ from tierplan.runtime.autograd.units import ModelError, ModelUnit
 
 RunsBlock = Callable[[int, Callable[..., Any], tuple, dict], Any]
 """Stands for the forward of the unit with this index; it is given the original one and its arguments."""
+
+
+def chosen_around() -> dict[str, object]:
+    """What code may have chosen around a call, by which operations compute: by the name of who chooses it."""
+    kinds = torch._C
+    attention = (
+        kinds._get_flash_sdp_enabled(),
+        kinds._get_mem_efficient_sdp_enabled(),
+        kinds._get_math_sdp_enabled(),
+        kinds._get_cudnn_sdp_enabled(),
+        kinds._get_sdp_priority_order(),
+    )
+    return {"torch.autocast": kinds._is_any_autocast_enabled(), "torch.nn.attention.sdpa_kernel": attention}
 
 
 class ModelHooks:

@@ -27,7 +27,7 @@ from tierplan.hwmodels.names import COMPUTE
 from tierplan.runtime.autograd.containers import HandBack, Lent
 from tierplan.runtime.autograd.cuts import Leaves, Root, backward_from, check_cut, check_read, cut, handed_over
 from tierplan.runtime.autograd.flow import Flow
-from tierplan.runtime.autograd.hooks import ModelHooks
+from tierplan.runtime.autograd.hooks import ModelHooks, chosen_around
 from tierplan.runtime.autograd.nests import addresses, flatten, form_of, shapes_of, tensors_in
 from tierplan.runtime.autograd.plain_values import PlainState
 from tierplan.runtime.autograd.replay import OperationLog, Recipe, Source, There
@@ -61,6 +61,7 @@ class UnitRun:
     """What a block returned, flat, and what hands it back; held only where a unit between blocks is run again."""
     rng: tuple[torch.Tensor, ...] | None = None
     values: PlainState | None = None
+    chosen: Mapping[str, object] = field(default_factory=dict)
 
 
 _NO_LOSS = torch.tensor(torch.nan)
@@ -197,6 +198,12 @@ class MicroBatchRun:
                 f"a tensor that {self.units[index].name!r} is given is changed in place, by the block or behind it, "
                 "but the block is run again from what it was given; make a new tensor there, or plan without "
                 "recomputation"
+            )
+        if (now := chosen_around()) != run.chosen:
+            others = ", ".join(name for name in now if now[name] != run.chosen[name])
+            raise ModelError(
+                f"{self.units[index].name!r} runs within {others}, which the model chooses around it, but it is run again "
+                "outside of that; choose it in the block's own forward, or plan without recomputation"
             )
         inputs = [*run.leaves, *(leaf for _, leaf in run.glue)]
         params = [part.bound for part in self._params_of(index)]
@@ -381,7 +388,7 @@ class MicroBatchRun:
         if key is not None:
             recorders[key] = run.recorder
         if spec.recomputed:
-            run.rng, run.values = self.device.rng_state(), self.hooks.values_of(index)
+            run.rng, run.values, run.chosen = self.device.rng_state(), self.hooks.values_of(index), chosen_around()
         self._recording = saved_tensors_hooks(run.recorder.pack, run.recorder.unpack)
         self._recording.__enter__()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.runtime.models import VOCABULARY, make_batches, make_model, observed_workload
 from tests.runtime.test_trainer import CPU, machine
@@ -383,3 +385,57 @@ def test_a_weight_may_be_looked_at_where_it_is_trained_and_behind_it(
     result = train(schedule, model, batches, steps=3, nvme_dir=tmp_path)
     assert list(result.losses) == train_plainly(plain, batches, steps=3)
     assert torch.equal(model.norm, plain.norm)
+
+
+def _choice(kind: str) -> Any:
+    match kind:
+        case "autocast":
+            return torch.autocast("cpu", torch.bfloat16)
+        case "sdpa_kernel":
+            return sdpa_kernel(SDPBackend.MATH)
+    return nullcontext()
+
+
+class _Attending(_Scaled):
+    """A block that chooses how it attends."""
+
+    def forward(self, x: torch.Tensor, t: float = 0.0, *, a: object = None, b: object = None) -> torch.Tensor:
+        with _choice(self.way):
+            y = torch.tanh(self.inner(x)).view(*x.shape[:2], 2, 8).transpose(1, 2)
+            y = nn.functional.scaled_dot_product_attention(y, y, y, is_causal=True)
+            return x + y.transpose(1, 2).reshape(x.shape)
+
+
+class _Around(_OfScaled):
+    """A model that chooses it around its blocks, or lets them."""
+
+    def __init__(self, kind: str, inside: bool) -> None:
+        super().__init__(kind)
+        self.layers = nn.ModuleList(_Attending(kind if inside else "") for _ in range(2))
+        self.inside = inside
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        x = self.embed(input_ids)
+        with _choice("" if self.inside else self.way):
+            for layer in self.layers:
+                x = layer(x)
+        return nn.functional.cross_entropy(self.head(x.float()).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("acts", ["keep", "recompute"])
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("kind", ["autocast", "sdpa_kernel"])
+def test_a_block_is_not_run_again_outside_of_what_the_model_chose_around_it(
+    kind: str, inside: bool, acts: Action, tmp_path: Path
+) -> None:
+    """It was said to save other tensors then, or ended within PyTorch."""
+    model, plain, batches = _Around(kind, inside), _Around(kind, inside), make_batches(3)
+    plain.load_state_dict(model.state_dict())
+    workload = trace_module(_Around(kind, inside), batches[0], CPU)
+    schedule = lower(uniform_plan(workload, UnitPlan(acts=acts)), workload, machine())
+    if acts == "recompute" and not inside:
+        with pytest.raises(ModelError, match=rf"'L1' runs within .*{kind}.*, but it is run again outside of that"):
+            train(schedule, model, batches, steps=3, nvme_dir=tmp_path)
+        return
+    result = train(schedule, model, batches, steps=3, nvme_dir=tmp_path)
+    assert list(result.losses) == train_plainly(plain, batches, steps=3)
