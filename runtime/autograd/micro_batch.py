@@ -202,8 +202,8 @@ class MicroBatchRun:
         if (now := chosen_around()) != run.chosen:
             others = ", ".join(name for name in now if now[name] != run.chosen[name])
             raise ModelError(
-                f"{self.units[index].name!r} runs within {others}, which the model chooses around it, but it is run again "
-                "outside of that; choose it in the block's own forward, or plan without recomputation"
+                f"{self.units[index].name!r} runs within {others}, which the model chooses around it, but it is run "
+                "again outside of that; choose it in the block's own forward, or plan without recomputation"
             )
         inputs = [*run.leaves, *(leaf for _, leaf in run.glue)]
         params = [part.bound for part in self._params_of(index)]
