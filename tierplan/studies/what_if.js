@@ -74,7 +74,9 @@ function table(head, body) {
 }
 
 function card([label, figure, remark]) {
-  return make("div", { class: "card" }, make("span", {}, label), make("b", {}, figure), make("span", {}, remark));
+  const parts = figure.split(/(?<=\.)(?=[a-z])/);  // gpu0.compute breaks behind its dot
+  const broken = parts.flatMap((part, i) => (i ? [make("wbr", {}), part] : [part]));
+  return make("div", { class: "card" }, make("span", {}, label), make("b", {}, ...broken), make("span", {}, remark));
 }
 
 function show() {
