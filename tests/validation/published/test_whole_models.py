@@ -45,7 +45,7 @@ def error(row: Mapping[str, str], folder: Path) -> float:
     machine = load_machine(MACHINES[row["gpu"]])
     works = [work for unit in mpt.units for work in (unit.forward, unit.backward)]
     works += [unit.forward for unit in mpt.blocks if row["checkpointing"] == "1"]
-    update = {"parameters": mpt.num_parameters / 8 / int(row["accumulation"])}
+    update = {"elementwise_bytes": 30 * mpt.num_parameters / 8 / int(row["accumulation"])}
     seconds = sum(machine.cost("gpu0.compute", work, is_alone=True).alone_s for work in (*works, update))
     return seconds / (batch * seq / float(row["tokens_per_s_per_gpu"])) - 1
 
