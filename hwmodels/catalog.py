@@ -68,12 +68,11 @@ def with_part_values(description: Description) -> Description:
         part = description.values.get(f"{section}.part")
         if part is not None:
             values |= part_values(section, str(part.value), description.values)
-    void = {derived for name in description.values for derived in KEYS[name].replaces}
-    values = {name: value for name, value in values.items() if name not in void}
     traffic, sockets = (description.number(f"host.{key}") or 1.0 for key in ("adam_traffic", "sockets"))
     if adam := host_adam(description.values, traffic, sockets):
         values["host.adam"] = adam
-    return replace(description, part_values=values)
+    void = {derived for name in description.values for derived in KEYS[name].replaces}
+    return replace(description, part_values={name: value for name, value in values.items() if name not in void})
 
 
 def part_values(section: str, name: str, given: Mapping[str, Quantity] = MappingProxyType({})) -> dict[str, Quantity]:

@@ -64,6 +64,8 @@ class Key:
     choices: tuple[str, ...] = ()
     replaces: tuple[str, ...] = ()
     """Keys that a new value of this one makes void, because they stood for the same thing more directly."""
+    unless: tuple[str, ...] = ()
+    """Keys that say the same more directly: where the machine's file has one, setting this changes nothing."""
     whole: bool = False
     """Says something of the machine, not of the part: stays when another part is chosen."""
     most: float = inf
@@ -339,7 +341,7 @@ def override(description: Description, settings: Sequence[str]) -> Description:
 
     Choosing another part drops what the file says about the old one (the same part again changes nothing), and a basic
     number drops those derived from it (`Key.replaces`), so that each setting has an effect. Neither drops another
-    setting. Raises `MachineError` for an unknown key or a bad value.
+    setting. Raises `MachineError` for an unknown key or a bad value, and for one that would have none (`Key.unless`).
     """
     if isinstance(settings, (str, Mapping)):
         raise MachineError(f'settings are {settings!r}; give a list of texts such as ["nvme.drives=3"]')
@@ -353,6 +355,10 @@ def override(description: Description, settings: Sequence[str]) -> Description:
             values = {k: v for k, v in values.items() if KEYS[k].section != key.section or KEYS[k].whole}
         for void in key.replaces:
             values.pop(void, None)
+        if (direct := next((k for k in key.unless if k in values and k not in given), None)) is not None:
+            raise MachineError(
+                f"{name} in --set changes nothing: the file of {description.name!r} has {direct}; set that one"
+            )
     return replace(description, values=values | given)
 
 

@@ -13,9 +13,9 @@ from tierplan.cli import main
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.catalog import catalog_names, load_curves, load_part, part_values, shared_values
 from tierplan.hwmodels.curves import SHAPES, continued, curve_errors, host_adam, kept_up, with_derived
-from tierplan.hwmodels.description import Quantity, parse_description
+from tierplan.hwmodels.description import KEYS, Quantity, parse_description
 from tierplan.hwmodels.importers.reading import ImportedFileError
-from tierplan.hwmodels.machine import Rate
+from tierplan.hwmodels.machine import MachineError, Rate
 
 
 def table(path: str, kind: str, **more: str) -> PublicTable:
@@ -216,3 +216,12 @@ def test_attention_of_longer_sequences_than_a_table_has_goes_on_as_the_relatives
     assert continued(relative, own, "r") == relative
     longer = load_machine("desktop-4090").stream("gpu0.compute").rates["attention_bf16_flops"]
     assert longer.at(1e13) > 1.2 * longer.at(1.2e11)
+
+
+@pytest.mark.parametrize("name", [name for name in KEYS if KEYS[name].unless])
+def test_what_a_file_says_more_directly_is_not_set_in_vain(name: str) -> None:
+    """More cores never make a machine slower that way, either: what is derived may be less than what the file has."""
+    with pytest.raises(MachineError, match=f"{name} in --set changes nothing: .* has host.adam"):
+        load_machine("desktop-4090", [f"{name}=2"])
+    both = load_machine("desktop-4090", [f"{name}=2", "host.adam=3 G/s"])
+    assert both.stream("host.adam").rates["parameters"].at(1e9) == 3e9

@@ -38,9 +38,6 @@ class _Block(nn.Module):
     def body(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.out(torch.tanh(self.inner(x)))
 
-    def forward(self, x: torch.Tensor, given: Any) -> Any:
-        raise NotImplementedError
-
 
 class _Model(nn.Module):
     """Its blocks get `x` and what `new` makes; where they return nothing, it is there."""
