@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -81,10 +82,14 @@ def part_values(section: str, name: str, given: Mapping[str, Quantity] = Mapping
     `given` goes before the GPU's file in which relative that is, and how much of a table's rates lasts. A relative's
     curves are first made to last: watts per peak compare the clocks of two chips that are both short of power.
     """
-    part = load_part(section, name).values
     if section != "gpu":
-        return dict(part)
-    part = {**part, **{key: given[key] for key in ("gpu.relative", "gpu.sustained_frac") if key in given}}
+        return dict(load_part(section, name).values)
+    return dict(_gpu_values(name, *((key, given[key]) for key in ("gpu.relative", "gpu.sustained_frac") if key in given)))
+
+
+@lru_cache(maxsize=256)
+def _gpu_values(name: str, *given: tuple[str, Quantity]) -> Mapping[str, Quantity]:
+    part = {**load_part("gpu", name).values, **dict(given)}
     relative = str(part["gpu.relative"].value) if "gpu.relative" in part else ""
     other = kept_up(_continued(relative)) if relative else {}
     return kept_up(with_derived({**shared_values(name), **load_curves(name).values, **part}, other, relative))

@@ -12,7 +12,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import lru_cache
 from itertools import count
 from typing import Any
 
@@ -87,15 +87,17 @@ class Pattern:
                 k = next(k for away in count() for k in (at + away, at - away) if k in free)
                 placements[k] = placement
                 free.remove(k)
-        units, changed = list(plan.units), cache(self._changed)
+        units = list(plan.units)
         for u, placement in zip(blocks, placements, strict=True):
-            units[u] = changed(units[u], placement)
+            units[u] = _placed(units[u], placement, self.actions)
         return replace(plan, units=tuple(units), **self.of_all)
 
-    def _changed(self, choice: UnitPlan, placement: UnitPlan) -> UnitPlan:
-        """One block's choice in the pattern, with this placement."""
-        choice = with_those_of(choice, placement)
-        return with_those_of(choice, self.actions, ACTIVATIONS) if self.actions else choice
+
+@lru_cache(maxsize=4096)
+def _placed(choice: UnitPlan, placement: UnitPlan, actions: UnitPlan | None) -> UnitPlan:
+    """One block's choice in a pattern, with this placement."""
+    choice = with_those_of(choice, placement)
+    return with_those_of(choice, actions, ACTIVATIONS) if actions else choice
 
 
 class Patterns:

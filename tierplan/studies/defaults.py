@@ -36,14 +36,21 @@ def load_or_trace(model: str, training: Training, *, exact: bool = False) -> Wor
 
 def workload_or_traced(name: str, config: dict[str, object], training: Training, *, exact: bool = False) -> Workload:
     """As `load_or_trace`, where the config is at hand."""
+    text = json.dumps(config)
     if not exact:
         try:
-            return workload_of(name, config, training)
+            return _covered(name, text, training)
         except NotCovered:
             if not (find_spec("torch") and find_spec("transformers")):
                 raise
     alone = replace(training, gradient_accumulation_steps=1)  # which changes no micro-batch
-    return replace(_traced(name, json.dumps(config), alone), training=training)
+    return replace(_traced(name, text, alone), training=training)
+
+
+@lru_cache(maxsize=256)
+def _covered(name: str, config: str, training: Training) -> Workload:
+    """Kept, as `_traced`: `advise` asks for the same one hundreds of times."""
+    return workload_of(name, json.loads(config), training)
 
 
 @lru_cache(maxsize=64)
