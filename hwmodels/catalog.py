@@ -84,7 +84,8 @@ def part_values(section: str, name: str, given: Mapping[str, Quantity] = Mapping
     """
     if section != "gpu":
         return dict(load_part(section, name).values)
-    return dict(_gpu_values(name, *((key, given[key]) for key in ("gpu.relative", "gpu.sustained_frac") if key in given)))
+    own = ((key, given[key]) for key in ("gpu.relative", "gpu.sustained_frac") if key in given)
+    return dict(_gpu_values(name, *own))
 
 
 @lru_cache(maxsize=256)
