@@ -46,4 +46,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _searches_end_by_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a test no clock ends a search, but what it has to spend: a busy or cold computer finds the same."""
     monkeypatch.setattr(budget, "computing_s", lambda: 0.0)
-    monkeypatch.setattr(budget.Budget, "seconds", 0.0)
+    monkeypatch.setattr(budget, "wall_s", lambda: 0.0)

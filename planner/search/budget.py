@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
-from tierplan.sim.compiled.compiler import computing_s
+from tierplan.sim.compiled.compiler import computing_s, wall_s
 
 DEFAULT_OPS = 1_800_000
 MORE_TIMES, MORE_TIMES_OF_SEVERAL = 3.0, 0.9
@@ -37,7 +36,7 @@ class Budget:
     """To spend; by default what the time limit usually buys."""
     more_ops: float = 0.0
     """To spend beyond that, where what is found is far from the bound."""
-    started: float = field(default_factory=time.perf_counter)
+    started: float = field(default_factory=wall_s)
     started_cpu: float = field(default_factory=computing_s)
     ops_left: float = 0.0
     last_s: float = 0.0
@@ -57,7 +56,7 @@ class Budget:
 
     def restart(self) -> None:
         """Nothing is spent."""
-        self.started, self.started_cpu = time.perf_counter(), computing_s()
+        self.started, self.started_cpu = wall_s(), computing_s()
         self.ops_left = self.num_ops
 
     @property
@@ -66,7 +65,7 @@ class Budget:
 
     @property
     def seconds(self) -> float:
-        return time.perf_counter() - self.started
+        return wall_s() - self.started
 
     @property
     def spent_frac(self) -> float:

@@ -33,20 +33,21 @@ if numba is not None:
 
         is_announced = False
         depth = 0
-        began_s = total_s = 0.0
+        began_s = total_s = began_wall_s = total_wall_s = 0.0
 
         def on_start(self, event: object) -> None:
             if not self.is_announced:
                 self.is_announced = True
                 print("compiling the simulator, once, for some 20 seconds", file=sys.stderr, flush=True)
             if not self.depth:
-                self.began_s = time.process_time()
+                self.began_s, self.began_wall_s = time.process_time(), time.perf_counter()
             self.depth += 1
 
         def on_end(self, event: object) -> None:
             self.depth -= 1
             if not self.depth:
                 self.total_s += time.process_time() - self.began_s
+                self.total_wall_s += time.perf_counter() - self.began_wall_s
 
     _compilation = _Compilation()
     event.register("numba:compile", _compilation)
@@ -54,14 +55,14 @@ if numba is not None:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def compiling_s() -> float:
-    """Seconds that this process has spent on making machine code: none but in a new installation."""
-    return 0.0 if numba is None else _compilation.total_s
-
-
 def computing_s() -> float:
-    """Seconds that this process has computed, without those of making machine code."""
-    return time.process_time() - compiling_s()
+    """Seconds that this process has computed, without those of making machine code, as in a new installation."""
+    return time.process_time() - (0.0 if numba is None else _compilation.total_s)
+
+
+def wall_s() -> float:
+    """The same by the wall's clock, from any moment: differences of it count."""
+    return time.perf_counter() - (0.0 if numba is None else _compilation.total_wall_s)
 
 
 def is_kept(function: Callable[..., Any]) -> bool:

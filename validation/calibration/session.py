@@ -7,7 +7,6 @@ turns meet the same speeds on average; one long training after another does not.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -26,7 +25,7 @@ from tierplan.runtime.memory.files import make_folder
 from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.trainer import Trainer
 from tierplan.sim.columns import unroll
-from tierplan.sim.compiled.compiler import compiling_s
+from tierplan.sim.compiled.compiler import wall_s
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Training, Workload
@@ -117,7 +116,7 @@ class CalibrationSession:
 
     def run(self) -> Calibration:
         """Profiles the calibration model, trains it under all plans in turns, and fits the calibration."""
-        began_s = time.monotonic() - compiling_s()
+        began_s = wall_s()
         for k in range(1, self.num_ranks):
             self.life.enter_context(self._beside(k))
         ample, training = with_ample_memory(without_compute_latency(self.machine)), self.workload.training
@@ -182,7 +181,7 @@ class CalibrationSession:
         in-memory plan. No turn begins that would end after the budget, but for the first ones."""
         turns_s: dict[str, list[float]] = {name: [] for name in schedules}
         for turn, name in itertools.product(range(MOST_TURNS), schedules):
-            elapsed_s, training = time.monotonic() - compiling_s() - began_s, self._trainings[name]
+            elapsed_s, training = wall_s() - began_s, self._trainings[name]
             num_steps = min(MOST_STEPS, max(2, int(TURN_S / turns_s[name][-1]))) if turn else 4
             is_late = turn >= LEAST_TURNS and elapsed_s + num_steps * turns_s[name][-1] > self.budget_s
             if is_late or (turn >= 2 and self.is_stopped()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
@@ -30,6 +31,7 @@ from tierplan.planner.search import budget
 from tierplan.planner.search.lesser import Known, lesser_of_catalog, most_bytes, needs_no_drives, without_excess
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.steady import steady_state
+from tierplan.sim.compiled import compiler
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.studies.evaluate import machine_of, workload_at
@@ -293,6 +295,19 @@ def test_the_lesser_machines_search_takes_none_of_the_clock(gpt: Workload, monke
     monkeypatch.setattr(budget, "computing_s", lambda: now_s[0])
     monkeypatch.setattr(planning, "known_of_lesser", slowly)
     assert plan(gpt, load_machine("laptop", ["host.capacity=64 GiB"]), policies=[]).status != "time-limit"
+
+
+def test_a_new_installation_on_a_busy_core_takes_none_of_the_clock(
+    gpt: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Making machine code took longer than the wall's clock allows a search, which then ended after a few plans."""
+    monkeypatch.setattr(budget, "wall_s", compiler.wall_s)
+    spent = budget.Budget(1.0)
+    waited_s, now_s = 3600.0, time.perf_counter
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s() + waited_s)
+    assert spent.is_out_of_time
+    monkeypatch.setattr(compiler._compilation, "total_wall_s", compiler._compilation.total_wall_s + waited_s)
+    assert not spent.is_out_of_time
 
 
 @pytest.mark.parametrize("sizes", [{"host.capacity": "4096 GiB", "nvme.drives": 0}, {}])
