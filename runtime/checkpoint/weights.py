@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ import msgspec
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 
 from tierplan.runtime.autograd.coded import CodedLinear
 from tierplan.runtime.autograd.units import ModelUnit, placeholder
@@ -42,6 +44,10 @@ SAVED_MODULE = ".modules_to_save.default."
 SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
+LARGE = 2**27
+"""Values of a tensor that is none but a parameter: no mask or table of positions is as large."""
+
+
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
@@ -53,7 +59,7 @@ class WeightsError(ValueError):
 def hollow_model(config: Mapping[str, object], training: Training) -> nn.Module:
     """The model of a `config.json`, in training mode, with parameters that have shapes and no memory; buffers are
     real."""
-    with register_module_parameter_registration_hook(_on_meta):  # type: ignore[arg-type]
+    with register_module_parameter_registration_hook(_on_meta), _LargeOnMeta():  # type: ignore[arg-type]
         model = build_model(config, training)
     hollow: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -68,6 +74,20 @@ def hollow_model(config: Mapping[str, object], training: Training) -> nn.Module:
 def _on_meta(module: nn.Module, name: str, p: nn.Parameter) -> nn.Parameter | None:
     """Parameters lose their memory as they are registered; buffers, which some models compute, keep theirs."""
     return None if p.device.type == "meta" else nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Inside, tensors that only parameters are as large as never have memory: all experts of a layer lie in one."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn) and kwargs.get("device") is None:
+            sizes = kwargs.get("size") or (args[0] if args and isinstance(args[0], Sequence) else args)
+            if math.prod(sizes) >= LARGE:
+                kwargs["device"] = "meta"
+        return func(*args, **kwargs)
 
 
 def random_weights(model: nn.Module, *, seed: int) -> Weights:
