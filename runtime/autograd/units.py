@@ -213,15 +213,18 @@ def _watch_checkpoints() -> None:
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The model's repeated blocks with their names, in the order of registration."""
+    """The model's repeated blocks with their names, in the order of registration; of a model that takes images too,
+    those that text goes through."""
     if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
         raise ModelError(
             "the model makes activations again itself (gradient checkpointing), but the plan says what "
             "is made again; call its gradient_checkpointing_disable(), and plan again"
         )
     outer: list[tuple[str, nn.ModuleList]] = []
+    of_text = model.get_decoder() if hasattr(getattr(model, "config", None), "text_config") else model  # type: ignore[operator]
+    inside = set(of_text.modules())
     for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or len(module) == 0:
+        if not isinstance(module, nn.ModuleList) or len(module) == 0 or module not in inside:
             continue
         if any(name.startswith(f"{other}.") for other, _ in outer) or len({type(m) for m in module}) > 1:
             continue

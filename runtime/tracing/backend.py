@@ -68,6 +68,12 @@ def behind_autocast() -> Iterator[None]:
         yield
 
 
+def as_made_before(leaf: torch.Tensor) -> torch.Tensor:
+    """What a block gets in place of a leaf: autocast keeps its cast of a leaf, as of a parameter, but casts what a step
+    has made anew for each product, which saves its own."""
+    return leaf.view_as(leaf) if torch.is_autocast_enabled("cpu") and leaf.requires_grad else leaf
+
+
 class _WideOnCuda(TorchFunctionMode):
     """Inside, what CUDA's autocast has in fp32 is."""
 

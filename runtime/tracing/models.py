@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
+from itertools import accumulate
 from typing import Any
 
 from torch import nn
@@ -146,3 +147,12 @@ def matching(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
             )
         chosen.update(matched)
     return tuple(name for name in names if name in chosen)
+
+
+def patterns_of(names: Iterable[str], *, others: Collection[str]) -> list[str]:
+    """Few patterns that match all of the names and none of the others: of whole modules where they can be."""
+    patterns = set()
+    for name in names:
+        modules = accumulate(name.split(".")[:-1], "{}.{}".format)
+        patterns.add(next((f"{m}.*" for m in modules if not fnmatch.filter(others, f"{m}.*")), name))
+    return sorted(patterns)

@@ -40,7 +40,8 @@ from tierplan.runtime.autograd.units import (
 from tierplan.runtime.checkpoint.weights import hollow_model
 from tierplan.runtime.execution.device import TORCH_DTYPES
 from tierplan.runtime.reference import loss_of, without_cache
-from tierplan.runtime.tracing.backend import backend_rules, behind_autocast
+from tierplan.runtime.tracing.backend import as_made_before, backend_rules, behind_autocast
+from tierplan.runtime.tracing.models import patterns_of
 from tierplan.runtime.tracing.record import UnitRecorder
 from tierplan.sim.workloads.families.slices import with_sizes_of_one
 from tierplan.sim.workloads.fused import with_fused
@@ -72,6 +73,14 @@ def trace_config(
     batch = {key: placeholder(shape, torch.int64) for key in names}
     # peft converts types in place, and some models draw until all values are in bounds: fake parameters stand neither
     tracer = _traced(name, hollow_model(raw, training), training, batch)
+    trained = {n: p.numel() for n, p in tracer.of_name.items() if p.requires_grad}
+    if unused := trained.keys() - tracer.owner:
+        patterns = patterns_of(unused, others=tracer.owner)
+        raise WorkloadError(
+            f"{name}: {sum(trained[n] for n in unused):,} parameters get no gradient from a batch of text, such as "
+            "those of an image tower: plain training leaves them as they are; freeze them, with "
+            + " ".join(f"--freeze {pattern!r}" for pattern in patterns)
+        )
     workload = with_fused(tracer.workload(name, str(raw["model_type"]), config=dict(raw)))
     return with_sizes_of_one(workload, at or (lambda training: trace_config(name, raw, training)))
 
@@ -302,14 +311,15 @@ class _Tracer:
         for t in tensors:  # what the block gets becomes leaves: the cut between units
             if id(t) not in self.cuts:
                 self.cuts[id(t)] = (t, t.detach().requires_grad_(t.requires_grad) if t.is_floating_point() else t)
-        mine = [self.cuts[id(x)][1] if isinstance(x, torch.Tensor) else x for x in leaves]
+        cut = [self.cuts[id(x)][1] if isinstance(x, torch.Tensor) else x for x in leaves]
+        mine = [as_made_before(x) if isinstance(x, torch.Tensor) else x for x in cut]
         new_args, new_kwargs = nested(mine)
         strides = tuple(() if t.is_contiguous() else t.stride() for t in tensors_in(mine))
         key = (_block_likeness(block), form_of(new_args, new_kwargs), strides)
         part = self.known.get(key)
         if part is None:
             self.prefix = f"{self.names[id(block)]}."
-            self._start(input_tensors=tensors_in(mine)[:1])
+            self._start(input_tensors=tensors_in(cut)[:1])
             lent = Lent(self.names[id(block)], new_args, new_kwargs)
             out = forward(*new_args, **new_kwargs)
             out_leaves, hand_back = lent.outcome(out)
@@ -327,7 +337,7 @@ class _Tracer:
         for name, _ in block.named_parameters():
             self.owner[f"{self.names[id(block)]}.{name}"] = f"L{i}"
         self.ran += 1
-        outputs = [look(mine) for look in part.outputs]
+        outputs = [look(cut) for look in part.outputs]
         for extra in outputs[1:]:  # position biases and the like: what later blocks read of them is shared
             if isinstance(extra, torch.Tensor) and extra.untyped_storage()._cdata not in self.candidates:
                 self._offer(extra)
