@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from tierplan.hwmodels.names import COMPUTE
+from tierplan.runtime.autograd.absent import Absent, results_alone
 from tierplan.runtime.autograd.containers import HandBack, Lent
 from tierplan.runtime.autograd.cuts import Leaves, Root, backward_from, check_cut, check_read, cut, handed_over
 from tierplan.runtime.autograd.flow import Flow
@@ -35,7 +35,6 @@ from tierplan.runtime.autograd.saved import AbsentError, AllRecreated, Recorder,
 from tierplan.runtime.autograd.units import FlatParameters, ModelError, ModelUnit, placeholder, without_checkpoints
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.execution.threads import Coroutine
-from tierplan.runtime.tracing.record import ExpertsOnFakes
 from tierplan.sim.step import UnitSpec
 
 
@@ -104,11 +103,14 @@ class MicroBatchRun:
         self._goes_on: Callable[[], bool] | None = None
         self._coroutine: Coroutine | None = None
         """The model's forward, where it has a thread of its own."""
+        self._absent = Absent(draws_alike=self.seed is not None) if self.own.start else None
 
     # ---- called by the thread that executes the compute stream ----
 
     def skip_front(self, rng: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Leads the model up to the first unit of its own: the leaves that are its input, and have no numbers yet."""
+        if self.seed is not None:  # for what the model draws in front of its blocks
+            self.device.seed(self.seed)
         self._go_on()
         self._at, self.rng = self.own.start, tuple(rng)
         return self.runs[self._at].leaves
@@ -345,10 +347,15 @@ class MicroBatchRun:
 
     def _run_model(self) -> None:
         try:
-            with self.hooks.of(self.block), self.device.on(COMPUTE), torch.enable_grad(), without_checkpoints():
+            with (
+                self.hooks.of(self.block), self.device.on(COMPUTE), torch.enable_grad(), without_checkpoints(),
+                self._absent or nullcontext(),
+            ):  # fmt: skip
                 self._open(0)
                 loss = self.forward()
                 self._close()
+                if self._absent is not None:
+                    self._absent.refuse("the loss is", loss)
                 head = self.runs[-1]
                 if len(self.runs) != self._at + 1:
                     raise ModelError(
@@ -410,8 +417,11 @@ class MicroBatchRun:
 
     def block(self, index: int, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Stands for a block's forward: a boundary before the first, the block itself, a boundary behind it."""
-        if index < self.own.start:
-            return self._pass(index, original, args, kwargs)
+        run = self._pass if index < self.own.start else self._run_block
+        with self._absent.paused() if self._absent is not None else nullcontext():
+            return run(index, original, args, kwargs)
+
+    def _run_block(self, index: int, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         is_behind_block = self.units[index - 1].block is not None
         if index != self._at + (not is_behind_block):
             raise ModelError(
@@ -430,6 +440,8 @@ class MicroBatchRun:
             if index == self.own.start:  # another rank has run what is before
                 self.runs[index - 1] = UnitRun()
             self._yield()
+        if self._absent is not None:
+            self._absent.refuse(f"{self.units[index].name!r} is given", flat)
         own_args, own_kwargs = nested(flat)
         leaves = [t for t in flat if isinstance(t, torch.Tensor) and t.requires_grad]
         if self.specs[index].recomputed:
@@ -464,21 +476,14 @@ class MicroBatchRun:
         self.runs[index - 1] = UnitRun()
         key = (index, form_of(args, kwargs))
         if key not in self.hooks.results:
-            given, nested = flatten((args, kwargs))
-            own_args, own_kwargs = nested(given)
-            lent = Lent(self.units[index].name, own_args, own_kwargs)
-            with FakeTensorMode(allow_non_fake_inputs=True), ExpertsOnFakes():
-                self.hooks.results[key] = lent.outcome(original(*own_args, **own_kwargs))
+            self.hooks.results[key] = results_alone(self.units[index].name, original, args, kwargs)
         results, hand_back = self.hooks.results[key]
         leaves = {}
         for t in results:
-            if isinstance(t, torch.Tensor) and not t.requires_grad:
-                raise ModelError(
-                    f"{self.units[index].name!r} gives a tensor without a gradient, which would have to go to another "
-                    "rank; let blocks give activations alone"
-                )
             if isinstance(t, torch.Tensor) and id(t) not in leaves:
                 leaves[id(t)] = placeholder(t.shape, t.dtype, self.device.torch_device).detach().requires_grad_()
+        assert self._absent is not None
+        self._absent.draws_alike = index + 1 == self.own.start
         if index + 1 == self.own.start:
             self.runs[index + 1].leaves = list(leaves.values())
             self._end_block(index)

@@ -173,9 +173,20 @@ def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device | st
     return _nan(dtype, torch.device(device)).expand(shape)
 
 
+def is_placeholder(t: torch.Tensor) -> bool:
+    """Whether this is such a tensor, or a view of one."""
+    return t.untyped_storage()._cdata in _OF_PLACEHOLDERS
+
+
+_OF_PLACEHOLDERS: set[int] = set()
+"""The identities of their storages, which live as long as this process."""
+
+
 @functools.cache
 def _nan(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.full((), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
+    nan = torch.full((), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
+    _OF_PLACEHOLDERS.add(nan.untyped_storage()._cdata)
+    return nan
 
 
 @contextmanager
