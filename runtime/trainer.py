@@ -490,6 +490,7 @@ class Trainer:
             external=outside_storages(moved, self._modules),
             device=self._device,
             own=turn.units,
+            is_first_of_two=turn.is_visit and not turn.goes_back,
             flow=self._bodies.computing.flow,
             shapes=shapes_of(moved.values()),
             seed=None if self.seed is None else micro_batch_seed(self.seed, step, m * self._num_turns + self._turn),

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from tierplan.runtime.autograd.containers import HandBack, Lent
 from tierplan.runtime.autograd.nests import flatten, tensors_in
+from tierplan.runtime.autograd.plain_values import PlainState
 from tierplan.runtime.autograd.replay import changed, is_random
 from tierplan.runtime.autograd.units import ModelError, is_placeholder
 from tierplan.runtime.tracing.record import ExpertsOnFakes
@@ -30,10 +31,10 @@ class Absent(TorchDispatchMode):
         super().__init__()
         self.draws_alike = draws_alike
         """Random numbers that the model draws now are those of plain training."""
-        self._made: dict[int, StorageWeakRef] = {}  # by identity of the storage, which it keeps from being reused
+        self._known: dict[int, StorageWeakRef] = {}  # by identity of the storage, which it keeps from being reused
 
     def _has(self, t: torch.Tensor) -> bool:
-        return is_placeholder(t) or t.untyped_storage()._cdata in self._made
+        return is_placeholder(t) or t.untyped_storage()._cdata in self._known
 
     def refuse(self, whose: str, values: object) -> None:
         """Raises `ModelError` where there are such tensors among these values."""
@@ -70,7 +71,7 @@ class Absent(TorchDispatchMode):
         out = func(*args, **kwargs)
         if is_absent:
             for t in (*tensors_in(out), *changed(func, args, kwargs)):
-                self._made[t.untyped_storage()._cdata] = StorageWeakRef(t.untyped_storage())
+                self._known[t.untyped_storage()._cdata] = StorageWeakRef(t.untyped_storage())
         return out
 
 
@@ -79,8 +80,7 @@ def results_alone(
 ) -> tuple[list[Any], HandBack]:
     """What a block returns that another rank runs, without numbers, as `Lent.outcome`."""
     given, nested = flatten((args, kwargs))
-    made = (isinstance(t, torch.Tensor) and t.grad_fn is not None for t in given)
-    own_args, own_kwargs = nested([t.detach().requires_grad_() if m else t for t, m in zip(given, made, strict=True)])
+    own_args, own_kwargs = nested(list(map(_without_graph, given)))
     lent = Lent(name, own_args, own_kwargs)
     with FakeTensorMode(allow_non_fake_inputs=True), ExpertsOnFakes():
         results, hand_back = lent.outcome(original(*own_args, **own_kwargs))
@@ -90,3 +90,20 @@ def results_alone(
             "activations alone"
         )
     return results, hand_back
+
+
+def refuse_count(whose: str, before: PlainState, now: PlainState) -> None:
+    """Raises `ModelError` where forward, which another turn runs too, perhaps on another rank, has changed a plain
+    value by which it may compute."""
+    if now is not before and (value := now.changed_since(before)) is not None:
+        raise ModelError(
+            f"forward of {whose} changes {value!r}, a plain value that its modules hold (a count of calls, say), but "
+            "this pipeline runs that forward more than once for a micro-batch, also on devices that have not seen the "
+            "change: it would compute by another value there. Set it from the batch, or choose a plan where devices "
+            "have one stage each (megatron-pp), or none"
+        )
+
+
+def _without_graph(value: Any) -> Any:
+    is_result = isinstance(value, torch.Tensor) and value.grad_fn is not None
+    return value.detach().requires_grad_() if is_result else value

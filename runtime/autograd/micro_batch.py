@@ -23,7 +23,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from tierplan.hwmodels.names import COMPUTE
-from tierplan.runtime.autograd.absent import Absent, results_alone
+from tierplan.runtime.autograd.absent import Absent, refuse_count, results_alone
 from tierplan.runtime.autograd.containers import HandBack, Lent
 from tierplan.runtime.autograd.cuts import Leaves, Root, backward_from, check_cut, check_read, cut, handed_over
 from tierplan.runtime.autograd.flow import Flow
@@ -85,6 +85,8 @@ class MicroBatchRun:
     """How the schedule's ops follow each other."""
     seed: int | None = None
     """Of this micro-batch's random numbers; None leaves PyTorch's generators alone."""
+    is_first_of_two: bool = False
+    """A pack visits: its blocks run forward once more for backward, on this rank or on another one."""
     shapes: object = ()
     """Of the batch's tensors."""
     loss: torch.Tensor = _NO_LOSS
@@ -451,8 +453,11 @@ class MicroBatchRun:
         check_read(self.units[index].name, run.read, away)
         lent = Lent(self.units[index].name, own_args, own_kwargs)
         self._open(index, run.read, flat)
+        before = self.hooks.values_of(index) if self.is_first_of_two else None
         out = original(*own_args, **own_kwargs)
         self._close()
+        if before is not None:
+            refuse_count(repr(self.units[index].name), before, self.hooks.values_of(index))
         flat, hand_back = lent.outcome(out)
         del out, own_args, own_kwargs, lent
         flat = cut(flat, run.roots, self._leaf_of)
@@ -476,7 +481,8 @@ class MicroBatchRun:
         self.runs[index - 1] = UnitRun()
         key = (index, form_of(args, kwargs))
         if key not in self.hooks.results:
-            self.hooks.results[key] = results_alone(self.units[index].name, original, args, kwargs)
+            with self.hooks.with_values(index, None):  # as it has not run
+                self.hooks.results[key] = results_alone(self.units[index].name, original, args, kwargs)
         results, hand_back = self.hooks.results[key]
         leaves = {}
         for t in results:

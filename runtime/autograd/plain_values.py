@@ -32,6 +32,19 @@ class PlainState:
     held: list[tuple[Container, Container]] = field(compare=False)
     """What has them, with its plain values then, and with the lists, dictionaries and objects that it held then."""
 
+    def changed_since(self, before: PlainState) -> str | None:
+        """The name of a value that was another one then, if there is one; what was None then was not made yet."""
+        now = {id(container): own for container, own in self.held}
+        for container, then in before.held:
+            own = now.get(id(container), then)
+            if isinstance(then, dict) and isinstance(own, dict):
+                plain = ((name, value) for name, value in then.items() if value is not None and _is_plain(value))
+                if (name := next((name for name, value in plain if own.get(name, value) != value), None)) is not None:
+                    return str(name)
+            elif own != then:
+                return "a list"
+        return None
+
     def put_back(self) -> None:
         """Gives the modules these values, and takes plain ones away that they did not have then."""
         for container, then in self.held:

@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tierplan.runtime.autograd.absent import refuse_count
 from tierplan.runtime.autograd.flow import Flow, flow_of
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun
+from tierplan.runtime.autograd.plain_values import PlainState
 from tierplan.runtime.autograd.units import FlatParameters, ModelUnit, first_trained
 from tierplan.runtime.execution.gradients import GradientRole, WithoutGradient, begin_gradients, end_gradients
 from tierplan.runtime.execution.instances import Call
@@ -108,6 +110,7 @@ class Computing:
         self.flow = Flow() if is_pipeline(self.schedule) else flow_of(self.schedule, [*self._index])
         self._first_trained = first_trained(self.units)
         self._runs: dict[tuple[int, int, int], MicroBatchRun] = {}  # by step, micro-batch and the turn's first unit
+        self._fronts: dict[tuple[int, int], PlainState] = {}  # by step and micro-batch, the model's plain values
         self.without = WithoutGradient()
         self._running: MicroBatchRun | None = None
         """Whose forward was the last op of the compute stream, where several threads help."""
@@ -180,7 +183,15 @@ class Computing:
             return True
 
         batch_run.run_forward(index, goes_on, is_in_one=call.op.micro_batch in self.flow.in_one)
+        if index == turn.units.start and (turn.is_visit or turn.is_one_of):
+            self._check_front(call, batch_run)
         self._end_forward(call, roles, batch_run)
+
+    def _check_front(self, call: Call, batch_run: MicroBatchRun) -> None:
+        """Each turn leads the model through its front anew: it must have the same plain values there."""
+        now = batch_run.hooks.values_of(0)
+        self._fronts = {key: values for key, values in self._fronts.items() if key[0] == call.step}
+        refuse_count("the model", self._fronts.setdefault((call.step, call.op.micro_batch), now), now)
 
     def _end_forward(self, call: Call, roles: Roles, batch_run: MicroBatchRun) -> None:
         index, turn = self._index[call.op.unit], self._turn(call)

@@ -63,7 +63,7 @@ class _Scaled(nn.Module):
         return x + torch.tanh(self.inner(x) * factor)
 
 
-class _OfScaled(nn.Module):
+class OfScaled(nn.Module):
     def __init__(self, way: str) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
@@ -82,7 +82,7 @@ class _OfScaled(nn.Module):
 def test_what_a_block_is_told_beside_tensors_is_not_that_of_another_micro_batch(way: str, tmp_path: Path) -> None:
     """The first two are told alike, and as the block was made: what is known of one is used for the next."""
     batches = [{**batch, "t": t} for t, batch in zip((1.0, 1.0, 2.0, 3.0, 1.0), make_batches(5), strict=True)]
-    model = _OfScaled(way)
+    model = OfScaled(way)
     plain = copy.deepcopy(model)
     workload = trace_module(copy.deepcopy(model), batches[0], CPU)
     schedule = lower(decide("full-recompute", workload, machine(), {}), workload, machine())
@@ -92,7 +92,7 @@ def test_what_a_block_is_told_beside_tensors_is_not_that_of_another_micro_batch(
 
 def test_a_block_that_is_run_again_behind_the_next_micro_batch_has_the_values_of_its_forward(tmp_path: Path) -> None:
     """With dropout, too, which leaves no other way than to run the block again; and a rerun counts as no call."""
-    model = _OfScaled("count")
+    model = OfScaled("count")
     for layer in model.layers:
         layer.inner = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.2))
     plain, batches = copy.deepcopy(model), [{**batch, "t": 1.0} for batch in make_batches(6)]
@@ -103,7 +103,7 @@ def test_a_block_that_is_run_again_behind_the_next_micro_batch_has_the_values_of
     assert [layer.num_calls for layer in model.layers] == [layer.num_calls for layer in plain.layers] == [6, 6]
 
 
-class _OfDecayed(_OfScaled):
+class _OfDecayed(OfScaled):
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         of_first: Any = self.layers[0]
         return super().forward(input_ids, labels, 1.0) + of_first.inner.weight.pow(2).sum()
@@ -218,7 +218,7 @@ class _Logging(_Scaled):
 
 @pytest.mark.parametrize("acts", ["host", "nvme", "recompute", "keep"])
 def test_what_is_saved_on_a_branch_that_leads_nowhere_is_not_missed(acts: Action, tmp_path: Path) -> None:
-    model = _OfScaled("number")
+    model = OfScaled("number")
     model.layers = nn.ModuleList(_Logging("number") for _ in range(2))
     plain, batches = copy.deepcopy(model), [{**batch, "t": 1.0} for batch in make_batches(3)]
     workload = trace_module(copy.deepcopy(model), batches[0], CPU)
@@ -252,7 +252,7 @@ class _Normed(_Scaled):
 def test_buffers_that_forward_changes_are_refused_where_they_matter(
     acts: Action, out: str, says: str, assigns: bool, tmp_path: Path
 ) -> None:
-    model = _OfScaled("number")
+    model = OfScaled("number")
     model.layers = nn.ModuleList(_Normed(assigns) for _ in range(2))
     plain, batches = copy.deepcopy(model), [{**batch, "t": 1.0} for batch in make_batches(3)]
     workload = trace_module(copy.deepcopy(model), batches[0], CPU)
@@ -284,7 +284,7 @@ class _Anew(_Scaled):
 
 
 def test_a_buffer_with_the_same_values_in_place_of_another_changes_nothing(tmp_path: Path) -> None:
-    model, batches = _OfScaled("number"), [{**batch, "t": 1.0} for batch in make_batches(3)]
+    model, batches = OfScaled("number"), [{**batch, "t": 1.0} for batch in make_batches(3)]
     model.layers = nn.ModuleList(_Anew() for _ in range(2))
     plain, workload = copy.deepcopy(model), trace_module(copy.deepcopy(model), batches[0], CPU)
     schedule = lower(uniform_plan(workload, UnitPlan(acts="recompute")), workload, machine())
@@ -341,7 +341,7 @@ def test_an_input_that_later_blocks_read_does_not_leave_the_device(place: Action
     assert list(result.losses) == train_plainly(plain, batches, steps=3)
 
 
-class _Peeking(_OfScaled):
+class _Peeking(OfScaled):
     """A model that looks at a weight without a gradient, in front of its blocks or behind them."""
 
     def __init__(self, looks_at: str, way: str, *, behind: bool = False) -> None:
@@ -406,7 +406,7 @@ class _Attending(_Scaled):
             return x + y.transpose(1, 2).reshape(x.shape)
 
 
-class _Around(_OfScaled):
+class _Around(OfScaled):
     """A model that chooses it around its blocks, or lets them."""
 
     def __init__(self, kind: str, inside: bool) -> None:

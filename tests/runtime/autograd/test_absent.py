@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +23,10 @@ from tierplan.sim.step import UnitSpec
 class _Told(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.drop = nn.Linear(8, 8), nn.Dropout(0.2)
+        self.inner, self.drop, self.num_calls, self.counts = nn.Linear(8, 8), nn.Dropout(0.2), 0, False
 
     def forward(self, x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+        self.num_calls += self.counts
         return x + self.drop(torch.tanh(self.inner(x))) * m
 
 
@@ -63,7 +65,7 @@ class _Teller(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def loss_in_stages(model: nn.Module, ends: Sequence[int], seed: int | None = 7) -> float:
+def loss_in_stages(model: nn.Module, ends: Sequence[int], seed: int | None = 7, **more: Any) -> float:
     """The loss of a micro-batch, each stage of which runs in a model of its own that has the stage's parameters alone,
     and goes on with the activations and the generator of the one before. The last unit of each is before its end."""
     (batch,), handed, rng = make_batches(1), list[torch.Tensor](), Device().rng_state()
@@ -86,6 +88,7 @@ def loss_in_stages(model: nn.Module, ends: Sequence[int], seed: int | None = 7) 
                 device=Device(),
                 own=range(start, stop),
                 seed=seed,
+                **more,
             )
             try:
                 for leaf, t in zip(run.skip_front(rng) if start else [], handed, strict=True):
@@ -139,3 +142,13 @@ def test_a_tensor_that_comes_of_what_other_stages_have_is_refused(way: str, ends
 def test_random_numbers_without_a_seed_are_refused_where_stages_would_draw_their_own() -> None:
     with pytest.raises(ModelError, match=r"with a seed"):
         loss_in_stages(_Teller("random numbers"), (3, 6), seed=None)
+
+
+def test_a_block_that_counts_is_refused_where_its_forward_is_run_again() -> None:
+    """Its second forward, maybe of another rank, saw another count in silence."""
+    model = _Teller("the batch")
+    for layer in model.layers:
+        layer.counts = True
+    assert loss_in_stages(model, (3, 6)) == plain_loss(model)
+    with pytest.raises(ModelError, match=r"forward of 'L0' changes 'num_calls'"):
+        loss_in_stages(model, (3, 6), is_first_of_two=True)
