@@ -456,6 +456,7 @@ class Trainer:
 
     def _on_step_end(self, step: int, time_ns: int) -> None:
         self._fixed.check()
+        self._bodies.computing.without.end_step(step, self.units, self.ranks if self._num_turns > 1 else None)
         if self.ranks is not None:  # in the order of micro-batches, which is that of plain training
             count = self._step.training.gradient_accumulation_steps
             rows = self.ranks.share(self._losses.get(step, [0.0] * count), "steps")

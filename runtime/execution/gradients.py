@@ -9,7 +9,7 @@ there, a unit's gradients are one flat buffer.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from tierplan.runtime.autograd.units import ModelError, ModelUnit
 from tierplan.runtime.execution.instances import Call
 from tierplan.runtime.execution.values import BufferValue, value_of
 from tierplan.runtime.optim.adam import CHUNK_ELEMENTS
+from tierplan.runtime.ranks.group import Ranks
 
 
 class GradientRole(NamedTuple):
@@ -123,27 +124,33 @@ def gather(value: BufferValue, unit: ModelUnit, flat: BufferValue) -> None:
 
 
 class WithoutGradient:
-    """By unit, the step that it is in, and the parameters that none of its micro-batches so far gave a gradient."""
+    """By step and unit, the parameters that none of the step's micro-batches so far gave a gradient."""
 
     def __init__(self) -> None:
-        self._names: dict[str, tuple[int, set[str]]] = {}
+        self._names: dict[int, dict[str, set[str]]] = {}
 
     def note(self, step: int, without: Mapping[str, set[str]]) -> None:
         """What a micro-batch's backward of some units left without one."""
+        of_step = self._names.setdefault(step, {})
         for unit, names in without.items():
-            known_step, known = self._names.get(unit, (step, names))
-            if known_step != step:
-                self.refuse(unit)  # of units that are updated late, too
-            self._names[unit] = step, names & known if known_step == step else names
+            of_step[unit] = names & of_step.get(unit, names)
 
-    def refuse(self, unit: str) -> None:
-        """Raises `ModelError` where some have none."""
-        step, names = self._names.get(unit, (0, ()))
-        if names:
+    def end_step(self, step: int, units: Sequence[ModelUnit], ranks: Ranks | None) -> None:
+        """Raises `ModelError` where some have none. With `ranks`, which have other micro-batches of the step, that
+        counts which has none on any; all call this."""
+        of_step = self._names.pop(step, {})
+        own = [(unit.name, name) for unit in units for name, _ in unit.parameters]
+        rows = [[float(name in of_step.get(unit, ())) for unit, name in own]]
+        if ranks is not None:
+            rows = ranks.share(rows[0], "steps")
+        wrong = [of for of, *row in zip(own, *rows, strict=True) if all(row)]
+        if wrong:
+            unit = wrong[0][0]
+            names = ", ".join(repr(name) for of, name in wrong if of == unit)
             raise ModelError(
-                f"{', '.join(map(repr, sorted(names)))} of unit {unit!r} had no gradient in step {step}: plain "
-                "training leaves such parameters and their optimizer states as they are, which a schedule does not. "
-                "Freeze them (requires_grad_(False)), or take them out of the model"
+                f"{names} of unit {unit!r} had no gradient in step {step}: plain training leaves such parameters and "
+                "their optimizer states as they are, which a schedule does not. Freeze them (requires_grad_(False)), "
+                "or take them out of the model"
             )
 
 

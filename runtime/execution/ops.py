@@ -287,9 +287,7 @@ class Bodies:
     def _update(self, call: Call) -> None:
         unit = self.unit_of(call.op)
         layout, own = self.layouts[unit.name], own_part(call.reads[0], unit, self.ranks)
-        if not (late := unit.name in self._updated_late):
-            self.computing.without.refuse(unit.name)
-        part, views = own, list[View]()
+        late, part, views = unit.name in self._updated_late, own, list[View]()
         for instance in call.writes:
             block = self.places.place(instance).block
             if isinstance(content := content_of(instance), States):

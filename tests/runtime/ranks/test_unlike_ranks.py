@@ -1,0 +1,89 @@
+"""What one rank's micro-batches do and another's do not."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from tests.runtime.ranks.pair import run_ranks
+from tests.runtime.ranks.test_ranks import ADAM, OWN_MEMORY, several
+from tests.runtime.test_trainer import CPU
+from tierplan.planner.lowering import lower
+from tierplan.planner.policies import decide
+from tierplan.runtime.data.ahead import Batch
+from tierplan.runtime.ranks.group import Ranks
+from tierplan.runtime.reference import same_weights, train_plainly
+from tierplan.runtime.tracing.trace import trace_module
+from tierplan.runtime.trainer import Trainer
+from tierplan.sim.schedule import Schedule
+
+VOCABULARY, HIDDEN, STEPS = 64, 8, 3
+
+
+class Experts(nn.Module):
+    """A block of which each micro-batch uses one of two experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return x + torch.tanh(self.experts[which](x))
+
+
+class Mixture(nn.Module):
+    def __init__(self, block: type[Experts] = Experts) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embed = nn.Embedding(VOCABULARY, HIDDEN)
+        self.layers = nn.ModuleList(block() for _ in range(4))
+        self.head = nn.Linear(HIDDEN, VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, which: int = 0) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x, which)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def batches(which: list[int]) -> list[Batch]:
+    generator = torch.Generator().manual_seed(3)
+    ids = [torch.randint(0, VOCABULARY, (2, 6), generator=generator) for _ in which]
+    return [{"input_ids": t, "labels": t, "which": k} for t, k in zip(ids, which, strict=True)]
+
+
+def planned(model: nn.Module, policy: str, options: dict[str, object], accumulation: int) -> Schedule:
+    training = replace(CPU, gradient_accumulation_steps=accumulation)
+    workload = trace_module(copy.deepcopy(model), batches([0])[0], training)
+    return lower(decide(policy, workload, several(2), options), workload, several(2))
+
+
+def train_mixtures(ranks: Ranks, which: list[int]) -> list[str]:
+    """What is wrong with a mixture whose micro-batches use these experts, two of them in a step."""
+    found = []
+    for policy, options, accumulation in [("ddp", {}, 1), ("zero-3", {}, 1), ("harmony-dp", OWN_MEMORY, 2)]:
+        model = Mixture()
+        plain, given = copy.deepcopy(model), batches(which)
+        schedule = planned(model, policy, options, accumulation)
+        with Trainer(schedule, model, optimizer=ADAM, ranks=ranks) as trainer:
+            trainer.run(given, STEPS)
+            trainer.restore_model()
+            losses = list(trainer.result().losses)
+        wanted = train_plainly(plain, given, steps=STEPS, optimizer=ADAM, gradient_accumulation_steps=2)
+        if losses != wanted or not same_weights(model, plain):
+            found.append(f"{policy}: losses {losses} are {wanted} plainly, or weights differ")
+    return found
+
+
+def test_an_expert_that_one_rank_alone_uses_is_trained_as_in_plain_training() -> None:
+    assert run_ranks(train_mixtures, 2, [0, 1, 1, 0, 0, 1]) == [[], []]
+
+
+def test_an_expert_that_no_rank_uses_is_refused_by_name() -> None:
+    for error in run_ranks(train_mixtures, 2, [0, 1, 1, 1, 0, 1]):
+        assert "'layers.0.experts.0.weight', 'layers.0.experts.0.bias' of unit 'L0' had no gradient in step 1" in str(
+            error
+        )
