@@ -321,7 +321,14 @@ class FixedTensors:
     ) -> None:
         """Raises `TrainingError` where forward is known to change what must stay; `is_alone` without other ranks."""
         again = {op.unit for op in schedule.ops if op.kind == "recompute"}
-        self._why = "blocks are run again" if again else "steps are committed" if are_committed else ""
+        self._why = ""
+        if not is_alone:
+            self._why = "several devices train, and each would change its own; plan for one device"
+        elif again or are_committed:
+            self._why = (
+                f"{'blocks are run again' if again else 'steps are committed'}, which this runtime does with "
+                "parameters alone; plan without recomputation and run without out_dir"
+            )
         self._looks = [
             (module._buffers, key, buffer, 0 if buffer is None else buffer._version, f"{name}.{key}".lstrip("."))
             for name, module in model.named_modules()
@@ -364,9 +371,8 @@ class FixedTensors:
         changed = [name for buffers, key, *then, name in self._looks if not _is_as_then(buffers.get(key), *then)]
         if changed and self._why:
             raise TrainingError(
-                f"forward changes {changed[0]!r} ({len(changed)} of the model's buffers), but {self._why}, which this "
-                "runtime does with parameters alone; plan without recomputation and run without out_dir, or keep such "
-                "modules (batch norm) from changing theirs: eval() for these"
+                f"forward changes {changed[0]!r} ({len(changed)} of the model's buffers), but {self._why}, or keep "
+                "such modules (batch norm) from changing theirs: eval() for these"
             )
 
     def _refuse(self, changed: Sequence[tuple[str, str]]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import nn
 
@@ -32,6 +34,18 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
         return x + torch.tanh(self.experts[which](x))
+
+
+class Counting(Experts):
+    """One that counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        self.seen += 1
+        return super().forward(x, which)
 
 
 class Mixture(nn.Module):
@@ -87,3 +101,16 @@ def test_an_expert_that_no_rank_uses_is_refused_by_name() -> None:
         assert "'layers.0.experts.0.weight', 'layers.0.experts.0.bias' of unit 'L0' had no gradient in step 1" in str(
             error
         )
+
+
+def train_counting(ranks: Ranks, policy: str) -> None:
+    model = Mixture(Counting)
+    schedule = planned(model, policy, {}, 2 if policy == "megatron-pp" else 1)
+    with Trainer(schedule, model, optimizer=ADAM, ranks=ranks) as trainer:
+        trainer.run(batches([0, 1]), 1)
+
+
+@pytest.mark.parametrize("policy", ["ddp", "megatron-pp"])
+def test_buffers_that_each_device_would_change_for_itself_are_refused_by_name(policy: str) -> None:
+    for error in run_ranks(train_counting, 2, policy):
+        assert re.search(r"forward changes 'layers\.\d\.seen' .* each would change its own; plan for one", str(error))
