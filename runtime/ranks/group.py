@@ -6,6 +6,7 @@ hears from the store when one has failed; whoever waits for it is told.
 
 RankFailure(RuntimeError)   another rank has failed; names it
 RankDeath(RankFailure)      its process has ended before it could say why
+StarterDeath(RankFailure)   the process that has started the ranks has died
 """
 
 from __future__ import annotations
@@ -50,6 +51,10 @@ class RankDeath(RankFailure):
         return cls(f"rank {rank} of {size} (process {pid}) has died; all ranks end. Resume from the last commit")
 
 
+class StarterDeath(RankFailure):
+    """The process that has started the ranks has died: nobody hears them, and no Ctrl-C reaches them any more."""
+
+
 class Ranks:
     """This process among others, as `torchrun` started it, which computes with so many threads (else as many as PyTorch
     has). A context manager that ends it in order."""
@@ -74,6 +79,8 @@ class Ranks:
         others = [r for r in range(self.size) if r != self.rank]
         pids = {r: int(self._store.get(f"pid/{r}")) for r in others}
         self._watched = {os.pidfd_open(pid): (r, pid) for r, pid in pids.items()}
+        self._starter = os.getppid()
+        self._starter_fd = os.pidfd_open(self._starter) if dist.is_torchelastic_launched() else -1
         self._watcher = threading.Thread(target=self._watch, name="tierplan ranks", daemon=True)
         self._watcher.start()
         self._groups: dict[str, Any] = {
@@ -135,6 +142,8 @@ class Ranks:
         """Whether nobody else has told the user of the failure yet, or does."""
         if isinstance(self.failure, RankDeath) and LAUNCHED in os.environ:
             return False
+        if isinstance(self.failure, StarterDeath):  # which had the store
+            return self.rank == 0
         try:
             return bool(self._store.add("said", 1) == 1)
         except RuntimeError:  # the store is gone
@@ -183,21 +192,30 @@ class Ranks:
         ended = select.poll()
         for fd in self._watched:
             ended.register(fd, select.POLLIN)
+        if self._starter_fd >= 0:
+            ended.register(self._starter_fd, select.POLLIN)
         while not self._is_closed.wait(WATCH_S):
             over = [fd for fd, _ in ended.poll(0)]
             why = self._failure_of_others(over)
             if why is not None:
                 self.failure = self.failure or why
                 if not self._is_closed.wait(GRACE_S):
-                    if self.is_first_to_say():
-                        os.write(2, f"error: {why}\n".encode())
-                    os._exit(1)
+                    try:
+                        if self.is_first_to_say():
+                            os.write(2, f"error: {why}\n".encode())
+                    finally:  # also where nobody reads what it says
+                        os._exit(1)
                 return
             for fd in over:
                 ended.unregister(fd)
 
     def _failure_of_others(self, over: Sequence[int]) -> RankFailure | None:
         """What has gone wrong elsewhere, given whose processes are over."""
+        if self._starter_fd in over:
+            return StarterDeath(
+                f"the process that started the ranks (process {self._starter}) has died; all ranks end. Resume from "
+                "the last commit"
+            )
         died = (RankDeath.of(rank, self.size, pid) for rank, pid in (self._watched[fd] for fd in over))
         try:
             if self._store.check(["failed"]):

@@ -57,8 +57,10 @@ def own_ranks(name: str, *, num_threads: int | None = None) -> Iterator[Ranks | 
             # Who starts them ends the others when the first has left with the status of a stop; they are done, too.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
     except BaseException as error:
-        if os.environ.get("TIERPLAN_DEBUG"):
-            traceback.print_exception(error)
-        elif ranks.is_first_to_say():
-            print(f"{name}: {str(error) or type(error).__name__}", file=sys.stderr, flush=True)
-        os._exit(1)  # an exchange that was left may wait for its end
+        try:
+            if os.environ.get("TIERPLAN_DEBUG"):
+                traceback.print_exception(error)
+            elif ranks.is_first_to_say():
+                print(f"{name}: {str(error) or type(error).__name__}", file=sys.stderr, flush=True)
+        finally:  # also where nobody reads it; an exchange that was left may wait for its end
+            os._exit(1)

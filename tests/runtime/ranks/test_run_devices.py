@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -95,16 +96,54 @@ sys.exit(130)
 """
 
 
-@pytest.mark.nightly
-def test_a_rank_that_leaves_behind_the_others_has_not_died(tmp_path: Path) -> None:
-    """All have the status of a stop. What starts them ends the last ones when the first one leaves."""
-    rank, script = tmp_path / "rank.py", tmp_path / "rank"
-    rank.write_text(LEAVES_LATE)
+def command_of_two(folder: Path, text: str) -> list[str]:
+    """What starts two ranks that execute this text."""
+    rank, script = folder / "rank.py", folder / "rank"
+    rank.write_text(text)
     script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{rank}"\n')
     script.chmod(0o755)
     start = f"import sys; from tierplan.runtime.ranks.launch import start_ranks; sys.executable = {str(script)!r}; "
-    command = [sys.executable, "-c", f"{start}sys.exit(start_ranks(2, []))"]
+    return [sys.executable, "-c", f"{start}sys.exit(start_ranks(2, []))"]
+
+
+@pytest.mark.nightly
+def test_a_rank_that_leaves_behind_the_others_has_not_died(tmp_path: Path) -> None:
+    """All have the status of a stop. What starts them ends the last ones when the first one leaves."""
+    command = command_of_two(tmp_path, LEAVES_LATE)
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert "has died" not in done.stderr
     assert done.returncode == 130
     assert [done.stdout.count(f"rank {rank} has said all") for rank in (0, 1)] == [1, 1]
+
+
+GOES_ON = """
+import os, time
+from tierplan.runtime.ranks.launch import own_ranks
+with own_ranks("rank") as ranks:
+    os.write(1, f"{{os.getpid()}}\\n".encode())
+    while True:
+        {}
+"""
+
+
+@pytest.mark.parametrize("does", ["ranks.share([1.0], 'steps')", "time.sleep(0.1)"])
+def test_ranks_end_when_what_started_them_is_killed(does: str, tmp_path: Path) -> None:
+    """Whether or not they exchange something; and one of them says why."""
+    command = command_of_two(tmp_path, GOES_ON.format(does))
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pids = [int(process.stdout.readline()) for _ in range(2)]
+    process.kill()
+    begun_s = time.monotonic()
+    try:
+        while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < begun_s + 15:
+            time.sleep(0.1)
+        left = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    finally:
+        for pid in pids:
+            if Path(f"/proc/{pid}").exists():
+                os.kill(pid, signal.SIGKILL)
+    _, said = process.communicate(timeout=60)
+    assert left == []
+    assert said.count(f"the process that started the ranks (process {process.pid}) has died; all ranks end") == 1
+    assert len(said.splitlines()) == 1, said
