@@ -12,9 +12,15 @@ from typing import Literal
 from tierplan.sim.workloads.adapters import is_thin, read_adapters
 from tierplan.sim.workloads.families.tape import ITEM_BYTES, Storage, Tape, Value
 from tierplan.sim.workloads.formats import format_of
+from tierplan.sim.workloads.workload import NotCovered
 
 WIDEST_HEAD = 256
 """Of flash attention."""
+COMPOSITE = ("gelu_new", "gelu_python_tanh")
+"""Activation functions of several operations, of which five tensors are saved."""
+SAVE_INPUT = ("gelu", "gelu_pytorch_tanh", "silu", "swish")
+SAVE_OUTPUT = ("relu", "sigmoid", "tanh")
+"""Those of one kernel, by what it saves."""
 
 
 def linear(tape: Tape, x: Value, width: int, name: str = "", *, bias: bool = True) -> Value:
@@ -213,15 +219,19 @@ def power(tape: Tape, x: Value) -> Value:
 
 
 def activation(tape: Tape, x: Value, name: str) -> Value:
-    """The activation functions of `transformers`, by the names used in a config."""
-    if name in ("gelu_new", "gelu_python_tanh"):  # a composite: five tensors of the width of the MLP are saved
+    """An activation function by the name that a config has for it; `NotCovered` where its operations are not known."""
+    if name in COMPOSITE:
         return mul(  # no local variables: a tensor dies when the next one is made from it
             tape,
             scale(tape, x),
             shift(tape, kernel(tape, scale(tape, add(tape, x, scale(tape, power(tape, x)))), "tanh", saves="output")),
         )
-    needs_input = name in ("gelu", "gelu_pytorch_tanh", "silu", "swish")
-    return kernel(tape, x, name, saves="input" if needs_input else "output")
+    if name not in SAVE_INPUT + SAVE_OUTPUT:
+        raise NotCovered(
+            f"the activation function is {name!r}; the closed forms cover "
+            f"{', '.join(sorted(COMPOSITE + SAVE_INPUT + SAVE_OUTPUT))}; use tracing (--exact) for others"
+        )
+    return kernel(tape, x, name, saves="input" if name in SAVE_INPUT else "output")
 
 
 def split(tape: Tape, x: Value, parts: Sequence[int]) -> list[Value]:

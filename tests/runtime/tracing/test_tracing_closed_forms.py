@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from transformers.activations import ACT2FN
+
 from tests.configs import CLOSED, config_of
 from tierplan.planner.lowering.tiling import cut_batches
 from tierplan.runtime.tracing.trace import trace_config
+from tierplan.sim.workloads.families.ops import COMPOSITE, SAVE_INPUT, SAVE_OUTPUT
 from tierplan.sim.workloads.models import load_workload, workload_of
 from tierplan.sim.workloads.workload import NotCovered, Training, Unit, Workload, WorkloadError
 
@@ -219,18 +222,17 @@ def test_closed_forms_are_exact_with_dropout(family: str, backend: str, dtype: s
     assert all(t.replayable for t in closed.blocks[0].saved) is not random
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"activation_function": "gelu"},
-        {"activation_function": "gelu_pytorch_tanh"},
-        {"activation_function": "relu"},
-        {"activation_function": "silu"},
-        {"n_inner": 96},
-        {"tie_word_embeddings": False},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("name", [*ACT2FN, "no-such-function"])
+def test_an_activation_function_is_covered_exactly_or_not_at_all(name: str) -> None:
+    raw, training = {**config_of("gpt2"), "n_layer": 1, "activation_function": name}, Training(sequence_length=24)
+    if name in COMPOSITE + SAVE_INPUT + SAVE_OUTPUT:
+        assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
+        return
+    with pytest.raises(NotCovered, match=rf"the activation function is '{name}'; the closed forms cover gelu, "):
+        workload_of("x", raw, training)
+
+
+@pytest.mark.parametrize("change", [{"n_inner": 96}, {"tie_word_embeddings": False}], ids=str)
 def test_variants_of_gpt2(change: dict[str, object]) -> None:
     raw = {**config_of("gpt2"), **change}
     training = Training(per_device_train_batch_size=2, sequence_length=24)
