@@ -25,7 +25,7 @@ from tierplan.sim.workloads.adapters import read_adapters
 from tierplan.sim.workloads.families import bert, gpt2, llama, opt, qwen
 from tierplan.sim.workloads.families.slices import with_sizes_of_one
 from tierplan.sim.workloads.families.tape import Tape, Value
-from tierplan.sim.workloads.families.units import Config, Family, measure_unit
+from tierplan.sim.workloads.families.units import Config, Family, check_fields, measure_unit
 from tierplan.sim.workloads.fused import with_fused
 from tierplan.sim.workloads.workload import NotCovered, Training, Unit, Workload, WorkloadError
 
@@ -185,6 +185,7 @@ def workload_of(name: str, raw: Mapping[str, object], training: Training) -> Wor
         raise NotCovered("padded batches are not covered by the closed forms; use tracing (--exact, tp.trace_workload)")
     if training.attention == "plain":
         raise NotCovered("plain attention is not covered by the closed forms; use flash, or tracing (--exact)")
+    check_fields(config, family)
     family.check(config, training)
     check_settings(name, raw, training)
     batch, length = training.per_device_train_batch_size, training.sequence_length

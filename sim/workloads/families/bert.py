@@ -5,7 +5,7 @@ from __future__ import annotations
 from tierplan.sim.workloads.families.ops import activation, add, dropout, fused_attention, layer_norm, linear, product
 from tierplan.sim.workloads.families.tape import Tape, Value
 from tierplan.sim.workloads.families.units import Config, Family, check_attention, cross_entropy, embedding
-from tierplan.sim.workloads.workload import Training
+from tierplan.sim.workloads.workload import NotCovered, Training
 
 DROPOUT = 0.1
 """BERT's own, where a config does not say."""
@@ -51,13 +51,30 @@ def head(tape: Tape, config: Config, x: Value, labels: Value) -> Value:
     hidden = activation(tape, hidden, config.text("hidden_act", "gelu"))
     hidden = layer_norm(tape, hidden)
     tape.num_modules += 1  # of which the output's bias is
-    hidden = product(tape, hidden, config.vocabulary, shared=config.tied)
+    hidden = product(tape, hidden, config.vocabulary, shared=True)
     return cross_entropy(tape, hidden, labels)
 
 
 def check(config: Config, training: Training) -> None:
-    """Refuses BERT as a decoder, too."""
-    check_attention(config, training, "attention_probs_dropout_prob", DROPOUT, "is_decoder", "add_cross_attention")
+    """Refuses the loss of the next token, which alone is taken in chunks."""
+    check_attention(config, training, "attention_probs_dropout_prob", DROPOUT)
+    if training.loss_chunks > 1:
+        raise NotCovered(
+            f"loss_chunks is {training.loss_chunks}, but BERT's loss is not that of the next token, which alone is "
+            "taken in chunks; leave it out"
+        )
+    named = config.raw.get("architectures")
+    if isinstance(named, list) and "BertLMHeadModel" in named:
+        raise NotCovered(
+            "architectures has BertLMHeadModel; the closed forms cover BertForMaskedLM; use tracing (--exact)"
+        )
 
 
-FAMILY = Family(embed=embed, block=block, head=head, check=check, layers={"query", "key", "value", "dense"})
+COVERS = {
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "chunk_size_feed_forward": 0,
+    "tie_word_embeddings": True,
+}
+LAYERS = {"query", "key", "value", "dense"}
+FAMILY = Family(embed=embed, block=block, head=head, check=check, covers=COVERS, layers=LAYERS)

@@ -49,9 +49,9 @@ def head(tape: Tape, config: Config, x: Value, labels: Value) -> Value:
 
 
 def check(config: Config, training: Training) -> None:
-    unusual = ("add_cross_attention", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn")
-    check_attention(config, training, "attn_pdrop", DROPOUT, *unusual)
+    check_attention(config, training, "attn_pdrop", DROPOUT)
 
 
+COVERS = dict.fromkeys(("add_cross_attention", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"), False)
 LAYERS = {"c_attn", "c_proj", "c_fc"}
-FAMILY = Family(embed=embed, block=block, head=head, check=check, layers=LAYERS, words="wte")
+FAMILY = Family(embed=embed, block=block, head=head, check=check, covers=COVERS, layers=LAYERS, words="wte")

@@ -125,4 +125,13 @@ def check(config: Config, training: Training) -> None:
 
 
 LAYERS = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
-FAMILY = Family(embed=embed, block=block, head=head, shared=shared, check=check, layers=LAYERS, words="embed_tokens")
+FAMILY = Family(
+    embed=embed,
+    block=block,
+    head=head,
+    shared=shared,
+    check=check,
+    layers=LAYERS,
+    words="embed_tokens",
+    has_head_dim=lambda config: config.raw["model_type"] != "llama",
+)

@@ -54,14 +54,19 @@ def head(tape: Tape, config: Config, x: Value, labels: Value) -> Value:
 
 
 def check(config: Config, training: Training) -> None:
-    """Refuses the variants of the smallest and the 350 M models."""
+    """Refuses words of another width, as the model of 350 M has."""
     if config.number("word_embed_proj_dim", config.hidden) != config.hidden:
         raise NotCovered("word_embed_proj_dim differs from hidden_size, which takes tracing (--exact)")
-    if not config.flag("do_layer_norm_before", default=True):
-        raise NotCovered("do_layer_norm_before is false, which takes tracing (--exact)")
     if config.fraction("attention_dropout", 0.0) > 0:
         raise NotCovered("attention_dropout is above 0, which takes tracing (--exact)")
 
 
+COVERS = {
+    "do_layer_norm_before": True,
+    "_remove_final_layer_norm": False,
+    "enable_bias": True,
+    "layer_norm_elementwise_affine": True,
+    "layerdrop": 0,
+}
 LAYERS = {"q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"}
-FAMILY = Family(embed=embed, block=block, head=head, check=check, layers=LAYERS, words="embed_tokens")
+FAMILY = Family(embed=embed, block=block, head=head, check=check, covers=COVERS, layers=LAYERS, words="embed_tokens")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tierplan.sim.workloads.adapters import is_thin
 from tierplan.sim.workloads.families.ops import derived, kernel, product, to_dtype
@@ -77,12 +77,35 @@ class Family:
     """Bytes made once per micro-batch and used by every block."""
     check: Callable[[Config, Training], None] = lambda config, training: None
     """Raises `WorkloadError` for settings that the closed forms do not cover."""
+    covers: Mapping[str, object] = field(default_factory=dict)
+    """Fields of the config of which the closed forms have one value alone, which is that of the class."""
     layers: Collection[str] = ()
     """Names of linear layers that may have adapters."""
     words: str = ""
     """The embedding of which, as of `lm_head`, a copy may be trained beside adapters."""
     casts: bool = False
     """Adapters are covered under autocast, too."""
+    has_head_dim: Callable[[Config], bool] = lambda config: False
+    """Whether heads may be of another width than their share of the model's."""
+
+
+COVERS: Mapping[str, object] = {"is_encoder_decoder": False, "return_dict": True}
+"""As `Family.covers`, of every family."""
+
+
+def check_fields(config: Config, family: Family) -> None:
+    """Refuses what changes a model in a way that its closed forms do not have; the class itself may refuse it, too."""
+    covered = {**COVERS, **family.covers}
+    if config.raw.get("layer_types"):
+        covered["layer_types"] = ["full_attention"] * config.layers
+    for name, value in covered.items():
+        if (given := config.raw.get(name, value)) != value:
+            raise NotCovered(f"{name} is {given!r}; the closed forms cover {value!r}; use tracing (--exact)")
+    if config.hidden % config.heads and not family.has_head_dim(config):
+        raise NotCovered(
+            f"the width of {config.hidden} is not a multiple of the {config.heads} heads, which the closed forms do "
+            f"not cover for model_type {config.raw['model_type']!r}; change one of the two, or use tracing (--exact)"
+        )
 
 
 def position_ids(tape: Tape, length: int) -> Value:
@@ -233,16 +256,13 @@ def causal_head(tape: Tape, config: Config, hidden: Value, labels: Value, *, tie
     return cross_entropy(tape, wide, next_labels(tape, padded))
 
 
-def check_attention(config: Config, training: Training, dropout: str, default: float, *unusual: str) -> None:
-    """Refuses attention dropout on a CPU, which computes attention in another way then, and unusual attention."""
+def check_attention(config: Config, training: Training, dropout: str, default: float) -> None:
+    """Refuses attention dropout on a CPU, which computes attention in another way then."""
     if training.backend == "cpu" and (probability := config.fraction(dropout, default)) > 0:
         raise NotCovered(
             f"{dropout} is {probability}: attention with dropout has no fused kernel on a CPU, which the closed forms "
             f"do not cover; set {dropout} to 0 in the config, or use tracing (--exact)"
         )
-    for name in unusual:
-        if config.flag(name, default=False):
-            raise NotCovered(f"{name} is set, which the closed forms do not cover; use tracing (--exact)")
 
 
 def measure_unit(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-
+from transformers import CONFIG_MAPPING
 from transformers.activations import ACT2FN
 
 from tests.configs import CLOSED, config_of
@@ -230,6 +231,80 @@ def test_an_activation_function_is_covered_exactly_or_not_at_all(name: str) -> N
         return
     with pytest.raises(NotCovered, match=rf"the activation function is '{name}'; the closed forms cover gelu, "):
         workload_of("x", raw, training)
+
+
+def changed_fields() -> list[tuple[str, str, object]]:
+    """Each field that the class of a family's config has, with another value that the class takes."""
+    found = []
+    for family in CLOSED:
+        raw = {**config_of(family), "num_hidden_layers": 2}
+        for field in fields(CONFIG_MAPPING[family]):
+            default = raw.get(field.name, field.default)
+            others: list[object] = [8, 0.25, "x", "relu", True, ["full_attention", "sliding_attention"]]
+            if isinstance(default, bool):
+                others = [not default]
+            elif isinstance(default, (int, float)):
+                others = [0.25 if "drop" in field.name else 2 * default or 2]
+            for other in others if field.name != "architectures" else []:
+                with suppress(Exception):
+                    CONFIG_MAPPING[family](**{**raw, field.name: other})
+                    found.append((family, field.name, other))
+                    break
+    return found
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(("family", "name", "value"), changed_fields())
+def test_no_field_of_a_config_is_left_out_of_account(family: str, name: str, value: object) -> None:
+    """Where the closed forms answer, they have the amounts of the class, which takes the config."""
+    blocks = "n_layer" if family == "gpt2" else "num_hidden_layers"
+    raw, training = {**config_of(family), blocks: 2, name: value}, Training(sequence_length=24)
+    with suppress(NotCovered):
+        closed = workload_of("x", raw, training)
+        assert_equal(closed, trace_config("x", raw, training))
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "value"),
+    [
+        ("opt", "enable_bias", False),
+        ("opt", "layer_norm_elementwise_affine", False),
+        ("opt", "_remove_final_layer_norm", True),
+        ("opt", "layerdrop", 0.1),
+        ("bert", "tie_word_embeddings", False),
+        ("bert", "chunk_size_feed_forward", 2),
+        ("bert", "architectures", ["BertLMHeadModel"]),
+        ("qwen2", "layer_types", ["sliding_attention"] * 3),
+        ("gpt2", "is_encoder_decoder", True),
+    ],
+)
+def test_a_field_that_closed_forms_do_not_cover_is_named(family: str, name: str, value: object) -> None:
+    training = Training(sequence_length=24)
+    with pytest.raises(NotCovered, match=rf"^{name} (is|has) .*; the closed forms cover .*; use tracing"):
+        workload_of("x", {**config_of(family), name: value}, training)
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [("llama", {"hidden_size": 66, "num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 36}),
+     ("gpt2", {"n_head": 3, "head_dim": 16}), ("bert", {"num_attention_heads": 3, "head_dim": 16})],
+)  # fmt: skip
+def test_heads_that_a_class_cannot_have_are_not_answered(family: str, change: dict[str, object]) -> None:
+    """Others may: their head_dim is their own."""
+    training = Training(sequence_length=24)
+    with pytest.raises(NotCovered, match=r"is not a multiple of the \d heads"):
+        workload_of("x", {**config_of(family), **change}, training)
+    if family == "llama":
+        raw = {**config_of("qwen3"), **change}
+        assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
+
+
+def test_no_loss_in_chunks_is_made_up_for_bert() -> None:
+    """The runtime and the trace refuse it; the closed forms left out the FLOPs of logits that nobody makes again."""
+    with pytest.raises(NotCovered, match="loss_chunks is 8, but BERT's loss"):
+        workload_of("x", config_of("bert"), Training(sequence_length=24, loss_chunks=8))
+    with pytest.raises(ValueError, match="leave out --loss-chunks"):
+        trace_config("x", config_of("bert"), Training(sequence_length=24, loss_chunks=8))
 
 
 @pytest.mark.parametrize("change", [{"n_inner": 96}, {"tie_word_embeddings": False}], ids=str)
