@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tierplan.sim.workloads.families.ops import (
     WIDEST_HEAD,
     activation,
@@ -18,6 +20,9 @@ from tierplan.sim.workloads.families.ops import (
 from tierplan.sim.workloads.families.tape import Tape, Value
 from tierplan.sim.workloads.families.units import Config, Family, causal_head, check_attention, embedding, position_ids
 from tierplan.sim.workloads.workload import DTYPE_BYTES, NotCovered, Training
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Whose frequencies are numbers of the model; others are computed from the positions of each batch."""
 
 
 def block(tape: Tape, config: Config, x: Value) -> Value:
@@ -107,6 +112,12 @@ def shared(config: Config, training: Training) -> int:
 def check(config: Config, training: Training) -> None:
     """Refuses what needs a mask, or kernels that nobody has compared."""
     check_attention(config, training, "attention_dropout", 0.0)
+    rope = config.raw.get("rope_parameters") or config.raw.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else rope
+    if kind not in ROPE_TYPES:
+        raise NotCovered(
+            f"rope_type is {kind!r}; the closed forms cover {', '.join(ROPE_TYPES)}; use tracing (--exact)"
+        )
     groups = config.number("num_key_value_heads", config.heads)
     if groups != config.heads and head_dim_of(config) > WIDEST_HEAD:
         raise NotCovered(

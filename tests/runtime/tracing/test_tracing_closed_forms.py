@@ -13,6 +13,7 @@ from transformers.activations import ACT2FN
 from tests.configs import CLOSED, config_of
 from tierplan.planner.lowering.tiling import cut_batches
 from tierplan.runtime.tracing.trace import trace_config
+from tierplan.sim.workloads.families.llama import ROPE_TYPES
 from tierplan.sim.workloads.families.ops import COMPOSITE, SAVE_INPUT, SAVE_OUTPUT
 from tierplan.sim.workloads.models import load_workload, workload_of
 from tierplan.sim.workloads.workload import NotCovered, Training, Unit, Workload, WorkloadError
@@ -297,6 +298,22 @@ def test_heads_that_a_class_cannot_have_are_not_answered(family: str, change: di
     if family == "llama":
         raw = {**config_of("qwen3"), **change}
         assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
+
+
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn", "longrope", "dynamic", "magic"])
+def test_rotary_positions_are_covered_exactly_or_not_at_all(key: str, kind: str) -> None:
+    """The frequencies of the last three are made from each batch's positions, or are not known."""
+    each = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8} if kind == "longrope" else {}
+    bands = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
+    original = {"original_max_position_embeddings": 32} if bands or each else {}
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, **each, **bands, **original}
+    raw, training = {**config_of("llama"), key: rope}, Training(sequence_length=24)
+    if kind in ROPE_TYPES:
+        assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
+        return
+    with pytest.raises(NotCovered, match=rf"rope_type is '{kind}'; the closed forms cover default, linear"):
+        workload_of("x", raw, training)
 
 
 def test_no_loss_in_chunks_is_made_up_for_bert() -> None:
