@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
+import traceback
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import accumulate
 from typing import Any
@@ -18,6 +20,37 @@ from tierplan.sim.workloads.adapters import Adapters, read_adapters
 from tierplan.sim.workloads.workload import Training, WorkloadError
 
 MAPPINGS = [f"MODEL_FOR_{task}_LM_MAPPING" for task in ("CAUSAL", "SEQ_TO_SEQ_CAUSAL", "MASKED")]
+
+
+@contextmanager
+def refusals_of_transformers(raw: Mapping[str, object], training: Training) -> Iterator[None]:
+    """Inside, what a class of `transformers` or peft raises becomes a `WorkloadError`; our own errors stay as they
+    are."""
+    try:
+        yield
+    except Exception as error:
+        import transformers
+
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if str(frame.f_globals.get("__name__")).startswith("tierplan."):
+            raise
+        unknown = [name for name, value in _values(raw) if isinstance(error, KeyError) and error.args == (value,)]
+        what = f"{unknown[0]} is {error}, which it does not know; " if unknown else ""
+        what = what or f"{type(error).__name__}: {' '.join(str(error).split())}; "
+        layers = ", or name the layers of adapters (targets=q_proj+v_proj)" if training.lora else ""
+        raise WorkloadError(
+            f"transformers {transformers.__version__} cannot train model_type {raw.get('model_type')!r} with this "
+            f"config: {what}change the config{layers}"
+        ) from error
+
+
+def _values(raw: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """Names and values of a config, those of its parts, too."""
+    for name, value in raw.items():
+        if isinstance(value, Mapping):
+            yield from _values(value)
+        else:
+            yield name, value
 
 
 def build_config(raw: Mapping[str, object]) -> Any:
@@ -69,6 +102,11 @@ def model_class(config: Any) -> type[nn.Module]:
 
 def build_model(raw: Mapping[str, object], training: Training) -> nn.Module:
     """The model in training mode, with random weights (or none, on the meta device or in a fake-tensor mode)."""
+    with refusals_of_transformers(raw, training):
+        return _build_model(raw, training)
+
+
+def _build_model(raw: Mapping[str, object], training: Training) -> nn.Module:
     config = build_config(raw)
     implementation = "sdpa" if training.attention == "flash" else "eager"
     cls = model_class(config)

@@ -41,7 +41,7 @@ from tierplan.runtime.checkpoint.weights import hollow_model
 from tierplan.runtime.execution.device import TORCH_DTYPES
 from tierplan.runtime.reference import loss_of, without_cache
 from tierplan.runtime.tracing.backend import as_made_before, backend_rules, behind_autocast
-from tierplan.runtime.tracing.models import patterns_of
+from tierplan.runtime.tracing.models import patterns_of, refusals_of_transformers
 from tierplan.runtime.tracing.record import UnitRecorder
 from tierplan.sim.workloads.families.slices import with_sizes_of_one
 from tierplan.sim.workloads.fused import with_fused
@@ -72,7 +72,9 @@ def trace_config(
     names = ("input_ids", "labels", *(["attention_mask"] if training.padded else []))
     batch = {key: placeholder(shape, torch.int64) for key in names}
     # peft converts types in place, and some models draw until all values are in bounds: fake parameters stand neither
-    tracer = _traced(name, hollow_model(raw, training), training, batch)
+    model = hollow_model(raw, training)
+    with refusals_of_transformers(raw, training):
+        tracer = _traced(name, model, training, batch)
     trained = {n: p.numel() for n, p in tracer.of_name.items() if p.requires_grad}
     if unused := trained.keys() - tracer.owner:
         patterns = patterns_of(unused, others=tracer.owner)

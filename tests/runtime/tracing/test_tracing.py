@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -198,6 +199,37 @@ def predicted_peaks(workload: Workload) -> tuple[int, int]:
 def test_unknown_model_type_names_the_nearest() -> None:
     with pytest.raises(WorkloadError, match=r"model_type 'lama' is unknown.*llama"):
         trace_config("x", {"model_type": "lama"}, training_of("fp32"))
+
+
+ROUTED = {"model_type": "llama4_text", **CONFIGS["llama"], "head_dim": 16, "num_local_experts": 2}
+
+
+@pytest.mark.parametrize(
+    ("raw", "training", "message"),
+    [
+        ({"hidden_act": "banana"}, {}, "hidden_act is 'banana', which it does not know; change the config$"),
+        ({"rope_scaling": {"rope_type": "magic"}}, {}, "rope_type is 'magic', which it does not know"),
+        ({"hidden_size": 66, "head_dim": 36}, {}, r"The hidden size \(66\) is not a multiple of the number"),
+        ({"layer_types": ["full_attention"]}, {}, r"`num_hidden_layers` \(3\) must be equal"),
+        ({"return_dict": False}, {}, "AttributeError: 'tuple' object has no attribute"),
+        (ROUTED, {"lora": "r=8"}, "AttributeError: 'tuple' .*, or name the layers of adapters"),
+    ],
+    ids=str,
+)
+def test_what_transformers_refuses_is_said_in_one_error(
+    raw: dict[str, object], training: dict[str, Any], message: str
+) -> None:
+    """It raises errors of many kinds while it reads a config, builds a model, or runs it."""
+    raw = {**config_of("llama"), **raw}
+    with pytest.raises(
+        WorkloadError, match=rf"transformers .* cannot train model_type '{raw['model_type']}'.*{message}"
+    ):
+        trace_config("x", raw, training_of("fp32", **training))
+
+
+def test_errors_of_our_own_stay_as_they_are() -> None:
+    with pytest.raises(KeyError, match="no_such_dtype"):
+        build_model(config_of("llama"), cast(Any, SimpleNamespace(attention="flash", dtype="no_such_dtype")))
 
 
 def test_more_tokens_than_positions_are_refused() -> None:
