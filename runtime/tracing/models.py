@@ -17,7 +17,7 @@ from tierplan.runtime.autograd.chunked_loss import set_loss_chunks
 from tierplan.runtime.autograd.coded import code_base
 from tierplan.runtime.execution.device import TORCH_DTYPES
 from tierplan.sim.workloads.adapters import Adapters, read_adapters
-from tierplan.sim.workloads.workload import Training, WorkloadError
+from tierplan.sim.workloads.workload import EXPERTS, Training, WorkloadError
 
 MAPPINGS = [f"MODEL_FOR_{task}_LM_MAPPING" for task in ("CAUSAL", "SEQ_TO_SEQ_CAUSAL", "MASKED")]
 
@@ -78,6 +78,14 @@ def build_config(raw: Mapping[str, object]) -> Any:
     config = config_class(**values)
     config.use_cache = False
     return config
+
+
+def experts_of(config: Any) -> dict[str, int]:
+    """How many experts a block has, and how many of them a token is sent to, under the names of `Workload.num_active`;
+    nothing of a model without experts."""
+    text = config.get_text_config()
+    found = {name: getattr(text, name, None) for name in (*EXPERTS, "num_experts_per_tok")}
+    return {name: value for name, value in found.items() if isinstance(value, int)}
 
 
 def model_class(config: Any) -> type[nn.Module]:
@@ -187,10 +195,16 @@ def matching(model: nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in names if name in chosen)
 
 
-def patterns_of(names: Iterable[str], *, others: Collection[str]) -> list[str]:
-    """Few patterns that match all of the names and none of the others: of whole modules where they can be."""
+def refuse_untrained(name: str, trained: Mapping[str, int], *, used: Collection[str]) -> None:
+    """Refuses parameters (a number by name) that a batch does not use, by few patterns that match none that it does."""
+    unused = [name for name in trained if name not in used]
     patterns = set()
-    for name in names:
-        modules = accumulate(name.split(".")[:-1], "{}.{}".format)
-        patterns.add(next((f"{m}.*" for m in modules if not fnmatch.filter(others, f"{m}.*")), name))
-    return sorted(patterns)
+    for of_parameter in unused:
+        modules = accumulate(of_parameter.split(".")[:-1], "{}.{}".format)
+        patterns.add(next((f"{m}.*" for m in modules if not fnmatch.filter(used, f"{m}.*")), of_parameter))
+    if unused:
+        raise WorkloadError(
+            f"{name}: {sum(trained[n] for n in unused):,} parameters get no gradient from a batch of text, such as "
+            "those of an image tower: plain training leaves them as they are; freeze them, with "
+            + " ".join(f"--freeze {pattern!r}" for pattern in sorted(patterns))
+        )

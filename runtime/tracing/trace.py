@@ -41,7 +41,7 @@ from tierplan.runtime.checkpoint.weights import hollow_model
 from tierplan.runtime.execution.device import TORCH_DTYPES
 from tierplan.runtime.reference import loss_of, without_cache
 from tierplan.runtime.tracing.backend import as_made_before, backend_rules, behind_autocast
-from tierplan.runtime.tracing.models import patterns_of, refusals_of_transformers
+from tierplan.runtime.tracing.models import experts_of, refusals_of_transformers, refuse_untrained
 from tierplan.runtime.tracing.record import UnitRecorder
 from tierplan.sim.workloads.families.slices import with_sizes_of_one
 from tierplan.sim.workloads.fused import with_fused
@@ -75,15 +75,9 @@ def trace_config(
     model = hollow_model(raw, training)
     with refusals_of_transformers(raw, training):
         tracer = _traced(name, model, training, batch)
-    trained = {n: p.numel() for n, p in tracer.of_name.items() if p.requires_grad}
-    if unused := trained.keys() - tracer.owner:
-        patterns = patterns_of(unused, others=tracer.owner)
-        raise WorkloadError(
-            f"{name}: {sum(trained[n] for n in unused):,} parameters get no gradient from a batch of text, such as "
-            "those of an image tower: plain training leaves them as they are; freeze them, with "
-            + " ".join(f"--freeze {pattern!r}" for pattern in patterns)
-        )
-    workload = with_fused(tracer.workload(name, str(raw["model_type"]), config=dict(raw)))
+        config = experts_of(model.config) | dict(raw)  # which a class may have by default, or by names of its own
+    refuse_untrained(name, {n: p.numel() for n, p in tracer.of_name.items() if p.requires_grad}, used=tracer.owner)
+    workload = with_fused(tracer.workload(name, str(raw["model_type"]), config=config))
     return with_sizes_of_one(workload, at or (lambda training: trace_config(name, raw, training)))
 
 

@@ -415,8 +415,8 @@ class Workload(Shown):
     def num_active(self) -> int | None:
         """Parameters that a token meets: of experts, those that it is sent to; None where nobody says how many, or
         where parameters beside experts are frozen: which of them are experts' is not known."""
-        counts = {self.config[name] for name in EXPERTS if name in self.config}
-        if counts and any(unit.num_frozen for unit in self.blocks):
+        counts = {count for name in EXPERTS if isinstance(count := self.config.get(name), int)}
+        if counts and any(unit.num_frozen > max(counts) for unit in self.blocks):  # more than a number per expert
             return None
         experts = [shape for unit in self.units for shape in unit.shapes if len(shape) == 3 and shape[0] in counts]
         if not experts:

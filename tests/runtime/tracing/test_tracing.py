@@ -227,6 +227,43 @@ def test_what_transformers_refuses_is_said_in_one_error(
         trace_config("x", raw, training_of("fp32", **training))
 
 
+IMAGES = {"hidden_size": 32, "image_size": 28, "intermediate_size": 64, "num_attention_heads": 2,
+          "num_hidden_layers": 1, "vision_output_dim": 32, "projector_input_dim": 32,
+          "projector_output_dim": 32}  # fmt: skip
+DEEPSEEK = {"num_key_value_heads": 4, "first_k_dense_replace": 1, "n_routed_experts": 16}
+
+
+@pytest.mark.parametrize(
+    ("raw", "num_experts", "chosen"),
+    [
+        ({"model_type": "mixtral", **CONFIGS["llama"]}, 8, 2),
+        ({"model_type": "ernie4_5_moe", **CONFIGS["llama"], "moe_num_experts": 4, "moe_k": 3}, 4, 3),
+        (
+            {
+                "model_type": "llama4",
+                "architectures": ["Llama4ForConditionalGeneration"],
+                "text_config": {**ROUTED},
+                "vision_config": IMAGES,
+            },
+            2,
+            1,
+        ),
+        ({"model_type": "deepseek_v3", **CONFIGS["llama"], **DEEPSEEK}, 16, 8),
+        (config_of("llama"), 1, 1),
+    ],
+    ids=lambda x: x["model_type"] if isinstance(x, dict) else str(x),
+)
+def test_a_token_meets_the_experts_that_it_is_sent_to(raw: dict[str, object], num_experts: int, chosen: int) -> None:
+    """However the class calls their number, and whether the config says it; counted in the model's own parameters."""
+    training = training_of("bf16")
+    counts = {name: p.numel() for name, p in hollow_model(raw, training).named_parameters()}
+    of_experts = sum(numel for name, numel in counts.items() if ".experts." in name)
+    workload = trace_config("x", raw, training)
+    assert (of_experts > 0) == (num_experts > 1)
+    assert workload.num_active == sum(counts.values()) - of_experts * (num_experts - chosen) // num_experts
+    assert trace_config("x", workload.config, training).units == workload.units, "and it is still that config"
+
+
 def test_errors_of_our_own_stay_as_they_are() -> None:
     with pytest.raises(KeyError, match="no_such_dtype"):
         build_model(config_of("llama"), cast(Any, SimpleNamespace(attention="flash", dtype="no_such_dtype")))
