@@ -26,6 +26,7 @@ from tierplan.sim.workloads.families import bert, gpt2, llama, opt, qwen
 from tierplan.sim.workloads.families.slices import with_sizes_of_one
 from tierplan.sim.workloads.families.tape import Tape, Value
 from tierplan.sim.workloads.families.units import Config, Family, check_fields, measure_unit
+from tierplan.sim.workloads.formats import bases
 from tierplan.sim.workloads.fused import with_fused
 from tierplan.sim.workloads.workload import NotCovered, Training, Unit, Workload, WorkloadError
 
@@ -79,6 +80,14 @@ def read_config(model: str | Path, training: Training) -> tuple[str, dict[str, o
         if kind in POSITIONS and "source" not in entry:
             common[POSITIONS[kind]] = training.sequence_length
         return asked, {**common, **dict.fromkeys(NO_DROPOUT.get(kind, ()), 0.0), **config}
+    if path.suffix == ".gguf" or (not file.is_file() and any(path.glob("*.gguf"))):
+        raise WorkloadError(f"{file} holds weights of llama.cpp (GGUF); give the config.json of the model they are of")
+    adapters = path / "adapter_config.json"
+    if not file.is_file() and adapters.is_file():
+        raise WorkloadError(
+            f"{path} holds adapters alone (adapter_config.json); give the model that they are of (its "
+            "base_model_name_or_path), with --lora"
+        )
     if not file.is_file():
         meant = f"did you mean {' or '.join(map(repr, close))}? " if (close := _similar(str(model), named)) else ""
         if file.suffix in (".json", ".toml") or path.is_absolute():
@@ -93,14 +102,43 @@ def read_config(model: str | Path, training: Training) -> tuple[str, dict[str, o
         raise WorkloadError(f"{file} is not JSON ({error}); give the config.json of a model") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise WorkloadError(f"{file} has no model_type; give the config.json of a `transformers` model")
-    if config.get("quantization_config") and not training.base:
+    _check_codes(file, config.get("quantization_config") or text_of(config).get("quantization_config"), training)
+    name = file.resolve().parent.name if file.name == "config.json" else file.stem
+    for part in (config, text_of(config)):
+        _check_shape(file if path.exists() else model, part)
+    return (name or file.stem) if path.exists() else str(model), config
+
+
+def _check_codes(file: Path, quantization: object, training: Training) -> None:
+    """Refuses a checkpoint in codes where all is trained, or where the base is to be in others."""
+    if not quantization:
+        return
+    if not training.base:
         raise WorkloadError(
             f"{file} has a quantization_config: layers of this model lie in codes. Train adapters on them (--lora with "
             f"--base nf4 or another code), or remove it from the config to train all in {training.dtype}"
         )
-    name = file.resolve().parent.name if file.name == "config.json" else file.stem
-    _check_shape(file if path.exists() else model, config)
-    return (name or file.stem) if path.exists() else str(model), config
+    codes = format_of_checkpoint(quantization) if isinstance(quantization, Mapping) else ""
+    if codes != training.base:
+        method = quantization.get("quant_method", "bitsandbytes") if isinstance(quantization, Mapping) else quantization
+        lie = f"in {codes}" if codes else f"in codes of {method!r} that are none of {', '.join(bases())}"
+        give = f"give --base {codes}, or " * bool(codes)
+        raise WorkloadError(
+            f"{file} has a quantization_config: layers of this model lie {lie}, but base is {training.base!r}; {give}"
+            f"remove it from the config for a base that is made of plain weights"
+        )
+
+
+def format_of_checkpoint(quantization: Mapping[str, object]) -> str:
+    """The format in which a `quantization_config` has linear layers; nothing where it is none of those of a base."""
+    method, bits = str(quantization.get("quant_method", "bitsandbytes")), quantization.get("bits")
+    if method == "bitsandbytes" and quantization.get("load_in_8bit"):
+        return "int8"
+    if method == "bitsandbytes" and quantization.get("bnb_4bit_quant_type") == "nf4":
+        return "nf4-double" if quantization.get("bnb_4bit_use_double_quant") else "nf4"
+    if method == "gptq" and (bits, quantization.get("group_size", 128)) == (4, 128):
+        return "int4"
+    return "fp8" if method in ("fp8", "fbgemm_fp8") else ""
 
 
 def config_path(model: str | Path) -> Path | None:
@@ -233,15 +271,22 @@ def check_settings(name: str, raw: Mapping[str, object], training: Training) -> 
             f"trained_dtype is {training.trained_dtype!r}, but without adapters the parameters of the model are "
             f"trained, which are in {training.dtype!r}; leave it out, or give adapters to train, such as lora r=16"
         )
-    positions = raw.get(
-        "n_positions", raw.get("max_position_embeddings", DEFAULT_POSITIONS.get(str(raw["model_type"])))
+    text = text_of(raw)
+    positions = text.get(
+        "n_positions", text.get("max_position_embeddings", DEFAULT_POSITIONS.get(str(text.get("model_type"))))
     )
-    is_relative = "relative_attention_num_buckets" in raw
+    is_relative = "relative_attention_num_buckets" in text
     if isinstance(positions, int) and training.sequence_length > positions and not is_relative:
         raise WorkloadError(
             f"sequence_length is {training.sequence_length}, but {name} has {positions} positions; "
             "use shorter sequences, or a model with more positions"
         )
+
+
+def text_of(raw: Mapping[str, object]) -> Mapping[str, object]:
+    """The part of a config that describes the text model, where it has others beside; else all of it."""
+    nested = raw.get("text_config")
+    return nested if isinstance(nested, Mapping) else raw
 
 
 def family_of(raw: Mapping[str, object]) -> Family:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.configs import CLOSED, config_of
 from tierplan.sim.workloads.adapters import read_adapters
+from tierplan.sim.workloads.formats import bases
 from tierplan.sim.workloads.models import SUPPORTED, load_workload, named_models, read_config, workload_of
 from tierplan.sim.workloads.workload import NOT_OF_AMOUNTS, NotCovered, Training, Unit, WorkloadError
 from tierplan.studies.defaults import load_or_trace
@@ -274,6 +275,65 @@ def test_errors(tmp_path: Path, model: str, content: str | None, training: Train
         path.write_text(content)
     with pytest.raises(WorkloadError, match=message):
         load_workload(path if content is not None else model, training)
+
+
+QUANTIZED: list[tuple[dict[str, object], str]] = [
+    ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "int4"),
+    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "int8"),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "nf4"),
+    ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}, "nf4-double"),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+    ({"quant_method": "gptq", "bits": 3}, ""),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, ""),
+    ({"quant_method": "mxfp4"}, ""),
+]
+
+
+@pytest.mark.parametrize(("quantization", "held"), QUANTIZED, ids=str)
+@pytest.mark.parametrize("base", bases())
+def test_a_base_is_in_the_codes_that_the_checkpoint_has(
+    tmp_path: Path, quantization: dict[str, object], held: str, base: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**config_of("llama"), "quantization_config": quantization}))
+    training = replace(BASE, lora="r=4", base=base)
+    if base == held:
+        assert load_workload(tmp_path, training).training.base == base
+        return
+    method = quantization.get("quant_method")
+    lie = f"lie in {held}" if held else f"lie in codes of '{method}' that are none of fp8, int8"
+    give = f"give --base {held}, or remove" if held else "remove"
+    with pytest.raises(WorkloadError, match=rf"{lie}.*, but base is '{base}'; {give} it from the config for a base"):
+        load_workload(tmp_path, training)
+
+
+@pytest.mark.parametrize(
+    ("change", "training", "message"),
+    [
+        ({"max_position_embeddings": 16}, BASE, "sequence_length is 32, but .* has 16 positions"),
+        ({"hidden_size": 63}, BASE, "hidden_size is 63, which num_attention_heads, 4, does not divide"),
+        ({"quantization_config": {"quant_method": "x"}}, BASE, "has a quantization_config: layers of this model lie"),
+    ],
+    ids=str,
+)
+def test_the_text_model_among_others_is_looked_at(
+    tmp_path: Path, change: dict[str, object], training: Training, message: str
+) -> None:
+    """As a model that has no images beside is."""
+    text = {**config_of("llama"), **change}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", "text_config": text}))
+    with pytest.raises(WorkloadError, match=message):
+        load_or_trace(str(tmp_path), training)
+
+
+def test_what_holds_weights_alone_is_named(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/model"}')
+    with pytest.raises(WorkloadError, match=r"holds adapters alone \(adapter_config.json\); give the model"):
+        load_workload(tmp_path, BASE)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF\x03\x00\xff\xfe")
+    (tmp_path / "adapter_config.json").unlink()
+    for model in (tmp_path, tmp_path / "model.gguf"):
+        with pytest.raises(WorkloadError, match=r"holds weights of llama.cpp \(GGUF\); give the config.json"):
+            load_workload(model, BASE)
 
 
 def test_a_model_is_called_by_its_folder_or_its_file(tmp_path: Path) -> None:
