@@ -7,7 +7,8 @@ Logging, callbacks, the data loader and the learning-rate scheduler are the Trai
 the update are the schedule's: micro-batches are collected, and each optimizer step is executed when its last one is
 there. Weights are the schedule's while training, and the model's again at its end and for saving.
 
-Settings that a schedule does not honour are refused (`hf_arguments`). The Trainer needs the package `accelerate`.
+Settings that a schedule does not honour are refused (`hf_arguments`). The Trainer needs the package `accelerate`, which
+the extra `runtime` brings.
 """
 
 from __future__ import annotations
