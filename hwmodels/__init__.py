@@ -1,6 +1,7 @@
 """Machines: what hardware can do, from a catalog, from other tools' output, or measured here. In reading order:
 
 names        names of tiers and streams: made and parsed in one place
+extras       which extra of the installation brings a package that is not there
 shown        how things show themselves in a notebook
 machine      tiers, streams with rates, shared limits, and what an op costs: all that simulator and planner need
 units        amounts with units as people write them: "256 GiB", "6.5 GB/s"

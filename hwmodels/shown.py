@@ -8,6 +8,8 @@ from html import escape
 from itertools import islice
 from typing import Any
 
+from tierplan.hwmodels.extras import words_of_missing
+
 SHOWN_ROWS = 12
 
 
@@ -25,7 +27,7 @@ class Shown(ABC):
         try:
             from pandas import DataFrame
         except ImportError as error:
-            raise RuntimeError("a table needs pandas, which is not installed; install tierplan[notebook]") from error
+            raise RuntimeError(words_of_missing(error, "a table")) from error
         return DataFrame(list(self.rows()))
 
     def _repr_html_(self) -> str:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import re
 import subprocess
+import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tierplan.cli import command_parser, for_reader, main
+from tierplan.cli import command_parser, for_reader, main, message_of
 from tierplan.commands import COMMANDS
 from tierplan.commands.options.scenario import read_point
 from tierplan.commands.options.terminal import say, working
+from tierplan.hwmodels.extras import EXTRAS
 from tierplan.studies.study import ALIKE, KEYS, Point
 
 NO_JSON: dict[str, str] = {}
@@ -152,3 +156,62 @@ def test_every_setting_of_training_has_a_key_and_an_option_that_a_point_names() 
         point = Point(model="gpt2", machine="laptop", batch=2, seq=64, **settings)  # type: ignore[arg-type]
         asked = ["simulate", "--policy", "fuyou", "--model", "gpt2", "--machine", "laptop", "--batch", "2"]
         assert read_point(command_parser().parse_args([*asked, *point.words])) == point
+
+
+WITHOUT = """
+import sys
+from importlib.machinery import PathFinder
+found, hidden = PathFinder.find_spec, sys.argv[1].split(",")
+PathFinder.find_spec = lambda name, *more: None if name.partition(".")[0] in hidden else found(name, *more)
+from tierplan.cli import main
+for line in sys.stdin:
+    print("status", main(line.split()), file=sys.stderr)
+"""
+"""Runs commands as in an installation in which these packages are missing."""
+
+
+def told_without(packages: str, folder: Path, *commands: str) -> list[tuple[str, str]]:
+    """What each command says there, and its status."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, packages], input="\n".join(commands), cwd=folder, capture_output=True,
+        text=True, check=False, env={**os.environ, "XDG_DATA_HOME": str(folder), "XDG_CONFIG_HOME": str(folder)},
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr
+    return re.findall(r"([^\n]*)\nstatus (\d)\n", done.stderr)
+
+
+def test_a_command_names_the_extra_whose_package_is_not_installed(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("{}")
+    (tmp_path / "phi.json").write_text('{"model_type": "phi"}')
+    asked = "--machine desktop-4090 --batch 1 --seq 64"
+    (tmp_path / "study.toml").write_text('[scenario]\nmodel = "gpt2"\nmachine = "laptop"\n')
+    commands = {
+        "run plan.json --model m --data d --steps 1 --out r": "run: this",
+        "run --verify --out r": "run: this",
+        "machine measure": "machine: this",
+        "calibrate --model gpt2 --batch 4": "calibrate: this",
+        "validate": "validate: this",
+        "demo": "demo: this",
+        f"plan --exact --model phi.json {asked}": "plan: this",
+        f"plan --model phi.json {asked}": "plan: model_type 'phi' .* class of `transformers`; tracing",
+    }
+    told = told_without("torch", tmp_path, *commands)
+    for (text, status), begin in zip(told, commands.values(), strict=True):
+        assert re.fullmatch(f"tierplan {begin} needs torch, which is not installed; install tierplan\\[runtime]", text)
+        assert status == "1"
+    dask = "sweep study.toml --dask tcp://host:1"
+    assert told_without("distributed", tmp_path, dask) == [
+        ("tierplan sweep: --dask needs distributed, which is not installed; install tierplan[cluster]", "1")
+    ]
+
+
+def test_each_package_of_an_extra_is_one_that_it_brings() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    brings = {name: {re.split(r"\W", p)[0] for p in those} for name, those in project["optional-dependencies"].items()}
+    assert all(package in brings[extra] for package, extra in EXTRAS.items())
+    assert brings["runtime"] <= EXTRAS.keys()
+
+
+def test_a_package_that_no_extra_brings_is_no_fault_of_the_user() -> None:
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+        message_of(ModuleNotFoundError("No module named 'no_such_package'", name="no_such_package"))

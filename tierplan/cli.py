@@ -20,9 +20,10 @@ from tierplan.commands import COMMANDS
 from tierplan.commands.options.arguments import add_json
 from tierplan.commands.options.help import Formatter
 from tierplan.commands.options.not_yet import nearest
+from tierplan.hwmodels.extras import words_of_missing
 from tierplan.sim.output.text import wrapped
 
-USER_ERRORS = (ValueError, OSError, RuntimeError)
+USER_ERRORS = (ValueError, OSError, RuntimeError, ModuleNotFoundError)
 """What a user can cause: shown as one line, without a traceback (set TIERPLAN_DEBUG=1 to see it)."""
 
 OF_OTHERS = ("torchao", "torch.utils._pytree")
@@ -108,7 +109,12 @@ def for_reader(error: str) -> str:
 
 
 def message_of(error: Exception) -> str:
-    """The error's message. What the system alone says of a file is put in words, without its number."""
+    """The error's message. What the system alone says of a file is put in words, without its number.
+
+    Raises what is no fault of the user: a missing package that no extra brings.
+    """
+    if isinstance(error, ModuleNotFoundError):
+        return words_of_missing(error)
     if not isinstance(error, OSError) or error.errno is None or error.filename is None:
         return str(error)
     name = error.filename2 or error.filename

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from tierplan.hwmodels.extras import words_of_missing
 from tierplan.runtime.autograd.chunked_loss import set_loss_chunks
 from tierplan.runtime.autograd.coded import code_base
 from tierplan.runtime.execution.device import TORCH_DTYPES
@@ -161,7 +162,7 @@ def _with_adapters(model: Any, adapters: Adapters) -> Any:
     try:
         import peft
     except ImportError as error:
-        raise WorkloadError("adapters are those of peft, which is not installed; install tierplan[adapters]") from error
+        raise WorkloadError(words_of_missing(error, "a model with adapters")) from error
     targets = (adapters.targets[0] if adapters.targets == ("all-linear",) else list(adapters.targets)) or None
     common: dict[str, Any] = {"target_modules": targets, "modules_to_save": list(adapters.save) or None}
     if not model.config.is_encoder_decoder and type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):

@@ -164,6 +164,19 @@ def test_rows_are_in_the_order_of_the_points_and_errors_are_results(tmp_path: Pa
     assert table[12]["error"] == "13 brings bad luck"
 
 
+def untraced(point: Point) -> Mapping[str, object]:
+    package = "torch" if point.batch == 1 else "no_such_package"
+    raise ModuleNotFoundError(f"No module named {package!r}", name=f"{package}.nn")
+
+
+def test_a_row_names_the_extra_whose_package_is_not_installed() -> None:
+    """Out of a process of its own, too; a package that no extra brings is a mistake in the code."""
+    rows = sweep([*grid(1), replace(*grid(1), seq=8)], untraced, num_workers=2)
+    assert {row["error"] for row in rows} == {"this needs torch, which is not installed; install tierplan[runtime]"}
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+        sweep(grid(2)[1:], untraced)
+
+
 def test_a_mistake_in_the_code_is_not_a_result() -> None:
     with pytest.raises(ZeroDivisionError):
         sweep(grid(3), lambda point: {"x": 1 / (point.batch - 2)}, num_workers=1)

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from tierplan.commands.options.arguments import existing_file, new_folder, option, whole
 from tierplan.commands.options.terminal import tell
+from tierplan.hwmodels.extras import words_of_missing
 from tierplan.sim.output.text import columns, digits, format_s
 from tierplan.studies.study import Study, load_study
 
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             from distributed import Client
         except ImportError as error:
-            raise RuntimeError("--dask needs the package distributed; install tierplan[cluster]") from error
+            raise RuntimeError(words_of_missing(error, "--dask")) from error
         with Client(args.dask) as client:
             rows = sweep(points, out_dir=out, executor=client.get_executor(), progress=progress)
     else:

@@ -8,6 +8,7 @@ from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import Literal
 
+from tierplan.hwmodels.extras import what_brings
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE, CORES_LIMIT
 from tierplan.sim.workloads.models import read_config, workload_of
@@ -40,9 +41,9 @@ def workload_or_traced(name: str, config: dict[str, object], training: Training,
     if not exact:
         try:
             return _covered(name, text, training)
-        except NotCovered:
-            if not (find_spec("torch") and find_spec("transformers")):
-                raise
+        except NotCovered as error:
+            if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
+                raise NotCovered(f"{error}; {what_brings(missing[0], 'tracing')}") from None
     alone = replace(training, gradient_accumulation_steps=1)  # which changes no micro-batch
     return replace(_traced(name, text, alone), training=training)
 

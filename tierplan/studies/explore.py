@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
+from tierplan.hwmodels.extras import words_of_missing
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.scaling import own_limits, with_capacity, with_faster
 from tierplan.planner.infeasible import InfeasiblePlan
@@ -27,7 +28,7 @@ def explore(workload: Workload, machine: Machine, *, time_limit_s: float = 0.4) 
     try:
         import ipywidgets as widgets
     except ImportError as error:
-        raise RuntimeError("explore needs ipywidgets, which is not installed; install tierplan[notebook]") from error
+        raise RuntimeError(words_of_missing(error, "explore")) from error
 
     def slider(name: str, labels: list[str]) -> Any:
         options = list(zip(labels, FACTORS, strict=True))

@@ -33,6 +33,7 @@ from typing import Any
 from tqdm import tqdm
 
 import tierplan
+from tierplan.hwmodels.extras import words_of_missing
 from tierplan.sim.compiled.compiler import is_kept
 from tierplan.sim.compiled.rules import execute
 from tierplan.sim.trace import write_atomically
@@ -50,7 +51,7 @@ Asking = Callable[[Sequence[Point], Evaluate], list[Callable[[], Row]]]
 def code_version() -> str:
     """Of the code and the catalog of this package, and of those whose model classes are traced."""
     root, found = Path(tierplan.__file__).parent, hashlib.blake2b(digest_size=8)
-    for name in ("torch", "transformers"):
+    for name in ("torch", "transformers", "peft"):
         with suppress(PackageNotFoundError):
             found.update(version(name).encode())
     for folder, _, names in sorted(os.walk(root, followlinks=True)):
@@ -222,6 +223,8 @@ def _row(evaluate: Evaluate, point: Point) -> Row:
         row |= evaluate(point)
     except (ValueError, RuntimeError) as error:
         row["error"] = str(error)
+    except ModuleNotFoundError as error:
+        row["error"] = words_of_missing(error)
     return row
 
 

@@ -8,7 +8,6 @@ device is a budget of bytes in this machine's memory, with real copies. Takes ab
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import shutil
 from pathlib import Path
@@ -34,9 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise RuntimeError(f"the demo needs {missing[0]}, which is not installed; install tierplan[runtime]")
     from tierplan.validation.demo.demo import run_demo
 
     out, own_nvme = Path(args.out), args.nvme is None
