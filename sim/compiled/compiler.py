@@ -1,8 +1,8 @@
 """Compiles functions on arrays with numba. Without numba they run as plain Python: same results, much slower.
 
-Machine code is kept between processes, beside the source or where `NUMBA_CACHE_DIR` says. numba notices when the file
-of a function has changed, but not when that of another one has which it calls: so compiled functions call only those
-of their own file, and use no constant of another one.
+Machine code is kept between processes: where `NUMBA_CACHE_DIR` says, beside the source, or in the user's cache folder,
+the first of these that can be written. numba notices when the file of a function has changed, but not when that of
+another one has which it calls: so compiled functions call only those of their own file, and use no constant of another.
 """
 
 from __future__ import annotations
@@ -26,19 +26,25 @@ except ImportError:
         stacklevel=2,
     )
 
+EACH_TIME = (
+    "each time, for some 20 seconds: it can be kept neither beside the source nor in a cache folder of yours, since "
+    "neither can be written; set NUMBA_CACHE_DIR to a folder that can"
+)
+
 if numba is not None:
 
     class _Compilation(event.Listener):  # type: ignore[misc]
-        """Says once that machine code is being made, which happens once in each installation, and for how long."""
+        """Says once that machine code is being made, how often that happens, and for how long."""
 
         is_announced = False
+        how_often = "once, for some 20 seconds"
         depth = 0
         began_s = total_s = began_wall_s = total_wall_s = 0.0
 
         def on_start(self, event: object) -> None:
             if not self.is_announced:
                 self.is_announced = True
-                print("compiling the simulator, once, for some 20 seconds", file=sys.stderr, flush=True)
+                print(f"compiling the simulator, {self.how_often}", file=sys.stderr, flush=True)
             if not self.depth:
                 self.began_s, self.began_wall_s = time.process_time(), time.perf_counter()
             self.depth += 1
@@ -89,4 +95,5 @@ def _compiled(function: F, **options: object) -> F:
     try:
         return numba.njit(cache=True, **options)(function)  # type: ignore[no-any-return]
     except RuntimeError:  # there is nowhere to keep it: a read-only place, no home
+        _compilation.how_often = EACH_TIME
         return numba.njit(**options)(function)  # type: ignore[no-any-return]

@@ -53,15 +53,21 @@ def test_where_it_is_switched_off() -> None:
 
 
 def test_where_machine_code_can_be_kept_nowhere() -> None:
-    """A read-only installation for a user without a home: compiled anew in each process."""
+    """A read-only installation for a user without a home: compiled anew in each process, which is said."""
     code = """
 from numba.core import caching
 caching.CacheImpl._locator_classes = []
+import sys, io
+sys.stderr = io.StringIO()
 from tierplan.sim.compiled.rules import _set_up
 import numpy as np
 print(_set_up(np.zeros(1, np.int64), np.zeros(1, np.int64), 0, 3, 0), _set_up.nopython_signatures != [])
+print(sys.stderr.getvalue())
 """
-    assert run(code) == "1 True"
+    compiled, said = run(code).splitlines()
+    assert compiled == "1 True"
+    assert said.startswith("compiling the simulator, each time, for some 20 seconds: ")
+    assert said.endswith("; set NUMBA_CACHE_DIR to a folder that can")
 
 
 COMPILED = [*sorted((ROOT / "sim" / "compiled").glob("*.py")), ROOT / "planner" / "lowering" / "placing.py"]
