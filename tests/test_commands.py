@@ -215,3 +215,14 @@ def test_each_package_of_an_extra_is_one_that_it_brings() -> None:
 def test_a_package_that_no_extra_brings_is_no_fault_of_the_user() -> None:
     with pytest.raises(ModuleNotFoundError, match="no_such_package"):
         message_of(ModuleNotFoundError("No module named 'no_such_package'", name="no_such_package"))
+
+
+def test_commands_work_without_docstrings(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under `python -OO`: only what help says of commands is missing."""
+    for path in COMMANDS.values():
+        monkeypatch.setattr(f"tierplan.commands.{path}.__doc__", None)
+    assert main(["machine", "show", "desktop-4090", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["name"] == "desktop-4090"
+    for argv in (["--help"], ["plan", "--help"]):
+        with pytest.raises(SystemExit, match="0"):
+            main(argv)

@@ -91,7 +91,7 @@ def command_parser() -> Parser:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, path in COMMANDS.items():
         module = importlib.import_module(f"tierplan.commands.{path}")
-        summary = (module.__doc__ or "").strip().splitlines()[0]
+        summary = (module.__doc__ or "").strip().partition("\n")[0]  # empty under `python -OO`
         sub = subparsers.add_parser(name, help=summary, description=module.__doc__, formatter_class=Formatter)
         module.add_arguments(sub)
         if not sub.get_default("has_actions"):
