@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -333,6 +333,15 @@ def stop_on_interrupt(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def sigterm_interrupts() -> AbstractContextManager[object]:
+    """SIGTERM is Ctrl-C: what is left on the way out removes its files."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    return stop_on_interrupt(interrupt, [signal.SIGTERM])
 
 
 class _Metrics(ExitStack):

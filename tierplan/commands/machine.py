@@ -234,11 +234,12 @@ MOST_SHARES = 1e4
 
 
 def _measure(args: argparse.Namespace) -> int:
+    from tierplan.runtime.job import sigterm_interrupts
     from tierplan.runtime.measure.machine import measure_description
 
     budget_s = args.budget_s or (THOROUGH_S if args.thorough else QUICK_S)
     folders = None if args.no_nvme else args.nvme_dir or ["."]
-    with progress_bar() as progress:
+    with sigterm_interrupts(), progress_bar() as progress:
         description = measure_description(
             folders,
             budget_s=budget_s,

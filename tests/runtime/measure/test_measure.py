@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from pathlib import Path
 
@@ -121,6 +122,25 @@ def test_the_command_writes_a_machine_and_says_how_sure_it_is(
     machine = load_machine(str(target), ["gpu.capacity=1 GiB"])
     assert machine.name == "box"
     assert machine.tier("gpu0").capacity_bytes == 2**30
+
+
+def test_terminated_it_ends_as_by_ctrl_c_and_leaves_no_file(
+    config_folder: Path, tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def terminated(*_: object) -> None:
+        assert list(tmp_path.glob("tierplan.tier"))
+        signal.raise_signal(signal.SIGTERM)
+        raise RuntimeError("it went on")
+
+    monkeypatch.setattr(module, "_rounds", terminated)
+    before = signal.signal(signal.SIGTERM, ignored := lambda number, frame: None)  # not these tests
+    try:
+        assert main(["machine", "measure", "--nvme", str(tmp_path), "--device", "cpu", "--budget-s", "5"]) == 130
+        assert signal.getsignal(signal.SIGTERM) is ignored, "it is as it was"
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert capsys.readouterr().err == "tierplan: interrupted\n"
+    assert not list(tmp_path.glob("tierplan*"))
 
 
 @pytest.mark.gpu

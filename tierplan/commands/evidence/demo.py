@@ -33,11 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+    from tierplan.runtime.job import sigterm_interrupts
     from tierplan.validation.demo.demo import run_demo
 
     out, own_nvme = Path(args.out), args.nvme is None
     try:
-        with progress_bar(names_phases=True) as progress:
+        with sigterm_interrupts(), progress_bar(names_phases=True) as progress:
             result = run_demo(
                 out,
                 nvme_dir=None if own_nvme else Path(args.nvme),

@@ -58,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
 
     from tierplan.runtime.execution.device import device_named
+    from tierplan.runtime.job import sigterm_interrupts
     from tierplan.validation.campaign.run import CampaignExecution
 
     execution = CampaignExecution(
@@ -70,7 +71,9 @@ def run(args: argparse.Namespace) -> int:
         only=args.only or "",
         report=lambda line: print(line, file=sys.stderr, flush=True),
     )
-    return _show(args, execution.run())
+    with sigterm_interrupts():
+        artifacts = execution.run()
+    return _show(args, artifacts)
 
 
 def _transfer(args: argparse.Namespace) -> int:
