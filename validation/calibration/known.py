@@ -45,7 +45,7 @@ def calibrations_dir() -> Path:
 
 def own_paths() -> list[Path]:
     """Those that there are, the newest last."""
-    return sorted(calibrations_dir().glob("*.json"), key=lambda path: path.stat().st_mtime)
+    return sorted(calibrations_dir().glob("*.json"), key=lambda path: path.lstat().st_mtime)  # also a link to nothing
 
 
 def eligible_paths(machine: Machine, which: str = AUTO) -> list[Path]:
@@ -53,7 +53,15 @@ def eligible_paths(machine: Machine, which: str = AUTO) -> list[Path]:
     if which != AUTO:
         return [] if which == NONE else [Path(which)]
     fingerprint = machine_sha256(machine).encode()
-    return [path for path in own_paths() if fingerprint in path.read_bytes()]
+    return [path for path in own_paths() if fingerprint in _content(path)]
+
+
+def _content(path: Path) -> bytes:
+    """Empty where it cannot be read: then it is passed over."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
 
 
 def own_path(calibration: Calibration) -> Path:
@@ -105,8 +113,8 @@ def place_for(
         try:
             calibration = Calibration.load(path)
             why = _why_not(calibration, base, training, described.num_devices)
-        except CalibrationError:
-            why = "it is broken or of another version of tierplan"
+        except (CalibrationError, OSError):
+            why = "it cannot be read, is broken, or is of another version of tierplan"
         if why:
             passed_over = f"{path.name} passed over: {why}" if described.basis is not CATALOG else ""
         else:

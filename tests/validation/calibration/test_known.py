@@ -33,6 +33,8 @@ from tierplan.validation.calibration.known import (
     OTHER_HALF_WIDTH,
     CalibratedPlace,
     calibration_config,
+    calibrations_dir,
+    eligible_paths,
     own_path,
     place_for,
 )
@@ -105,6 +107,37 @@ def test_the_nearest_of_the_users_own_is_taken() -> None:
     assert slow.forward["s"] == pytest.approx(2 * plain.work_s)
     assert exact.machine.stream("gpu0.h2d").latency_s == 1e-4
     assert place(workload(), machine, NONE) == CalibratedPlace(described=machine, machine=machine)
+
+
+@pytest.mark.parametrize("kind", ["dangling", "folder", "forbidden"])
+def test_what_cannot_be_read_is_passed_over(kind: str, data_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link to nothing, a folder, a file of another user: the best of the others is taken, or none."""
+    machine = replace(load_machine(MACHINE), basis=replace(CATALOG, text="measured here"))
+    odd = calibrations_dir() / "odd.json"
+    odd.parent.mkdir(parents=True)
+    if kind == "dangling":
+        odd.symlink_to(data_home / "nowhere")
+    elif kind == "folder":
+        odd.mkdir()
+    else:
+        odd.write_text("{}")
+        read = Path.read_bytes
+
+        def refuse(path: Path) -> bytes:
+            if path == odd:
+                raise PermissionError(13, "Permission denied", str(path))
+            return read(path)
+
+        monkeypatch.setattr(Path, "read_bytes", refuse)
+    found = place(workload(), machine)
+    assert found.calibration is None
+    assert found.machine.basis.text == (
+        "measured here; odd.json passed over: it cannot be read, is broken, or is of another version of tierplan"
+    )
+    calibration = calibration_of("gpt2", machine, versions=VERSIONS)
+    calibration.save(own_path(calibration))
+    assert eligible_paths(machine) == [own_path(calibration)]
+    assert place(workload(), machine).calibration == calibration
 
 
 @pytest.mark.parametrize(
