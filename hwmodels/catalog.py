@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import pwd
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -149,5 +150,14 @@ def _catalog(folder: str) -> Traversable:
 
 def here_path() -> Path:
     """The file with the measured description of this machine, in the user's configuration folder."""
-    base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    return Path(base).expanduser() / "tierplan" / "machines" / f"{HERE}.toml"
+    return user_folder("XDG_CONFIG_HOME", ".config") / "machines" / f"{HERE}.toml"
+
+
+def user_folder(variable: str, default: str) -> Path:
+    """tierplan's own in the folder that a variable of the XDG specification names. One that is no absolute path is
+    ignored, as that asks for: it would be another one from each working folder. So is an empty `HOME`."""
+    base = Path(os.environ.get(variable, ""))
+    if not base.is_absolute():
+        home = os.environ.get("HOME", "~") or pwd.getpwuid(os.getuid()).pw_dir
+        base = Path(home).expanduser() / default
+    return base / "tierplan"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 import re
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 
 from tierplan.hwmodels import catalog_names, load_description, load_machine
-from tierplan.hwmodels.catalog import load_curves, load_part
+from tierplan.hwmodels.catalog import here_path, load_curves, load_part
 from tierplan.hwmodels.description import PARTS, Quantity, parse_description, write_description
 
 MACHINES = catalog_names("machines")
@@ -18,6 +21,28 @@ SYSTEMS = ("fuyou-4090", "zero-offload-v100", "zero-infinity-4xh100", "ssdtrain-
 
 def test_the_machines_of_the_published_systems_are_there() -> None:
     assert set(SYSTEMS) <= set(MACHINES)
+
+
+@pytest.mark.parametrize(
+    ("home", "config", "base"),
+    [
+        ("/h", None, "/h/.config"),
+        ("/h", "", "/h/.config"),
+        ("/h", "/c", "/c"),
+        ("/h", "relative", "/h/.config"),
+        ("", None, f"{pwd.getpwuid(os.getuid()).pw_dir}/.config"),
+        (None, None, f"{pwd.getpwuid(os.getuid()).pw_dir}/.config"),
+    ],
+)
+def test_the_users_folder_is_the_same_wherever_one_works(
+    home: str | None, config: str | None, base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("HOME", home), ("XDG_CONFIG_HOME", config)):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    assert here_path() == Path(base, "tierplan/machines/here.toml")
 
 
 @pytest.mark.parametrize("name", MACHINES)

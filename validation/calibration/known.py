@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from math import hypot
 from pathlib import Path
 
+from tierplan.hwmodels.catalog import user_folder
 from tierplan.hwmodels.machine import CATALOG, Machine
 from tierplan.sim.workloads.models import SIZES
 from tierplan.sim.workloads.workload import Training, Workload
@@ -40,7 +40,7 @@ class CalibratedPlace:
 
 def calibrations_dir() -> Path:
     """The user's own, one file each."""
-    return Path(os.environ.get("XDG_DATA_HOME") or "~/.local/share").expanduser() / "tierplan" / "calibrations"
+    return user_folder("XDG_DATA_HOME", ".local/share") / "calibrations"
 
 
 def own_paths() -> list[Path]:
