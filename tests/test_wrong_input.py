@@ -56,6 +56,8 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, s
         ([*SIMULATE, "--max-grad-norm", "nan"], "max_grad_norm: nan is out of range; give a number above 0"),
         ([*SIMULATE, "-o", "a-folder"], "a-folder is a folder; give the name of a file"),
         ([*SIMULATE, "-o", "a-file/x.json"], "a-file is a file, not a folder"),
+        ([*SIMULATE, "-o", "/proc/x.json"], "in /proc; give another place"),
+        (["machine", "measure", "-o", "/proc/x.toml"], "in /proc; give another place"),
         ([*SIMULATE, "--bacth", "4"], "no option --bacth"),
         (["compare-policies", *SCENARIO, "--plot", "x.txt"], "end it with .png or .svg or .pdf"),
         (["compare-policies", *SCENARIO, "--plot", "a-folder"], "a-folder is a folder"),
@@ -164,6 +166,24 @@ def test_what_cannot_be_is_one_line_and_status_1(
     assert status == 1
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "kept"),
+    [
+        (["machine", "measure", "--no-nvme", "--budget-s", "5"], "machines/here.toml"),
+        (["calibrate", "--model", "gpt2", "--machine", "laptop", "--batch", "1", "--budget-s", "1"], "calibrations"),
+    ],
+)
+def test_where_a_result_would_be_kept_is_tried_before_it_is_measured(
+    argv: list[str], kept: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Root may write everywhere but in `/proc`, so permissions say nothing of it."""
+    for name in ("XDG_CONFIG_HOME", "XDG_DATA_HOME"):
+        monkeypatch.setenv(name, "/proc")
+    status, error = refused(argv, capsys)
+    assert status == 1
+    assert re.search(f"cannot write /proc/tierplan/{kept}, where it is kept without -o: .* in /proc; give an", error)
 
 
 @pytest.mark.parametrize("more", [["plan", "--batch", "4", "--time-limit", "0.5"], ["advise", "--quick"]])

@@ -20,7 +20,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from tierplan.commands.options import scenario
-from tierplan.commands.options.arguments import add_device, finite, new_file, new_folder, option, whole
+from tierplan.commands.options.arguments import add_device, check_writable, finite, new_file, new_folder, option, whole
 from tierplan.commands.options.terminal import progress_bar, tell
 from tierplan.sim.output.text import wrapped
 
@@ -48,9 +48,11 @@ def run(args: argparse.Namespace) -> int:
     from tierplan.runtime.job import stop_on_interrupt
     from tierplan.studies.evaluate import calibration_workload, machine_of
     from tierplan.validation.calibration.calibration import calibration_lines
-    from tierplan.validation.calibration.known import own_path
+    from tierplan.validation.calibration.known import calibrations_dir, own_path
     from tierplan.validation.calibration.session import CalibrationSession
 
+    if args.output is None:
+        check_writable(calibrations_dir(), f"{calibrations_dir()}, where it is kept without -o")
     wanted_s = args.budget_s or (QUICK_S if args.quick else BUDGET_S)
     point = replace(scenario.read_point(args), accumulation=1, max_grad_norm=None)
     if point.padded:

@@ -24,6 +24,7 @@ from tierplan.commands.options.arguments import (
     actions,
     add_device,
     add_set,
+    check_writable,
     existing_file,
     finite,
     new_file,
@@ -237,6 +238,9 @@ def _measure(args: argparse.Namespace) -> int:
     from tierplan.runtime.job import sigterm_interrupts
     from tierplan.runtime.measure.machine import measure_description
 
+    target = args.output or here_path()
+    if args.output is None:
+        check_writable(here_path().parent, f"{target}, where it is kept without -o")
     budget_s = args.budget_s or (THOROUGH_S if args.thorough else QUICK_S)
     folders = None if args.no_nvme else args.nvme_dir or ["."]
     with sigterm_interrupts(), progress_bar() as progress:
@@ -247,7 +251,6 @@ def _measure(args: argparse.Namespace) -> int:
             progress=progress,
             name=HERE if args.output is None else Path(args.output).stem,
         )
-    target = args.output or here_path()
     write_atomically(target, write_description(description))
     machine = build_machine(description)
     noted = description.notes

@@ -6,10 +6,10 @@ option(parser, "--seed N", "of weights", whole(0), 0)     any option, as its hel
 from __future__ import annotations
 
 import math
-import os
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, _ActionsContainer
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, TypeVar
 
 import shtab
@@ -172,7 +172,8 @@ def new_file(*suffixes: str) -> Callable[[str], str]:
             raise ArgumentTypeError(f"{text} is a folder; give the name of a file")
         if suffixes and path.suffix.lower() not in suffixes:
             raise ArgumentTypeError(f"{text!r} has no format that can be written; end it with {' or '.join(suffixes)}")
-        _check_writable(path.parent, text)
+        if path.is_file() or not path.exists():  # what is no file, as /dev/stdout, is written to as it is
+            check_writable(path.parent, text)
         return text
 
     return read
@@ -180,14 +181,21 @@ def new_file(*suffixes: str) -> Callable[[str], str]:
 
 def new_folder(text: str) -> str:
     """The path of a folder that is there, or that can be made."""
-    _check_writable(Path(text), text)
+    check_writable(Path(text), text)
     return text
 
 
-def _check_writable(folder: Path, text: str) -> None:
-    """Refuses what lies below a file, or in a folder that one may not write to."""
+class NotWritableError(ArgumentTypeError, OSError):
+    """Of a place that an argument gives, or that is taken without one."""
+
+
+def check_writable(folder: Path, text: str) -> None:
+    """Refuses what lies below a file, or in a folder where nothing can be written: that is tried."""
     there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     if not there.is_dir():
-        raise ArgumentTypeError(f"cannot write {text}: {there} is a file, not a folder; give another place")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ArgumentTypeError(f"cannot write {text}: no permission to write in {there}; give another place")
+        raise NotWritableError(f"cannot write {text}: {there} is a file, not a folder; give another place")
+    try:
+        TemporaryFile(dir=there).close()
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise NotWritableError(f"cannot write {text}: {reason} in {there}; give another place") from None
