@@ -168,6 +168,17 @@ def peaks(memory: Iterable[MemoryEvent], tiers: Iterable[str]) -> dict[str, int]
     return peak
 
 
+@contextlib.contextmanager
+def name_in_errors(file: str | os.PathLike[str]) -> Iterator[None]:
+    """What the system says here of a file without its name, as that its disk is full, it says of this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(file)) from error
+
+
 def write_atomically(path: str | os.PathLike[str], *parts: str | bytes | memoryview) -> None:
     """Replaces the file's content in one step: a reader sees the old content or the new, never a part.
 

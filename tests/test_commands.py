@@ -226,3 +226,17 @@ def test_commands_work_without_docstrings(capsys: pytest.CaptureFixture[str], mo
     for argv in (["--help"], ["plan", "--help"]):
         with pytest.raises(SystemExit, match="0"):
             main(argv)
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_a_standard_output_on_a_full_disk_is_named(more: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "tierplan", "validate", "--list", *more], stdout=full, stderr=subprocess.PIPE,
+            text=True, check=False, env={**os.environ, "PYTHONUNBUFFERED": ""},
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr == (
+        "tierplan validate: the standard output: no space left on device; give another file or folder, or make this "
+        "one usable\n"
+    )

@@ -20,8 +20,10 @@ from tierplan.commands import COMMANDS
 from tierplan.commands.options.arguments import add_json
 from tierplan.commands.options.help import Formatter
 from tierplan.commands.options.not_yet import nearest
+from tierplan.commands.options.terminal import STDOUT
 from tierplan.hwmodels.extras import words_of_missing
 from tierplan.sim.output.text import wrapped
+from tierplan.sim.trace import name_in_errors
 
 USER_ERRORS = (ValueError, OSError, RuntimeError, ModuleNotFoundError)
 """What a user can cause: shown as one line, without a traceback (set TIERPLAN_DEBUG=1 to see it)."""
@@ -65,19 +67,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         kind = "option" if unknown[0].startswith("-") else "argument"
         args.parser.error(f"no {kind} {unknown[0]}")
     try:
-        return int(args.run(args))
+        status = int(args.run(args))
+        with name_in_errors(STDOUT):
+            sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         print("tierplan: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 1
     except USER_ERRORS as error:
         if os.environ.get("TIERPLAN_DEBUG"):
             raise
+        if isinstance(error, OSError) and error.filename == STDOUT:
+            _drop_output()
         message = message_of(error)
         print(for_reader(f"tierplan {args.command}: {message}{nearest(message)}"), file=sys.stderr)
         return 1
+
+
+def _drop_output() -> None:
+    """What is left of it: Python would write that at its end, and fail once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def command_parser() -> Parser:

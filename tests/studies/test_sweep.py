@@ -21,7 +21,7 @@ import pytest
 
 from tests.configs import config_of
 from tests.validation.calibration.test_known import calibration_of
-from tierplan.cli import command_parser, main
+from tierplan.cli import command_parser, main, message_of
 from tierplan.commands.options.scenario import read_point
 from tierplan.hwmodels import load_description, load_machine
 from tierplan.hwmodels.catalog import here_path
@@ -175,6 +175,20 @@ def test_a_row_names_the_extra_whose_package_is_not_installed() -> None:
     assert {row["error"] for row in rows} == {"this needs torch, which is not installed; install tierplan[runtime]"}
     with pytest.raises(ModuleNotFoundError, match="no_such_package"):
         sweep(grid(2)[1:], untraced)
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = sweeping._ResultsFile.__init__
+
+    def on_a_full_disk(self: sweeping._ResultsFile, folder: Path, versions: Mapping[str, str]) -> None:
+        begin(self, folder, versions)
+        self.file.close()
+        self.file = Path("/dev/full").open("a", encoding="utf-8")  # noqa: SIM115
+
+    monkeypatch.setattr(sweeping._ResultsFile, "__init__", on_a_full_disk)
+    with pytest.raises(OSError, match="No space left") as error:
+        sweep(grid(2), cost, out_dir=tmp_path, num_workers=1)
+    assert message_of(error.value).startswith(f"{tmp_path / 'results.jsonl'}: no space left on device; give another f")
 
 
 def test_a_mistake_in_the_code_is_not_a_result() -> None:

@@ -36,7 +36,7 @@ import tierplan
 from tierplan.hwmodels.extras import words_of_missing
 from tierplan.sim.compiled.compiler import is_kept
 from tierplan.sim.compiled.rules import execute
-from tierplan.sim.trace import write_atomically
+from tierplan.sim.trace import name_in_errors, write_atomically
 from tierplan.studies.evaluate import best_plan, evaluate_point, files_of
 from tierplan.studies.study import Point
 
@@ -124,7 +124,7 @@ def sweep(
         tqdm.write(f"{results_file.path}: {num_old} points {since} are computed anew", sys.stderr)
     with ExitStack() as stack:
         if results_file:
-            stack.enter_context(results_file.file)
+            stack.callback(results_file.close)
         bar = stack.enter_context(
             tqdm(total=len(points), initial=len(points) - len(missing), unit="point", disable=not progress)
         )
@@ -290,8 +290,13 @@ class _ResultsFile:
 
     def add(self, key: str, row: Row) -> None:
         record = {"key": key, "version": self.versions[key], "row": row}
-        self.file.write(json.dumps(record, separators=(",", ":")) + "\n")
-        self.file.flush()
+        with name_in_errors(self.path):
+            self.file.write(json.dumps(record, separators=(",", ":")) + "\n")
+            self.file.flush()
+
+    def close(self) -> None:
+        with name_in_errors(self.path):
+            self.file.close()
 
 
 def write_table(rows: Sequence[Mapping[str, object]], path: str | os.PathLike[str]) -> None:

@@ -10,10 +10,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from tierplan.sim.output.text import wrapped
+from tierplan.sim.trace import name_in_errors
 
 if TYPE_CHECKING:
     from tierplan.planner.prediction import Prediction
 
+STDOUT = "the standard output"
+"""Its name in errors."""
 COLOURS = (
     r"(?P<green>^(Yes|Normal)\b.?)",
     r"(?P<red>^(No|Not normal)[:.])",
@@ -35,7 +38,7 @@ def say(*lines: str) -> None:
     """Prints lines; on a terminal with colours (unless NO_COLOR is set)."""
     text = "\n".join(lines)
     if not sys.stdout.isatty():
-        print(text)
+        _print(text)
         return
     from rich.console import Console
     from rich.text import Text
@@ -49,9 +52,14 @@ def say(*lines: str) -> None:
 def tell(args: argparse.Namespace, record: object, lines: Iterable[str]) -> None:
     """Prints what was found: as JSON where `--json` is given, else as lines."""
     if args.json:
-        print(json.dumps(record, indent=1))
+        _print(json.dumps(record, indent=1))
     else:
         say(*lines)
+
+
+def _print(text: str) -> None:
+    with name_in_errors(STDOUT):
+        print(text)
 
 
 @contextmanager
