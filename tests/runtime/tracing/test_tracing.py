@@ -255,7 +255,8 @@ DEEPSEEK = {"num_key_value_heads": 4, "first_k_dense_replace": 1, "n_routed_expe
 )
 def test_a_token_meets_the_experts_that_it_is_sent_to(raw: dict[str, object], num_experts: int, chosen: int) -> None:
     """However the class calls their number, and whether the config says it; counted in the model's own parameters."""
-    training = training_of("bf16")
+    of_images = "vision_model.*,multi_modal_projector.*" if "vision_config" in raw else ""
+    training = training_of("bf16", freeze=of_images)
     counts = {name: p.numel() for name, p in hollow_model(raw, training).named_parameters()}
     of_experts = sum(numel for name, numel in counts.items() if ".experts." in name)
     workload = trace_config("x", raw, training)
