@@ -35,7 +35,9 @@ def refusals_of_transformers(raw: Mapping[str, object], training: Training) -> I
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         if str(frame.f_globals.get("__name__")).startswith("tierplan."):
             raise
-        unknown = [name for name, value in _values(raw) if isinstance(error, KeyError) and error.args == (value,)]
+        unknown = [
+            name for name, value in _named_settings(raw) if isinstance(error, KeyError) and error.args == (value,)
+        ]
         what = f"{unknown[0]} is {error}, which it does not know; " if unknown else ""
         what = what or f"{type(error).__name__}: {' '.join(str(error).split())}; "
         layers = ", or name the layers of adapters (targets=q_proj+v_proj)" if training.lora else ""
@@ -45,11 +47,11 @@ def refusals_of_transformers(raw: Mapping[str, object], training: Training) -> I
         ) from error
 
 
-def _values(raw: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+def _named_settings(raw: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """Names and values of a config, those of its parts, too."""
     for name, value in raw.items():
         if isinstance(value, Mapping):
-            yield from _values(value)
+            yield from _named_settings(value)
         else:
             yield name, value
 
@@ -85,8 +87,8 @@ def experts_of(config: Any) -> dict[str, int]:
     """How many experts a block has, and how many of them a token is sent to, under the names of `Workload.num_active`;
     nothing of a model without experts."""
     text = config.get_text_config()
-    found = {name: getattr(text, name, None) for name in (*EXPERTS, "num_experts_per_tok")}
-    return {name: value for name, value in found.items() if isinstance(value, int)}
+    counts = {name: getattr(text, name, None) for name in (*EXPERTS, "num_experts_per_tok")}
+    return {name: count for name, count in counts.items() if isinstance(count, int)}
 
 
 def model_class(config: Any) -> type[nn.Module]:
