@@ -145,7 +145,7 @@ def _traced(
             raise
         raise WorkloadError(
             f"{name} uses what it gave to a block again behind it, such as a residual that is added outside of the "
-            "blocks; let blocks do that"
+            "blocks, or inputs of each layer (Gemma 3n and 4), which no plan can say; let blocks of your own do that"
         ) from error
     return tracer
 

@@ -4,7 +4,7 @@
     read_config(model)                 the config behind a path or a name
     named_models()                     the names that the package knows
 
-`tierplan.runtime.tracing` makes the same by running the model's class on fake tensors, for any family.
+`tierplan.runtime.tracing` makes the same by running the model's class on fake tensors, for most families.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def read_config(model: str | Path, training: Training) -> tuple[str, dict[str, o
             common[POSITIONS[kind]] = training.sequence_length
         return asked, {**common, **dict.fromkeys(NO_DROPOUT.get(kind, ()), 0.0), **config}
     if path.suffix == ".gguf" or (not file.is_file() and any(path.glob("*.gguf"))):
-        raise WorkloadError(f"{file} holds weights of llama.cpp (GGUF); give the config.json of the model they are of")
+        raise WorkloadError(f"{model} holds weights of llama.cpp (GGUF); give the config.json of the model they are of")
     adapters = path / "adapter_config.json"
     if not file.is_file() and adapters.is_file():
         raise WorkloadError(
@@ -294,6 +294,6 @@ def family_of(raw: Mapping[str, object]) -> Family:
     if model_type not in SUPPORTED:
         raise NotCovered(
             f"model_type {model_type!r} has no closed forms here; there are some for {', '.join(SUPPORTED)}. "
-            "Tracing (--exact) covers every transformer class of `transformers`"
+            "Tracing (--exact) covers most other classes of `transformers`; docs/limits.md says which it does not"
         )
     return SUPPORTED[str(model_type)]

@@ -58,7 +58,9 @@ def _list(args: argparse.Namespace) -> int:
     models = named_models()
     from_where = {name: str(c.get("source", "its paper")).rpartition(".co/")[2] for name, c in models.items()}
     rows = [(name, str(c["model_type"]), from_where[name]) for name, c in models.items()]
-    forms = f"By closed forms: {', '.join(SUPPORTED)}. Every other transformer class of `transformers` is traced."
+    forms = (
+        f"By closed forms: {', '.join(SUPPORTED)}. Others of `transformers` are traced, but for a few (docs/limits.md)."
+    )
     tell(args, models, [*columns([("name", "model_type", "from"), *rows]), "", *wrapped(forms)])
     return 0
 
