@@ -382,10 +382,17 @@ class PackPlan:
             borders = [0, *(b for _, b in runs)]
             if [a for a, _ in runs] != borders[:-1] or borders[-1] != end or any(a >= b for a, b in runs):
                 raise PlanError(f"{name} packs {runs} do not cover units 0 to {end} one after the other")
-        if (packs.devices == 1 or packs.own_memory) and any(unit.shares for unit in workload.units[:-1]):
+        if (packs.devices == 1 or packs.is_executed) and any(unit.shares for unit in workload.units[:-1]):
             raise PlanError(
                 f"{workload.name} has units between its blocks that share parameters, as encoder-decoders do; packs "
                 "are for chains of blocks: choose another policy"
+            )
+        if packs.devices > 1 and packs.is_executed and packs.form != "data" and workload.first_with_more is not None:
+            raise PlanError(
+                f"plan {self.policy!r} is a pipeline, whose devices send each other one tensor of activations, but at "
+                f"unit {workload.first_with_more!r} of {workload.name} others go from unit to unit, such as in tuples, "
+                "or in lists and dictionaries that blocks fill; have each block take and return one tensor, or choose "
+                "a policy without stages (ddp, zero-3, harmony-dp)"
             )
 
 

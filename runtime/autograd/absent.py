@@ -92,6 +92,17 @@ def results_alone(
     return results, hand_back
 
 
+def refuse_more(name: str, leaves: Sequence[torch.Tensor]) -> None:
+    """Raises `ModelError` where a stage would begin with other tensors than the activations alone."""
+    if len(leaves) > 1:
+        raise ModelError(
+            f"unit {name!r}, with which a stage of the pipeline begins, is handed {len(leaves)} tensors by the unit "
+            "before it (in a tuple, or in lists and dictionaries that blocks fill), but devices send each other one "
+            "tensor of activations; have each block take and return one tensor, or choose a plan without stages "
+            "(ddp, zero-3, harmony-dp)"
+        )
+
+
 def refuse_count(whose: str, before: PlainState, now: PlainState) -> None:
     """Raises `ModelError` where forward, which another turn runs too, perhaps on another rank, has changed a plain
     value by which it may compute."""

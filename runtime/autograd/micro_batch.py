@@ -23,7 +23,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from tierplan.hwmodels.names import COMPUTE
-from tierplan.runtime.autograd.absent import Absent, refuse_count, results_alone
+from tierplan.runtime.autograd.absent import Absent, refuse_count, refuse_more, results_alone
 from tierplan.runtime.autograd.containers import HandBack, Lent
 from tierplan.runtime.autograd.cuts import Leaves, Root, backward_from, check_cut, check_read, cut, handed_over
 from tierplan.runtime.autograd.flow import Flow
@@ -115,7 +115,8 @@ class MicroBatchRun:
             self.device.seed(self.seed)
         self._go_on()
         self._at, self.rng = self.own.start, tuple(rng)
-        return self.runs[self._at].leaves
+        refuse_more(self.units[self._at].name, leaves := self.runs[self._at].leaves)
+        return leaves
 
     def run_forward(self, index: int, goes_on: Callable[[], bool] | None = None, *, is_in_one: bool = False) -> None:
         """Runs the model up to the end of this unit, and of those with which it goes on.

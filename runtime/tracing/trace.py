@@ -217,12 +217,14 @@ class _Tracer:
         self.recording, self.saving = ExitStack(), ExitStack()
         """Under the recorder, and in front of backward its hooks for what is saved."""
         self.given: list[torch.Tensor] = []
+        self.first_with_more: str | None = None
         self.ran = 0
 
     def workload(self, name: str, model_type: str, **more: Any) -> Workload:
         """What `run` has seen."""
         units = tuple(replace(u, shapes=tuple(in_flat_order(u.shapes, lambda shape: shape))) for u in self.units)
         shared_bytes = sum(self.shared.values())
+        more["first_with_more"] = self.first_with_more
         return Workload(
             name=name, model_type=model_type, training=self.training, units=units, shared_bytes=shared_bytes, **more
         )
@@ -308,6 +310,7 @@ class _Tracer:
             if id(t) not in self.cuts:
                 self.cuts[id(t)] = (t, t.detach().requires_grad_(t.requires_grad) if t.is_floating_point() else t)
         cut = [self.cuts[id(x)][1] if isinstance(x, torch.Tensor) else x for x in leaves]
+        self._note_more(f"L{i}", (t for t in tensors_in(cut) if t.requires_grad))
         mine = [as_made_before(x) if isinstance(x, torch.Tensor) else x for x in cut]
         new_args, new_kwargs = nested(mine)
         strides = tuple(() if t.is_contiguous() else t.stride() for t in tensors_in(mine))
@@ -323,6 +326,7 @@ class _Tracer:
             looks = [_look(x, position) for x in out_leaves]
             out_tensors = tensors_in(out_leaves)
             results = [t for t in out_tensors if t.grad_fn is not None]
+            self._note_more(f"L{i}", (t for t in out_tensors if id(t) not in position))
             handed = [] if results else [t for t in out_tensors if t.is_floating_point()][:1]
             del out, out_leaves, out_tensors, lent, new_args, new_kwargs
             inside = [f"{self.prefix}{name}" for name, _ in block.named_parameters()]
@@ -372,6 +376,7 @@ class _Tracer:
         """
         recorder = self.recorder
         assert recorder is not None
+        self._note_more(name, results)
         self.saving.close()  # the recorder goes on, for backward
         given = (*results, *handed)[:1]
         out_bytes = 0 if kind == "head" else sum(t.untyped_storage().nbytes() for t in given)
@@ -419,6 +424,11 @@ class _Tracer:
         )
         self.units.append(unit)
         return unit
+
+    def _note_more(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
+        """What a unit of this name gets, or gives, is one tensor in a chain of units."""
+        if self.first_with_more is None and len({id(t) for t in tensors}) > 1:
+            self.first_with_more = name
 
     def _share(self, recorder: UnitRecorder, given: Sequence[torch.Tensor], *more: Sequence[torch.Tensor]) -> int:
         """Bytes that this part made for several units: masks, rotary tables, encoder states. They outlive it."""

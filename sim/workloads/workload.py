@@ -373,6 +373,9 @@ class Workload(Shown):
     """Tensors made once per micro-batch and used by every block (masks, rotary tables): on the device throughout."""
     config: Mapping[str, object] = field(default_factory=dict)
     """The `config.json` it came from: what the runtime builds the model from."""
+    first_with_more: str | None = field(default=None, repr=False, compare=False)
+    """The first unit, if there is one, that gets or gives other tensors beside the activations that go from each to the
+    next: some with a gradient, or a block's without one. Only a trace looks for it."""
     computed_for: Training | None = field(default=None, repr=False, compare=False)
     """The settings that the amounts were computed for; None stands for `training`, and becomes it."""
 
@@ -460,7 +463,7 @@ class Workload(Shown):
     def record(self) -> dict[str, object]:
         """The workload as JSON values."""
         record = asdict(self)
-        del record["computed_for"]  # which says settings twice
+        del record["computed_for"], record["first_with_more"]  # settings again, and what a new trace finds
         return record
 
     def rows(self) -> list[dict[str, object]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,12 +12,17 @@ import torch
 from torch import nn
 
 from tests.runtime.models import VOCABULARY, bind_all, make_batches, make_model
+from tests.runtime.ranks.test_ranks import several
+from tests.runtime.test_trainer import CPU
+from tierplan.planner.plan_rules import PlanError
+from tierplan.planner.policies import decide
 from tierplan.runtime.autograd.hooks import ModelHooks
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun
 from tierplan.runtime.autograd.nests import outside_storages
 from tierplan.runtime.autograd.units import ModelError, split_model
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.reference import loss_of, without_cache
+from tierplan.runtime.tracing.trace import trace_module
 from tierplan.sim.step import UnitSpec
 
 
@@ -28,6 +34,47 @@ class _Told(nn.Module):
     def forward(self, x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
         self.num_calls += self.counts
         return x + self.drop(torch.tanh(self.inner(x))) * m
+
+
+class _Mixed(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.inner, self.way = nn.Linear(8, 8), way
+
+    def forward(self, x: Any, more: Any) -> Any:
+        if self.way == "tuple":
+            x, more = x
+        elif self.way == "dictionary" and "first" in more:
+            x = x + more["first"]
+        y = x + torch.tanh(self.inner(x))
+        match self.way:
+            case "tuple":
+                return y, more + y.mean()
+            case "list":
+                more.append(y.mean())
+            case "dictionary":
+                more.setdefault("first", torch.sin(y))
+            case "mask":
+                return y * (more.pop() if more else 1), more.append((y.detach() > 0).float())
+        return y
+
+
+class _OfMixed(nn.Module):
+    """Its blocks hand on more than one tensor: in a tuple, or in a list or dictionary that they fill."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.embed, self.head, self.way = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY), way
+        self.layers = nn.ModuleList(_Mixed(way) for _ in range(4))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x, more = self.embed(input_ids), {} if self.way == "dictionary" else []
+        x = (x, x.mean()) if self.way == "tuple" else x
+        for layer in self.layers:
+            x = layer(x, more)
+            x = x[0] if self.way == "mask" else x
+        x, beside = x if self.way == "tuple" else (x, sum(more) if self.way == "list" else 0)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()) + 0.1 * beside
 
 
 class _Teller(nn.Module):
@@ -152,3 +199,28 @@ def test_a_block_that_counts_is_refused_where_its_forward_is_run_again() -> None
     assert loss_in_stages(model, (3, 6)) == plain_loss(model)
     with pytest.raises(ModelError, match=r"forward of 'L0' changes 'num_calls'"):
         loss_in_stages(model, (3, 6), is_first_of_two=True)
+
+
+OWN_MEMORY = {"host_memory": "own", "pack": 1}
+
+
+@pytest.mark.parametrize("way", ["tuple", "list", "dictionary", "mask", "t5"])
+def test_a_pipeline_of_blocks_that_hand_on_several_tensors_is_refused_when_it_is_planned(way: str) -> None:
+    """It was planned and simulated, and its first step said that the plan was of another model."""
+    model = make_model("t5", num_blocks=4) if way == "t5" else _OfMixed(way)
+    workload = trace_module(model, make_batches(1)[0], replace(CPU, gradient_accumulation_steps=2))
+    why = (
+        "chains of blocks" if way == "t5" else r"send each other one tensor of activations, but at unit '(embed|L0|L1)'"
+    )
+    for policy, options in [("megatron-pp", {}), ("harmony-pp", OWN_MEMORY)]:
+        with pytest.raises(PlanError, match=why):
+            decide(policy, workload, several(2), options).check(workload)
+    for policy in ("ddp", "zero-3", *(["harmony-dp"] if way != "t5" else [])):
+        decide(policy, workload, several(2), OWN_MEMORY if policy == "harmony-dp" else {}).check(workload)
+
+
+@pytest.mark.parametrize("way", ["tuple", "list"])
+def test_a_stage_that_begins_with_several_tensors_is_refused(way: str) -> None:
+    """The schedule may be of another model."""
+    with pytest.raises(ModelError, match=r"unit 'L2', with which a stage .* begins, is handed [23] tensors"):
+        loss_in_stages(_OfMixed(way), (3, 6))
