@@ -16,7 +16,8 @@ from tests.sim.random_schedules import schedules
 from tests.toys import toy_workload
 from tierplan.planner.lowering import lower
 from tierplan.planner.policies import decide
-from tierplan.sim.analysis.completion import completes
+from tierplan.sim.analysis.completion import completes, smallest_capacity_bytes
+from tierplan.sim.columns import unroll
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.ranks import RankError, ends_of_sends, joined_trace, rank_schedule, stages
 from tierplan.sim.schedule import Schedule
@@ -132,6 +133,26 @@ def test_stages_are_whole_and_complete_together(
             assert ended == {op.key for op in part.ops}
     joined = joined_trace([(simulate_on(part, machine), 0) for part in parts])
     assert {span.key: span.stream for span in joined.spans} == {op.key: op.stream for op in schedule.ops}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_share_the_host_by_what_each_needs(tied: bool) -> None:
+    """As the search says that executes each part with more and less of it."""
+    workload, machine = toy_workload(3, tied=tied, gradient_accumulation_steps=4), devices(2)
+    schedule = lower(decide("harmony-pp", workload, machine, {**OWN_MEMORY, "pack": 1}), workload, machine)
+
+    def parts(host_bytes: int) -> list[Schedule]:
+        tiers = [replace(t, capacity_bytes=host_bytes) if t.name == "host" else t for t in schedule.tiers]
+        return [rank_schedule(replace(schedule, tiers=tuple(tiers)), r) for r in range(2)]
+
+    needs = [smallest_capacity_bytes(unroll(part, 2), "host") or 0 for part in parts(1 << 50)]
+    enough = sum(needs) * 101 // 100
+    assert max(needs) > enough // 2
+    shares = [next(t.capacity_bytes for t in part.tiers if t.name == "host") for part in parts(enough)]
+    assert all(need <= share for need, share in zip(needs, shares, strict=True))
+    assert sum(shares) <= enough
+    with pytest.raises(RankError, match=r"has stages that need .* bytes in tier 'host', .* Raise the capacity"):
+        parts(sum(needs) * 99 // 100)
 
 
 def test_traces_of_ranks_are_one_of_their_schedule() -> None:
