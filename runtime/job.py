@@ -34,7 +34,7 @@ from tierplan.sim.output.text import format_bytes, format_error, wrapped
 from tierplan.sim.ranks import is_pipeline, joined_trace
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.schedule_file import load_schedule
-from tierplan.sim.trace import write_atomically
+from tierplan.sim.trace import Trace, write_atomically
 from tierplan.sim.workloads.models import read_config
 from tierplan.sim.workloads.workload import Training
 
@@ -219,6 +219,7 @@ def run_job(job: Job, *, show_progress: bool = False, ranks: Ranks | None = None
                 trace = result.trace
                 if ranks is not None:
                     trace = joined_trace(ranks.collect((trace, trainer.placement.executor.begun_ns)))
+                    result = _of_all(result, trace)
                 if rank == 0:
                     trace.save(job.out_dir / "trace.json")
             if (extra := trainer.num_steps_done - job.num_steps) > 0:
@@ -239,6 +240,13 @@ def run_job(job: Job, *, show_progress: bool = False, ranks: Ranks | None = None
                 was_stopped=was_stopped,
                 out_dir=job.out_dir,
             )
+
+
+def _of_all(result: RunResult, trace: Trace) -> RunResult:
+    """With what all ranks held and moved, by their joined trace."""
+    per_step: Any = trace.meta["bytes_per_step"]
+    moved_bytes = {stream: round(size * len(result.step_ends_s)) for stream, size in per_step.items()}
+    return replace(result, peak_bytes=trace.peak_bytes, moved_bytes=moved_bytes)
 
 
 def learning_rate(name: str, lr: float, *, num_steps: int, warmup_steps: int = 0) -> Callable[[int], float]:

@@ -14,6 +14,11 @@ from pathlib import Path
 from tierplan.runtime.ranks.group import LAUNCHED, RankDeath, Ranks
 
 
+def is_rank() -> bool:
+    """Whether this process was started as one of several: what a tool has left in the environment does not say so."""
+    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
 def start_ranks(num: int, arguments: Sequence[str]) -> int:
     """Runs `tierplan` with these arguments as so many ranks. Returns its exit status."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -47,7 +52,7 @@ def start_ranks(num: int, arguments: Sequence[str]) -> int:
 def own_ranks(name: str, *, num_threads: int | None = None) -> Iterator[Ranks | None]:
     """This process among the others that `torchrun` has started, if it has. An error ends it, and one rank says it,
     under this name. `num_threads` is as for `Ranks`."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if not is_rank():
         yield None
         return
     ranks = Ranks(num_threads)

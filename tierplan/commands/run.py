@@ -82,9 +82,10 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
     from tierplan.runtime.job import Job, run_job
-    from tierplan.runtime.ranks.launch import own_ranks, start_ranks
+    from tierplan.runtime.ranks.group import LAUNCHED
+    from tierplan.runtime.ranks.launch import is_rank, own_ranks, start_ranks
 
-    if args.devices is not None and "WORLD_SIZE" not in os.environ:
+    if args.devices is not None and not is_rank() and LAUNCHED not in os.environ:
         return start_ranks(args.devices, args.given)
 
     alike = (

@@ -54,6 +54,22 @@ def test_two_devices_train_as_one_with_two_micro_batches(files: Path) -> None:
 
 
 @pytest.mark.nightly
+def test_what_is_told_is_of_all_ranks(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the trace has it; also where a tool has left its number of ranks in the environment."""
+    workload = trace_config("tiny", json.loads((files / "config.json").read_text()), CPU)
+    schedule = lower(decide("zero-infinity", workload, several(2)), workload, several(2))
+    save_schedule(schedule, files / "plan.json")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    done = run(files, "--json", "--no-export")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)["this_session"]
+    assert told["peak_bytes"] == Trace.load(files / "two" / "trace.json").peak_bytes
+    assert told["peak_bytes"].keys() >= {"gpu0", "gpu1", "host", "nvme"}
+    for stream, size in schedule.bytes_moved().items():
+        assert size <= told["bytes"][stream] / 4 < 1.01 * size  # shards are rounded up
+
+
+@pytest.mark.nightly
 def test_ctrl_c_stops_all_ranks_and_the_run_goes_on(files: Path) -> None:
     write_plan_of_two(files)
     command = [sys.executable, "-c", START, *arguments(files, 60, "two", "--devices", "2")]
