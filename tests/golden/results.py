@@ -12,6 +12,7 @@ import json
 import platform
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -48,13 +49,14 @@ def compute(name: str, folder: Path) -> Result:
     }
 
 
+@cache
 def environment() -> dict[str, str]:
     """What else results depend on: sizes on torch and transformers, plans on the solver, losses on torch and the CPU.
 
-    The first three numbers are not to depend on the CPU; losses do, by the vector instructions that torch uses.
+    The first three numbers are not to depend on the CPU; losses do, by how torch computes there.
     """
     return {
-        "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {trainings.plain_gradients()[:16]}",
         "python": platform.python_version(),
         **{library: version(library) for library in LIBRARIES},
     }

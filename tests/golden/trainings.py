@@ -1,4 +1,8 @@
-"""Tiny real trainings: what they give to the last bit, on one thread and one kind of CPU."""
+"""Tiny real trainings: what they give to the last bit, on one thread and one kind of CPU.
+
+Processors with the same vector instructions may still add up in another order (by their caches, or units of their own):
+whether one does is seen in what PyTorch alone computes of the same models.
+"""
 
 from __future__ import annotations
 
@@ -88,6 +92,24 @@ def run(tiny: TinyTraining, folder: Path) -> dict[str, object]:
         learning_rate=lambda step: 0.01 / (step + 1),
     )
     return {"losses": [loss.hex() for loss in result.losses], "weights": _digest(model)}
+
+
+def plain_gradients() -> str:
+    """A hash of the gradients that PyTorch alone computes of all models and batches, on one thread."""
+    sha256, num_threads = hashlib.sha256(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for tiny in TRAININGS.values():
+            model = make_model(tiny.family, dropout=tiny.dropout, dtype=tiny.dtype)
+            for batch in make_batches(tiny.steps):
+                torch.manual_seed(0)
+                model(**batch).loss.backward()
+            for parameter in model.parameters():
+                parameter.data = parameter.grad
+            sha256.update(_digest(model).encode())
+    finally:
+        torch.set_num_threads(num_threads)
+    return sha256.hexdigest()
 
 
 def _digest(model: nn.Module) -> str:
