@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import pwd
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -158,6 +157,10 @@ def user_folder(variable: str, default: str) -> Path:
     ignored, as that asks for: it would be another one from each working folder. So is an empty `HOME`."""
     base = Path(os.environ.get(variable, ""))
     if not base.is_absolute():
-        home = os.environ.get("HOME", "~") or pwd.getpwuid(os.getuid()).pw_dir
+        home = os.environ.get("HOME", "~")
+        if not home:
+            import pwd  # which not every system has
+
+            home = pwd.getpwuid(os.getuid()).pw_dir
         base = Path(home).expanduser() / default
     return base / "tierplan"

@@ -38,7 +38,7 @@ class PlainState:
         for container, then in before.held:
             own = now.get(id(container), then)
             if isinstance(then, dict) and isinstance(own, dict):
-                plain = ((name, value) for name, value in then.items() if value is not None and _is_plain(value))
+                plain = ((k, v) for k, v in then.items() if v is not None and _is_plain(v) and v == v)  # but nan
                 if (name := next((name for name, value in plain if own.get(name, value) != value), None)) is not None:
                     return str(name)
             elif own != then:
