@@ -232,8 +232,7 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
             "is made again; call its gradient_checkpointing_disable(), and plan again"
         )
     outer: list[tuple[str, nn.ModuleList]] = []
-    of_text = model.get_decoder() if hasattr(getattr(model, "config", None), "text_config") else model  # type: ignore[operator]
-    inside = set(of_text.modules())
+    inside = set(_text_model(model).modules())
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or len(module) == 0 or module not in inside:
             continue
@@ -255,6 +254,14 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
             "last block are supported, as T5 is; take such a model, or one without an encoder"
         )
     return [(f"{name}.{i}", m) for name, blocks in outer if type(blocks[0]) is kind for i, m in enumerate(blocks)]
+
+
+def _text_model(model: nn.Module) -> nn.Module:
+    """Of a model of `transformers` for text beside images or sound, the part that text goes through; else the model."""
+    config = getattr(model, "config", None)
+    if not hasattr(config, "text_config") or getattr(config, "is_encoder_decoder", False):
+        return model
+    return getattr(model, "get_decoder", lambda: None)() or model
 
 
 def split_model(model: nn.Module, batch: Mapping[str, object]) -> list[ModelUnit]:

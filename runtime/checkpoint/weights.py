@@ -42,8 +42,6 @@ INDEX_NAME = "model.safetensors.index.json"
 SAVED_MODULE = ".modules_to_save.default."
 """In the names of what PEFT trains a copy of."""
 SAFETENSORS_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-
-
 LARGE = 2**27
 """Values of a tensor that is none but a parameter: no mask or table of positions is as large."""
 

@@ -24,7 +24,6 @@ from tests.random_plans import random_plan, with_updates_here
 from tests.runtime.models import make_batches, make_model, observed_workload
 from tests.runtime.ranks.pair import run_ranks
 from tests.runtime.test_coded_activations import RunAgain, with_blocks
-from tests.runtime.test_own_blocks import OfScaled
 from tests.runtime.test_trainer import CPU, machine
 from tests.toys import uniform_plan
 from tierplan.hwmodels.machine import Machine, Rate, Stream
@@ -40,7 +39,6 @@ from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.ranks.collectives import parameter_parts, shards_of
 from tierplan.runtime.ranks.group import RankDeath, Ranks
 from tierplan.runtime.reference import same_weights, train_plainly
-from tierplan.runtime.tracing.trace import trace_module
 from tierplan.runtime.trainer import Trainer
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.columns import unroll
@@ -456,43 +454,6 @@ def test_updates_that_are_late_and_pipelines_are_resumed(case: Case, tmp_path: P
     run_ranks(train_and_resume, 2, tmp_path, (1, 3), case)
     for found in run_ranks(train_and_resume, 2, tmp_path, None, case):
         assert found == []
-
-
-class OfCounting(OfScaled):
-    """Its blocks are told how often the model was called."""
-
-    num_calls = 0
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, t: float) -> torch.Tensor:
-        self.num_calls += 1
-        return super().forward(input_ids, labels, float(self.num_calls))
-
-
-def train_by_plain_values(ranks: Ranks) -> list[str]:
-    """What is wrong with pipelines of models that compute by plain values, the last of which is refused."""
-    torch.manual_seed(0)  # the same models on all ranks
-    ways: list[tuple[str, dict[str, object], nn.Module]] = [
-        ("megatron-pp", {}, OfScaled("count")),
-        ("megatron-pp", {}, OfCounting("number")),
-        ("harmony-pp", {**OWN_MEMORY, "pack": 1}, OfScaled("attribute")),
-        ("harmony-pp", {**OWN_MEMORY, "pack": 1}, OfCounting("number")),
-    ]
-    for policy, options, model in ways:
-        plain, batches = copy.deepcopy(model), [{**b, "t": 1.0 + k % 3} for k, b in enumerate(make_batches(4))]
-        workload = trace_module(copy.deepcopy(model), batches[0], replace(CPU, gradient_accumulation_steps=2))
-        schedule = lower(decide(policy, workload, several(2), options), workload, several(2))
-        with Trainer(schedule, model, optimizer=ADAM, ranks=ranks) as trainer:
-            trainer.run(batches, 2)
-            losses = list(trainer.result().losses)
-        if losses != train_plainly(plain, batches, steps=2, optimizer=ADAM, gradient_accumulation_steps=2):
-            return [f"{policy} with {type(model).__name__}({model.way}): losses differ"]
-    return ["nothing was refused"]
-
-
-def test_plain_values_are_those_of_plain_training_in_a_pipeline_or_refused() -> None:
-    """What was run a second time saw the count of the first."""
-    found = run_ranks(train_by_plain_values, 2)
-    assert any("forward of the model changes 'num_calls'" in str(one) for one in found), found
 
 
 @pytest.mark.nightly

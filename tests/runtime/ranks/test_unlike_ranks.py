@@ -1,4 +1,4 @@
-"""What one rank's micro-batches do and another's do not."""
+"""What one rank's micro-batches or stages do and another's do not."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.runtime.models import make_batches
 from tests.runtime.ranks.pair import run_ranks
 from tests.runtime.ranks.test_ranks import ADAM, OWN_MEMORY, several
+from tests.runtime.test_own_blocks import OfScaled
 from tests.runtime.test_trainer import CPU
 from tierplan.planner.lowering import lower
 from tierplan.planner.policies import decide
@@ -114,3 +116,40 @@ def train_counting(ranks: Ranks, policy: str) -> None:
 def test_buffers_that_each_device_would_change_for_itself_are_refused_by_name(policy: str) -> None:
     for error in run_ranks(train_counting, 2, policy):
         assert re.search(r"forward changes 'layers\.\d\.seen' .* each would change its own; plan for one", str(error))
+
+
+class OfCounting(OfScaled):
+    """Its blocks are told how often the model was called."""
+
+    num_calls = 0
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, t: float) -> torch.Tensor:
+        self.num_calls += 1
+        return super().forward(input_ids, labels, float(self.num_calls))
+
+
+def train_by_plain_values(ranks: Ranks) -> list[str]:
+    """What is wrong with pipelines of models that compute by plain values, the last of which is refused."""
+    torch.manual_seed(0)  # the same models on all ranks
+    ways: list[tuple[str, dict[str, object], nn.Module]] = [
+        ("megatron-pp", {}, OfScaled("count")),
+        ("megatron-pp", {}, OfCounting("number")),
+        ("harmony-pp", {**OWN_MEMORY, "pack": 1}, OfScaled("attribute")),
+        ("harmony-pp", {**OWN_MEMORY, "pack": 1}, OfCounting("number")),
+    ]
+    for policy, options, model in ways:
+        plain, batches = copy.deepcopy(model), [{**b, "t": 1.0 + k % 3} for k, b in enumerate(make_batches(4))]
+        workload = trace_module(copy.deepcopy(model), batches[0], replace(CPU, gradient_accumulation_steps=2))
+        schedule = lower(decide(policy, workload, several(2), options), workload, several(2))
+        with Trainer(schedule, model, optimizer=ADAM, ranks=ranks) as trainer:
+            trainer.run(batches, 2)
+            losses = list(trainer.result().losses)
+        if losses != train_plainly(plain, batches, steps=2, optimizer=ADAM, gradient_accumulation_steps=2):
+            return [f"{policy} with {type(model).__name__}({model.way}): losses differ"]
+    return ["nothing was refused"]
+
+
+def test_plain_values_are_those_of_plain_training_in_a_pipeline_or_refused() -> None:
+    """What was run a second time saw the count of the first."""
+    found = run_ranks(train_by_plain_values, 2)
+    assert any("forward of the model changes 'num_calls'" in str(one) for one in found), found
