@@ -17,6 +17,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -136,7 +137,8 @@ class Ranks:
             self.failure = error
             if not isinstance(error, RankFailure):
                 what = f"rank {self.rank} of {self.size} has failed: {type(error).__name__}: {error}"
-                self._store.compare_set("failed", "", what)
+                with suppress(RuntimeError):  # the store went with the rank that had it, and all end for that
+                    self._store.compare_set("failed", "", what)
 
     def is_first_to_say(self) -> bool:
         """Whether nobody else has told the user of the failure yet, or does."""

@@ -6,6 +6,7 @@ import copy
 import os
 import random
 import re
+import select
 import signal
 import time
 from collections import Counter
@@ -36,6 +37,7 @@ from tierplan.runtime.autograd.units import split_model
 from tierplan.runtime.execution.executable import executable_step
 from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.optim.adam import OptimizerSettings
+from tierplan.runtime.ranks import group
 from tierplan.runtime.ranks.collectives import parameter_parts, shards_of
 from tierplan.runtime.ranks.group import RankDeath, Ranks
 from tierplan.runtime.reference import same_weights, train_plainly
@@ -380,6 +382,17 @@ def train_and_fail(ranks: Ranks) -> None:
         trainer.run(make_batches(4 - ranks.rank), 2)
 
 
+def fail_alone(ranks: Ranks) -> None:
+    """Rank 0 ends, and the store with it; rank 1 fails of its own before it has seen that."""
+    group.WATCH_S = 1e3
+    time.sleep(0.3)  # the watcher waits as long from now on
+    if ranks.rank == 0:
+        os._exit(0)
+    for fd in ranks._watched:
+        select.select([fd], [], [])
+    raise ValueError("the reason of rank 1")
+
+
 def resume_and_train_all(ranks: Ranks, folder: Path) -> list[str]:
     from tests.runtime.ranks.torch_witness import unlike_torch  # which is of these cases
 
@@ -454,6 +467,12 @@ def test_updates_that_are_late_and_pipelines_are_resumed(case: Case, tmp_path: P
     run_ranks(train_and_resume, 2, tmp_path, (1, 3), case)
     for found in run_ranks(train_and_resume, 2, tmp_path, None, case):
         assert found == []
+
+
+def test_the_reason_of_a_rank_outlives_the_store() -> None:
+    found = run_ranks(fail_alone, 2)
+    assert found[0] == 0
+    assert repr(found[1]) == repr(ValueError("the reason of rank 1"))
 
 
 @pytest.mark.nightly
