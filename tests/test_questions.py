@@ -21,6 +21,7 @@ heavy = pytest.mark.nightly
 @pytest.fixture(autouse=True)
 def short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "OPS_PER_S", 300)
+    monkeypatch.setattr(budget, "DEFAULT_OPS", 3_000)
 
 
 def planned(capsys: pytest.CaptureFixture[str], *asked: str) -> dict[str, Any]:

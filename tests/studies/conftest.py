@@ -14,4 +14,5 @@ def short_searches() -> Iterator[None]:
     """A planner's second buys a few thousandths of what it does otherwise."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budget, "OPS_PER_S", 300)
+        patch.setattr(budget, "DEFAULT_OPS", 2_000)
         yield

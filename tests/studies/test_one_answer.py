@@ -111,9 +111,8 @@ def test_the_commands_print_the_same(
     assert limits[0] == limits[1] == limits[2]
 
 
-def test_what_is_used_in_full_is_no_part_of_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_used_in_full_is_no_part_of_the_answer(tmp_path: Path) -> None:
     """A quotient of two rates may be a little below 1."""
-    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 2_000)
     best = best_plan(question(random.Random(1), tmp_path / "0"))
     parts = (("gpu0", "capacity", 1 - 1e-9), ("host", "capacity", 0.5))
     plan = replace(best.result.plan, parts=parts)  # type: ignore[call-arg]
@@ -122,9 +121,8 @@ def test_what_is_used_in_full_is_no_part_of_the_answer(tmp_path: Path, monkeypat
     assert told == ["50 % of host (capacity)"]
 
 
-def test_policies_are_shown_in_the_division_that_suits_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_policies_are_shown_in_the_division_that_suits_each(tmp_path: Path) -> None:
     """What `plan` and `advise` say of a published system is what `compare-policies` says of it."""
-    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 2_000)
     rng, others = random.Random(1), set[tuple[int, int]]()
     for k in range(2):
         point = replace(question(rng, tmp_path / str(k)), sequences=4, semantics="")
@@ -137,9 +135,8 @@ def test_policies_are_shown_in_the_division_that_suits_each(tmp_path: Path, monk
     assert len(others) > 1
 
 
-def test_on_two_gpus_no_policy_is_quicker_in_any_division(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_two_gpus_no_policy_is_quicker_in_any_division(tmp_path: Path) -> None:
     """There one division is searched: gpt2 in 8 sequences took 88.2 ms where in-memory, in another one, takes 83."""
-    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 2_000)
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, "n_layer": 2}))
     overrides = {"gpu.count": 2}
     point = Point(model=str(tmp_path), machine="desktop-4090", overrides=overrides, sequences=8, seq=128)
@@ -154,10 +151,9 @@ def test_on_two_gpus_no_policy_is_quicker_in_any_division(tmp_path: Path, monkey
 
 @pytest.mark.parametrize(("sequences", "others"), [(1, "2"), (3, "2 or 4")])
 def test_what_gpus_cannot_divide_is_refused_by_name_and_not_trained_twice(
-    sequences: int, others: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sequences: int, others: str, tmp_path: Path
 ) -> None:
     """On 2 GPUs in-memory was shown in steps of 2 for one sequence, and thus looked quicker than the best plan."""
-    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 2_000)
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, "n_layer": 2}))
     overrides = {"gpu.count": 2}
     point = Point(model=str(tmp_path), machine="desktop-4090", overrides=overrides, sequences=sequences, seq=128)
@@ -184,9 +180,8 @@ def test_the_card_that_is_in_the_machine_changes_nothing() -> None:
     assert evaluate_point(machine)["step_s"] == evaluate_point(chosen)["step_s"]
 
 
-def test_two_gpus_are_never_slower_than_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_gpus_are_never_slower_than_one(tmp_path: Path) -> None:
     """The answer for one is among those for two, whatever the search for two finds."""
-    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 2_000)
     rng, num_idle = random.Random(14), 0
     for k in range(2):
         one = replace(question(rng, tmp_path / str(k)), machine="desktop-4090", planner_s=None, semantics="")
@@ -201,9 +196,8 @@ def test_two_gpus_are_never_slower_than_one(tmp_path: Path, monkeypatch: pytest.
     assert num_idle == 2, "two are quicker wherever this looks, so nothing is shown"
 
 
-def test_the_python_function_says_where_the_command_has_more_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_function_says_where_the_command_has_more_to_say() -> None:
     """`plan` has one machine and plans for all of it; whoever asks it for one GPU has what the command gives."""
-    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 2_000)
     overrides = {"gpu.count": 2, "link.p2p": "1 MB/s"}
     point = Point(model="gpt2", machine="server-8xh100", seq=128, accumulation=2, overrides=overrides)
     best = best_plan(point)
@@ -217,9 +211,8 @@ def test_the_python_function_says_where_the_command_has_more_to_say(monkeypatch:
     assert per_s[0] < per_s[1] == pytest.approx(per_s[2])
 
 
-def test_three_gpus_are_never_slower_than_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_three_gpus_are_never_slower_than_two() -> None:
     """Two sequences go to two GPUs evenly, and to three not at all: one of these is left idle."""
-    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 2_000)
     two = Point(model="gpt2", machine="laptop", sequences=2, devices=2)
     two_s, three = best_plan(two).result.step_s, best_plan(replace(two, devices=3)).result
     assert three.step_s <= two_s * (1 + 1e-9)
@@ -230,7 +223,6 @@ def test_three_gpus_are_never_slower_than_two(monkeypatch: pytest.MonkeyPatch) -
 
 def test_fewer_gpus_are_asked_only_for_what_all_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter is not asked because it may beat a half, which is slower than all."""
-    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 2_000)
     point = Point(model="gpt2", machine="server-8xh100", sequences=4, devices=4)
     all_per_s = best_plan(point).result.prediction.tokens_per_s
     assert all_per_s is not None
@@ -252,7 +244,6 @@ def test_fewer_gpus_are_asked_only_for_what_all_cannot(monkeypatch: pytest.Monke
 
 
 def test_where_nothing_fits_on_all_gpus_one_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 2_000)
     two = Point(model="gpt2", machine="laptop", sequences=2, devices=2)
     one = best_plan(replace(two, devices=1)).result
     on_all = evaluate._on_all
@@ -270,7 +261,6 @@ def test_where_nothing_fits_on_all_gpus_one_is_asked(monkeypatch: pytest.MonkeyP
 
 def test_a_look_at_fewer_gpus_is_a_plan_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the same work, no quicker than the best that is known of them by more than a search for a moment is worth."""
-    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 2_000)
     point = Point(model="gpt2", machine="server-8xh100", sequences=8, devices=4)
     best = best_plan(point)
     assert isinstance(best.result.plan, UnitwisePlan)

@@ -162,7 +162,6 @@ def test_page_and_advise_have_one_price_for_a_machine(
     found: list[Purchase] = []
     monkeypatch.setattr(advising, "purchases", lambda d, p: found.extend(purchases(d, p)) or [])
     monkeypatch.setattr(advising, "largest_model_of", lambda point: {"largest_model": ""})
-    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 2_000)
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, "n_layer": 2}))
     model, sizes = ["--model", str(tmp_path), "--seq", "64", "--sequences", "4"], (64, 96, 128, 192)
     asked = [

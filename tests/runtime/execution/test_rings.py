@@ -17,13 +17,13 @@ def test_steps_leave_nothing_that_only_a_collection_finds() -> None:
     schedule = lower(uniform_plan(workload, choice), workload, toy_machine())
     executor = Executor(schedule, lambda call: None, trace_steps=0)
     executor.run(2)
-    while gc.collect():  # what tests before have left may let go of more as it goes
-        pass
     gc.disable()
+    gc.freeze()  # what is there before, and what tests before this one have left
     try:
         executor.run(5)
         assert gc.collect() < len(schedule.ops)
     finally:
+        gc.unfreeze()
         gc.enable()
 
 
