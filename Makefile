@@ -7,7 +7,7 @@ TESTERS ?= 2
 # One thread in each process: two that wait for each other's threads are slower than one.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TESTERS) --dist worksteal
 
-.PHONY: demo gpu gpu-report gpu-wheels test docs figures nightly check lint types pytest clean help install
+.PHONY: demo gpu gpu-report gpu-wheels test docs figures nightly check lint types compiled pytest clean help install
 
 help:
 	@echo "make demo    install into $(VENV) when needed, then measure, plan, simulate, train and compare (about a minute)"
@@ -58,7 +58,9 @@ docs: $(STAMP)
 figures: $(STAMP)
 	$(BIN)/python -m docs.figures.make
 
-test: $(STAMP) lint types pytest
+test: $(STAMP) lint
+	$(MAKE) -j2 types compiled
+	$(PYTEST)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -66,6 +68,10 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
+
+# The simulator's machine code, which each process of the tests would make for itself; any question of several devices.
+compiled: $(STAMP)
+	$(BIN)/tierplan advise --quick --model gpt2 --machine roundpipe-8x4090 > /dev/null
 
 nightly: $(STAMP) lint types
 	$(PYTEST) -m "nightly or not nightly"

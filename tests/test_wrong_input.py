@@ -196,8 +196,9 @@ def test_an_answer_that_took_a_while_is_said_though_its_file_cannot_be_written(
     assert "tokens/s" in told.out
     assert "/dev/full" not in told.out
     assert "/dev/full: cannot be written: no space left on device" in told.err
-    assert main([*command, "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["fits"]
+    if more[0] == "plan":
+        assert main([*command, "--json"]) == 1
+        assert json.loads(capsys.readouterr().out)["fits"]
 
 
 def test_an_output_that_is_closed_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,7 @@ def run_ranks(
 def main(call: str) -> None:
     import torch
 
+    sys.modules["torchao"] = None  # type: ignore[assignment]  # transformers would load it where it is: two seconds
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     function, arguments = pickle.loads(Path(call).read_bytes())
     result: Any
