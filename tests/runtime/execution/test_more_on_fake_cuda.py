@@ -1,4 +1,4 @@
-"""On a device that is as late as CUDA allows: other models, packs and segments, which cross streams as others do."""
+"""On a device that is as late as CUDA allows: other models, frozen parameters, packs and segments, which cross streams as others do."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from tests.runtime.execution.test_policies_run import (  # noqa: F401
     test_packs_visit_the_device,
     test_segments_are_made_again_from_their_first_input,
 )
+from tests.runtime.optim.test_groups import test_frozen_parameters  # noqa: F401
 from tests.runtime.test_models import test_a_mixture_of_experts, test_t5  # noqa: F401
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.nightly]

@@ -15,7 +15,6 @@ from tests.runtime.checkpoint.test_commits import (  # noqa: F401
     test_resumed_training_is_uninterrupted_training,
 )
 from tests.runtime.execution.test_policies_run import test_a_policy_trains_bit_for_bit  # noqa: F401
-from tests.runtime.optim.test_groups import test_frozen_parameters  # noqa: F401
 from tests.runtime.test_coded_activations import (  # noqa: F401
     test_bits_are_those_of_plain_training_with_coded_tensors,
 )
