@@ -1,4 +1,4 @@
-"""On a device that is as late as CUDA allows: other models, frozen parameters, packs and segments, which cross streams as others do."""
+"""On a device as late as CUDA allows: more models, frozen parameters, packs and segments, which cross streams too."""
 
 from __future__ import annotations
 
