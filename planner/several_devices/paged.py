@@ -1,13 +1,14 @@
 """Lowering of paged devices: data parallelism in which weights are paged in and out for every single use.
 
 Each device works through its micro-batches, forward and backward, with recomputation. A unit's weights come in before
-each use and go out after it, and so do the gradients that it adds to. The update runs on the device, where weights,
-gradients and states come in and weights and states go out; gradients are all-reduced there. Nothing is prefetched: a
-page fault comes when the op before has ended.
+each use and go out after it, and so do the gradients that it adds to; a tied head uses the embedding's. The update runs
+on the device, where weights, gradients and states come in and weights and states go out; gradients are all-reduced
+there. Nothing is prefetched: a page fault comes when the op before has ended.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from operator import attrgetter
 
 from tierplan.hwmodels.machine import Machine
@@ -33,6 +34,8 @@ from tierplan.sim.contents import (
 from tierplan.sim.workloads.workload import Amounts, Unit, Workload, total_work
 
 Numbers = tuple[int, ...]
+Used = Mapping[str, Unit]
+"""Units whose bytes a unit uses, by what tells that use in keys from their own: nothing for itself."""
 
 
 def paged_columns(plan: PagedPlan, workload: Workload, machine: Machine) -> ScheduleColumns:
@@ -70,22 +73,27 @@ class _Paged(Builder):
             self._update(unit)
         return self.columns(tiers_of(self.machine), self.about)
 
-    def _page_in(self, kind: str, unit: Unit, r: int, *use: str) -> list[int]:
-        """The unit's bytes of this kind on the device; none where it has none."""
-        home = self.homes.get((kind, unit.name, r))
-        if home is None:
-            return []
-        key = (device_name, (op_key, (copy_key, "fetch", kind), unit.name, *use), r)
-        return [self.copy(key, h2d(r), home, device(r), after=self.last[r], unit=unit.name)]
+    def _used(self, unit: Unit) -> Used:
+        """The unit, and the one whose parameters it shares (a tied head: the embedding)."""
+        shared = next((other for other in self.workload.units if other.name == unit.shares), None)
+        return {"": unit, unit.name: shared} if shared else {"": unit}
 
-    def _page_out(self, kind: str, unit: Unit, r: int, pages: list[int], *use: str) -> None:
+    def _page_in(self, kind: str, used: Used, r: int, *use: str) -> dict[str, int]:
+        """Bytes of this kind on the device, of those units that have any."""
+        pages = {}
+        for by, unit in used.items():
+            if (home := self.homes.get((kind, unit.name, r))) is not None:
+                key = (device_name, (op_key, (copy_key, "fetch", kind), unit.name, *use, by), r)
+                pages[by] = self.copy(key, h2d(r), home, device(r), after=self.last[r], unit=unit.name)
+        return pages
+
+    def _page_out(self, kind: str, used: Used, r: int, pages: Mapping[str, int], *use: str) -> None:
         """Takes bytes on the device home, over what is there if anything is."""
-        for here in pages:
-            key = (device_name, (op_key, (copy_key, "offload", kind), unit.name, *use), r)
-            over = self.homes.get((kind, unit.name, r))
-            self.homes[kind, unit.name, r] = self.copy(
-                key, d2h(r), here, HOST, over=over, after=self.last[r], unit=unit.name
-            )
+        for by, here in pages.items():
+            name = used[by].name
+            key = (device_name, (op_key, (copy_key, "offload", kind), name, *use, by), r)
+            over = self.homes.get((kind, name, r))
+            self.homes[kind, name, r] = self.copy(key, d2h(r), here, HOST, over=over, after=self.last[r], unit=name)
 
     def _compute(
         self, key: Said, r: int, kind: str, work: Amounts, reads: Numbers, writes: Numbers, unit: Unit, m: int
@@ -99,12 +107,13 @@ class _Paged(Builder):
         x: list[int] = []  # inputs of units 1, 2, ...
         use = ("fwd", micro_batch_name(m))
         for u, unit in enumerate(units):
-            pages = self._page_in("params", unit, r, *use)
+            used = self._used(unit)
+            pages = self._page_in("params", used, r, *use)
             out = [self.buffer((Input, v.name, m), gpu, unit.output_bytes, "acts") for v in units[u + 1 : u + 2]]
             key = (forward_key, unit.name, m)
             work = self.buffer((Transient, key), gpu, unit.saved_bytes + unit.forward_work_bytes, "work")
-            self._compute(key, r, "forward", unit.forward, (*pages, *x[-1:]), (*out, work), unit, m)
-            self._page_out("params", unit, r, pages, *use)
+            self._compute(key, r, "forward", unit.forward, (*pages.values(), *x[-1:]), (*out, work), unit, m)
+            self._page_out("params", used, r, pages, *use)
             x += out
         dy: list[int] = []
         for u, unit in reversed(list(enumerate(units))):
@@ -113,34 +122,36 @@ class _Paged(Builder):
     def _backward(self, unit: Unit, r: int, m: int, x: list[int], dy: list[int]) -> list[int]:
         """One unit's recomputation and backward; the buffer with the gradient of its input."""
         gpu, key, use = device(r), (backward_key, unit.name, m), ("bwd", micro_batch_name(m))
-        pages, old = self._page_in("params", unit, r, *use), self._page_in("grads", unit, r, *use)
+        used = self._used(unit)
+        pages, old = self._page_in("params", used, r, *use), self._page_in("grads", used, r, *use)
         dx = [self.buffer((InputGradient, unit.name, m), gpu, unit.input_bytes, "acts")] if x else []
-        size = unit.num_parameters * self.workload.training.grad_bytes
-        grads = []
-        if size:
-            content = (Gradients, unit.name, None, r)
-            grads = [self.buffer(content, gpu, size, "grads", reuses=old[0] if old else None)]
+        grads = {}
+        for by, owner in used.items():
+            if size := owner.num_parameters * self.workload.training.grad_bytes:
+                grads[by] = self.buffer((Gradients, owner.name, None, r), gpu, size, "grads", reuses=old.get(by))
         work = self.buffer((Transient, key), gpu, unit.saved_bytes + unit.backward_work_bytes, "work")
         both = total_work((unit.forward, unit.backward))
-        self._compute(key, r, "backward", both, (*pages, *x, *dy, *old), (*dx, *grads, work), unit, m)
-        self._page_out("params", unit, r, pages, *use)
-        self._page_out("grads", unit, r, grads, *use)
+        reads, writes = (*pages.values(), *x, *dy, *old.values()), (*dx, *grads.values(), work)
+        self._compute(key, r, "backward", both, reads, writes, unit, m)
+        self._page_out("params", used, r, pages, *use)
+        self._page_out("grads", used, r, grads, *use)
         return dx
 
     def _update(self, unit: Unit) -> None:
         """All-reduces a unit's gradients and updates it, on every device that trained."""
         ranks = [r for r in range(self.n) if ("grads", unit.name, r) in self.homes]
-        own = {r: self._page_in("grads", unit, r, "update")[0] for r in ranks}
+        alone = {"": unit}
+        own = {r: self._page_in("grads", alone, r, "update")[""] for r in ranks}
         update_work = self.workload.training.update_work(unit)
         for r in ranks:
             grads, key = own[r], (device_name, op_key("all_reduce", unit.name), r)
             if len(ranks) > 1:
                 grads = add_all_reduce(self, key, grads, own.values(), unit=unit.name)
-            pages = {kind: self._page_in(kind, unit, r, "update") for kind in ("params", "states")}
-            old = [*pages["params"], *pages["states"]]
-            new = {kind: [self.over(page) for page in old_pages] for kind, old_pages in pages.items()}
-            writes = (*new["params"], *new["states"])
+            pages = {kind: self._page_in(kind, alone, r, "update") for kind in ("params", "states")}
+            old = [*pages["params"].values(), *pages["states"].values()]
+            new = {kind: {by: self.over(page) for by, page in old_pages.items()} for kind, old_pages in pages.items()}
+            writes = (*new["params"].values(), *new["states"].values())
             update = (attrgetter("update_key"), (States, unit.name, 0, 1, r))
             self._compute(update, r, "update", update_work, (grads, *old), writes, unit, 0)
             for kind, new_pages in new.items():
-                self._page_out(kind, unit, r, new_pages, "update")
+                self._page_out(kind, alone, r, new_pages, "update")

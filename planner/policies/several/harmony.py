@@ -5,7 +5,7 @@ and pass. Forward and backward have their own packs; the last backward pack does
 host just in time, when a pack's gradients have arrived, or with clipping, when all have. In pipelines the packs go
 round all GPUs ("wrap-around"), activations and their gradients from GPU to GPU; with data parallelism every GPU takes
 every pack with its part of the micro-batches, and gradients are all-reduced over the peer links. Weights cost 3 W minus
-the last pack, per pipeline or per data-parallel GPU.
+the last pack, per pipeline or per data-parallel GPU, where no head is tied.
 
 Packs of `pack` units, or (`pack=0`) those with the least time in simulation among packs of about equal compute that fit
 by Harmony's memory estimate: first backward packs, then forward packs. `memory_bytes` lowers what packs may use.

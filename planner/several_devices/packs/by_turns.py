@@ -2,9 +2,10 @@
 
 A *task* (`task.Task`) brings the pack's parameters in, takes the grouped micro-batches through, one ahead of compute
 (double buffers), and leaves: a forward task stashes the inputs from which backward tasks recompute, a backward task
-sends its gradients to host memory, where the pack is updated at once while the next task runs. Between tasks
-micro-batches stay on the device tier's links: over host memory on the same device, peer to peer between devices. Which
-moment each transfer may begin is given by `after` edges.
+sends its gradients to host memory, where the pack is updated at once while the next task runs. What a tied head makes of
+the embedding's gradient goes there, too, and is added before the embedding is updated. Between tasks micro-batches stay
+on the device tier's links: over host memory on the same device, peer to peer between devices. Which moment each transfer
+may begin is given by `after` edges.
 
 One op stands for a whole pack. That is enough to choose packs by; `unitwise` has the ops of each unit, for the
 runtime.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cache
-from itertools import pairwise, product
+from itertools import chain, pairwise, product, zip_longest
 from operator import attrgetter
 from typing import Any
 
@@ -37,6 +38,7 @@ from tierplan.sim.contents import (
     PackActs,
     Params,
     States,
+    TiedGradients,
     Transient,
     backward_key,
     copy_key,
@@ -69,13 +71,14 @@ class PackLowering(Builder):
         self.states_home: dict[str, int] = {}
         self.stash: dict[tuple[int, int], int | None] = {}  # (unit, micro-batch) -> its input in host memory
         self.handed: dict[tuple[str, int, int], int] = {}  # ("y" or "dx", unit, micro-batch) -> where it waits
-        self.arrived_grads: dict[int, list[int]] = {}  # by first unit of the backward pack
+        # by first unit of the backward pack, and as in `Task.grads`: gradients in host memory, of each device
+        self.arrived_grads: dict[tuple[int, str], list[int]] = {}
         self.flushed: list[int] = []  # ends of the turns that a round comes after
-        self.sums: dict[int, int] = {}  # by first unit of a backward pack: its gradients in host memory
         self.brought: dict[tuple[str, int, int], int | None] = {}  # as `handed`: host memory that is free when it came
         self.stash_at = dict.fromkeys(a for a, _ in self.packs.backward[:-1])  # first units, rising
         self.links = {stream.name for stream in machine.streams}
-        self.does = cache(PackSizes(workload).work)
+        self.sizes = PackSizes(workload)
+        self.does = cache(self.sizes.work)
         """With one micro-batch, by a pack's first unit and the one behind its last."""
         self.has_peers = any(parse_stream(link).task == "p2p" for link in self.links)
         self.leaving = {"s": self.packs.cleanup_s}
@@ -137,6 +140,7 @@ class PackLowering(Builder):
                 self._clean_up(task)
                 before[task.device] = task
             if tasks[0].is_final and not self.packs.late_updates:
+                self._add_shared(tasks[0])
                 (self._norms if self.packs.hold_updates else self._update)(tasks[0])
         if self.packs.hold_updates:
             self._coefficients()
@@ -170,9 +174,7 @@ class PackLowering(Builder):
 
     def shared_params(self, task: Task) -> list[str]:
         """Units whose parameters the task needs: its own, and those that it shares with a unit outside (tied head)."""
-        own = [u.name for u in task.units if u.num_parameters]
-        tied = [u.shares for u in task.units if u.shares and u.shares not in own]
-        return own + tied
+        return [u.name for u in (*task.units, *self.sizes.shared(task.first, task.end)) if u.num_parameters]
 
     # ---- one turn ----
 
@@ -326,14 +328,14 @@ class PackLowering(Builder):
         acts = self.buffer((PackActs, pack, m), gpu, does.saved_bytes, "acts")
         again = (recompute_key, pack, m)
         task.again.append(self._compute(again, "recompute", does.forward, [*task.params, x], [acts], units[0], m))
-        reads, backward = [*task.params, x, acts, dy, task.grads], (backward_key, pack, m)
+        reads, backward = [*task.params, x, acts, dy, *task.grads.values()], (backward_key, pack, m)
         writes = [self.buffer((Transient, backward), gpu, does.backward_bytes, "work")]
-        if task.grads is None:
-            size = sum(u.num_trained for u in units) * self.training.grad_bytes
-            task.grads = self.buffer(self._pack_gradients(task), gpu, size, "grads")
+        if task.grads:
+            task.grads = {name: self.over(old) for name, old in task.grads.items()}
         else:
-            task.grads = self.over(task.grads)
-        writes.append(task.grads)
+            made = self._gradients_of(task).items()
+            task.grads = {name: self.buffer(content, gpu, size, "grads") for name, (content, size) in made}
+        writes += task.grads.values()
         if task.first > 0:
             dx = self.buffer((InputGradient, units[0].name, m), gpu, units[0].input_bytes, "acts")
             writes.append(dx)
@@ -341,8 +343,14 @@ class PackLowering(Builder):
         if task.first > 0:
             self._leaves("dx", task.first, m, dx, task)
 
-    def _pack_gradients(self, task: Task) -> Said:
-        return Gradients, task.pack, None, task.device if self.packs.devices > 1 else None
+    def _gradients_of(self, task: Task) -> dict[str, tuple[Said, int]]:
+        """What a backward task makes, as in `Task.grads`: contents and bytes."""
+        of_pack = Gradients, task.pack, None, task.device if self.packs.devices > 1 else None
+        each = self.training.grad_bytes
+        made: dict[str, tuple[Said, int]] = {"": (of_pack, each * sum(u.num_trained for u in task.units))}
+        for unit in self.sizes.shared(task.first, task.end, is_trained=True):
+            made[unit.name] = (TiedGradients, unit.name, 0), each * unit.num_trained
+        return made
 
     def _compute(
         self,
@@ -362,24 +370,37 @@ class PackLowering(Builder):
 
     def _gradients(self, tasks: list[Task]) -> None:
         """All-reduces the gradients of a round (data) and takes them to host memory."""
-        grads = reduced = [task.grads for task in tasks if task.grads is not None]
-        if len(tasks) > 1:
-            keys = [(op_key, "all_reduce", self.name(task)) for task in tasks]
-            reduced = [add_all_reduce(self, key, own, grads) for key, own in zip(keys, grads, strict=True)]
         first = tasks[0].first
-        self.arrived_grads[first] = []
-        for task, buffer in zip(tasks, reduced, strict=True):
-            key, over = (op_key, copy_key("offload", "grads"), self.name(task)), self.sums.get(first)
-            self.arrived_grads[first].append(self.copy(key, d2h(task.device), buffer, HOST, over=over))
-            task.sent.append(self.last_op)
-        if self.packs.rounds > 1 or self.packs.late_updates:
-            self.sums[first] = self.arrived_grads[first][0]
+        for name in tasks[0].grads:
+            grads = reduced = [task.grads[name] for task in tasks]
+            if len(tasks) > 1:
+                keys = [(op_key, "all_reduce", name, self.name(task)) for task in tasks]
+                reduced = [add_all_reduce(self, key, own, grads) for key, own in zip(keys, grads, strict=True)]
+            sums = self.arrived_grads.get((first, name), [None])  # of earlier rounds, each of one device
+            self.arrived_grads[first, name] = []
+            for task, buffer, over in zip_longest(tasks, reduced, sums):
+                key = (op_key, copy_key("offload", "grads"), name, self.name(task))
+                self.arrived_grads[first, name].append(self.copy(key, d2h(task.device), buffer, HOST, over=over))
+                task.sent.append(self.last_op)
 
-    def _earlier_gradients(self, task: Task) -> int | None:
-        """Brings the sum of earlier rounds' gradients to the device, which adds to it."""
-        if not task.batches[0] or task.first not in self.sums:
-            return None
-        return self._fetch((op_key, "grads", self.name(task)), self.sums[task.first])
+    def _earlier_gradients(self, task: Task) -> dict[str, int]:
+        """Brings the sums of earlier rounds' gradients to the device, which adds to them."""
+        if not task.batches[0]:
+            return {}
+        sums = {name: own[0] for (first, name), own in self.arrived_grads.items() if first == task.first}
+        return {name: self._fetch((op_key, "grads", name, self.name(task)), own) for name, own in sums.items()}
+
+    def _add_shared(self, task: Task) -> None:
+        """Adds to the pack's gradients in host memory what packs behind it have made of its units' (a tied head)."""
+        for unit in task.units:
+            shares = [grads for (_, name), grads in self.arrived_grads.items() if name == unit.name]
+            if shares:
+                sums = self.arrived_grads[task.first, ""]
+                reads, new = [sums[0], *chain(*shares)], self.over(sums[0])
+                work = {"elementwise_bytes": 3 * len(shares) * unit.num_trained * self.training.grad_bytes}
+                self.op((op_key, "accumulate", unit.name), HOST_ADAM, "accumulate", work=work, reads=reads,
+                        writes=[new], unit=unit.name)  # fmt: skip
+                sums[0] = new
 
     def _clean_up(self, task: Task) -> None:
         """Ends the turn: the pack's parameters are freed, and in backward its gradients have left."""
@@ -442,8 +463,10 @@ class PackLowering(Builder):
         """
         for task in tasks:
             pack = task.units
-            size = sum(unit.num_trained for unit in pack) * self.training.grad_bytes
-            old = self.sums[task.first] = self.home(self._pack_gradients(task), HOST, size, "grads")
+            for name, (content, size) in self._gradients_of(task).items():
+                self.arrived_grads[task.first, name] = [self.home(content, HOST, size, "grads")]
+            self._add_shared(task)
+            (old,) = self.arrived_grads[task.first, ""]
             for unit in pack:
                 if not unit.num_trained:
                     continue
@@ -463,7 +486,7 @@ class PackLowering(Builder):
 
     def _arrived(self, task: Task, unit: Unit) -> tuple[list[int], list[int]]:
         """Gradients in host memory that a unit's update reads, and the ops that it comes after."""
-        return [*self.arrived_grads[task.first]], []
+        return [*self.arrived_grads[task.first, ""]], []
 
 
 def _update_key(unit: Unit) -> Said:

@@ -24,7 +24,7 @@ from tierplan.planner.several_devices.alike import first_for_all
 from tierplan.planner.several_devices.collectives import collective_work
 from tierplan.sim.columns import Float64, Int64
 from tierplan.sim.compiled.compiler import compiled
-from tierplan.sim.workloads.workload import Amounts, Workload, total_work
+from tierplan.sim.workloads.workload import Amounts, Unit, Workload, total_work
 
 INFINITE = float("inf")
 STEPS = 3
@@ -73,7 +73,7 @@ class PackSizes:
     def __init__(self, workload: Workload) -> None:
         units, training = workload.units, workload.training
         saved_bytes = [u.saved_bytes for u in units]
-        self.units = units
+        self.units, self._training = units, training
         self._forward_bytes = [saved + u.forward_work_bytes for u, saved in zip(units, saved_bytes, strict=True)]
         self._backward_bytes = [u.backward_work_bytes for u in units]
         # sums over all units before each
@@ -81,6 +81,8 @@ class PackSizes:
         self._input_bytes = [0, *accumulate(u.input_bytes for u in units)]
         self._params_bytes = [0, *accumulate(map(training.params_bytes, units))]
         self._grads_bytes = [0, *accumulate(u.num_trained * training.grad_bytes for u in units)]
+        number = {unit.name: u for u, unit in enumerate(units)}
+        self._shares = [(u, number[unit.shares]) for u, unit in enumerate(units) if unit.shares]
 
     def forward_bytes(self, first: int, end: int) -> int:
         """Beside what the forward of a micro-batch reads and hands over."""
@@ -95,14 +97,29 @@ class PackSizes:
         """Beside what backward reads and hands over."""
         return max(self._backward_bytes[first:end])
 
+    def shared(self, first: int, end: int, *, is_trained: bool = False) -> list[Unit]:
+        """Units outside whose parameters those of the pack use (a tied head: the embedding), or (`is_trained`) to whose
+        gradient they add."""
+        uses = [v for u, v in self._shares if v < first <= u < end and (self.units[u].adds_to_shared or not is_trained)]
+        return [self.units[v] for v in dict.fromkeys(uses)]
+
+    def params_bytes(self, first: int, end: int) -> int:
+        """Of all parameters that a pack computes with."""
+        shared = self.shared(first, end)
+        return self._params_bytes[end] - self._params_bytes[first] + sum(map(self._training.params_bytes, shared))
+
+    def grads_bytes(self, first: int, end: int) -> int:
+        """Of all gradients that a pack's backward makes: of its own parameters, and of what it shares."""
+        num_shared = sum(unit.num_trained for unit in self.shared(first, end, is_trained=True))
+        return self._grads_bytes[end] - self._grads_bytes[first] + num_shared * self._training.grad_bytes
+
     def held_bytes(self, phase: str, first: int, end: int) -> int:
         """What a pack (`fwd` or `bwd`) must hold at its fullest; what enters and leaves it is there twice."""
-        held = self._params_bytes[end] - self._params_bytes[first]
+        held = self.params_bytes(first, end)
         held += 2 * self.units[first].input_bytes + 2 * self.units[end - 1].output_bytes
         if phase == "fwd":
             return held + self.forward_bytes(first, end)
-        grads_bytes = self._grads_bytes[end] - self._grads_bytes[first]
-        return held + grads_bytes + self.saved_bytes(first, end) + self.backward_bytes(first, end)
+        return held + self.grads_bytes(first, end) + self.saved_bytes(first, end) + self.backward_bytes(first, end)
 
     def work(self, first: int, end: int) -> PackWork:
         pack = self.units[first:end]
@@ -178,14 +195,11 @@ class PackEstimate:
 
     def _pack(self, phase: str, first: int, end: int, at_once: int) -> _Pack:
         units, num = self.units[first:end], len(self.units)
-        own = {u.name for u in units}
-        tied = {u.shares for u in units if u.shares} - own
-        params_bytes = sum(self.training.params_bytes(u) for u in (*units, *(u for u in self.units if u.name in tied)))
         is_backward, is_last = phase == "bwd", phase == "bwd" and end == num
         border = units[-1].output_bytes if is_backward and not is_last else units[0].input_bytes
         gradients_s = 0.0
         if is_backward:
-            size = sum(u.num_trained for u in units) * self.training.grad_bytes
+            size = self.sizes.grads_bytes(first, end)
             gradients_s = self._copy_s(D2H, size, at_once)
             if at_once > 1:
                 gradients_s += self.machine.cost(collective(0), collective_work("all_reduce", size, at_once)).alone_s
@@ -196,7 +210,7 @@ class PackEstimate:
             end=end,
             is_backward=is_backward,
             is_last=is_last,
-            params_s=self._copy_s(H2D, params_bytes, at_once),
+            params_s=self._copy_s(H2D, self.sizes.params_bytes(first, end), at_once),
             first_s=self.work_s("fwd", first, end),
             second_s=self.work_s("bwd", first, end) if is_backward else 0.0,
             send_s=sum(self._copy_s(stream, border, at_once) for stream in down_and_up),

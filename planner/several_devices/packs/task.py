@@ -30,8 +30,8 @@ class Task:
     """The recomputation of each micro-batch, in backward."""
     params: list[int] = field(default_factory=list)
     """Buffers of its parameters on the device."""
-    grads: int | None = None
-    """The buffer with its gradients on the device, in backward."""
+    grads: dict[str, int] = field(default_factory=dict)
+    """Buffers with gradients on the device, in backward: the pack's own (`""`), and by unit what it adds to others'."""
     sent: list[int] = field(default_factory=list)
     """The ops that take those to host memory."""
     gone: int = -1

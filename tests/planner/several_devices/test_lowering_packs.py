@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Any
@@ -17,11 +18,12 @@ from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.policies import decide
 from tierplan.planner.policies.several.megatron import even_stages
 from tierplan.planner.prediction import predict_plan
+from tierplan.planner.several_devices.packs.estimate import PackEstimate, PackSizes
 from tierplan.runtime.execution.executor import Executor
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.columns import columns_of
 from tierplan.sim.pricing import simulate_on
-from tierplan.sim.schedule import Op, ScheduleError
+from tierplan.sim.schedule import Op, Schedule, ScheduleError
 from tierplan.sim.workloads.workload import Workload
 
 BLOCK = 3 * MIB
@@ -243,6 +245,71 @@ def test_going_on_is_for_pipelines_on_one_host_memory_and_is_not_executed() -> N
         replace(plan, packs=replace(plan.packs, form="data", late_updates=False)).check(WORKLOAD)
     with pytest.raises(ScheduleError, match=r"has next_devices, .*: this is simulated, and not executed"):
         Executor(lower(plan, WORKLOAD, two_gpus()), body=lambda call: None).run(2)
+
+
+TIED = toy_workload(4, gradient_accumulation_steps=4)
+OWN_HEAD = replace(TIED.units[-1], shares=None, num_parameters=1024 + 10 * MIB)
+UNTIED = replace(TIED, units=(*TIED.units[:-1], OWN_HEAD))
+"""With a head of its own, whose backward makes as large a gradient."""
+LATE: dict[str, Any] = dict(rounds=4, streams=True, late_updates=True, goes_on=True)
+
+
+@pytest.mark.parametrize(
+    ("form", "more", "num_rounds"),
+    [("pipeline", {}, 1), ("data", {}, 1), ("pipeline", ROUNDS, 2), ("pipeline", LATE, 4), ("data", ROUNDS, 2)],
+)
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_a_tied_heads_gradient_goes_to_host_memory_and_is_added_there(
+    form: Any, more: dict[str, Any], num_rounds: int, clip: float | None
+) -> None:
+    """Bytes by hand: 2 (P + E) leave in each round, and come again in all but the first. They are those of a head that
+    has its own matrix. The estimate knows them, and not that the host adds them up."""
+    if clip and (late := more.get("late_updates")):
+        pytest.skip(f"clips with late_updates={late}: refused")
+    num, used = TIED.num_parameters + 10 * MIB, 2 if form == "data" and num_rounds == 1 else 1
+    packs = Packs(form=form, devices=used if form == "data" else 2, forward=FORWARD, backward=BACKWARD,
+                  hold_updates=clip is not None, **more)  # fmt: skip
+    for workload in (TIED, UNTIED):
+        clipped = replace(workload, training=replace(workload.training, max_grad_norm=clip))
+        plan = PackPlan(policy="t", packs=packs)
+        schedule = lower(plan, clipped, two_gpus())
+        gone, come = bytes_of(schedule, "grads", "d2h"), bytes_of(schedule, "grads", "h2d")
+        assert (gone, come) == (2 * num * num_rounds * used, 2 * num * (num_rounds - 1) * used)
+        reduced = sum(op.work["ring2_bytes"] for op in schedule.ops if op.kind == "all_reduce")
+        assert reduced == (2 * num * used if used > 1 else 0)
+        estimated_s = PackEstimate(clipped, two_gpus()).step_s(packs)
+        assert packs.devices == 1 or workload is UNTIED or estimated_s < steady_state(schedule, two_gpus()).period_s
+        if workload is TIED:
+            ops, buffers = {op.key: op for op in schedule.ops}, schedule.buffers_by_name()
+            added = ops["accumulate/embed"]
+            assert added.work == {"elementwise_bytes": 3 * 2 * 10 * MIB}
+            assert sum(buffers[name].content == "tied/embed/mb0" for name in added.reads) == used
+            assert added.writes[0] in ops["update/embed"].reads
+            assert not clip or added.writes[0] in ops["norm/embed"].reads
+            made = [op for op in schedule.ops if op.kind == "backward" and op.unit == "head"]
+            held = [[buffers[name].size_bytes for name in op.writes if "tied" in name] for op in made]
+            assert held == [[2 * 10 * MIB]] * 4, "one sum, to which each micro-batch adds"
+    tied, own = PackSizes(TIED), PackSizes(UNTIED)
+    for phase, first in itertools.product(("fwd", "bwd"), range(1, 6)):
+        assert tied.held_bytes(phase, first, 6) == own.held_bytes(phase, first, 6)
+        assert tied.held_bytes(phase, 0, 6) == own.held_bytes(phase, 0, 6) - 2 * 10 * MIB * (2 if phase == "bwd" else 1)
+
+
+def test_a_tied_head_pages_the_embeddings_parameters_and_gradients() -> None:
+    """Bytes by hand, with 4 micro-batches on 2 devices: P + E twice for each, and P to be updated on each; gradients
+    come when something has been added to them, and for the update."""
+    num, tied = TIED.num_parameters, TIED.num_parameters + 10 * MIB
+    schedule = lower(PagedPlan(policy="test", devices=2), TIED, two_gpus())
+    params = [bytes_of(schedule, "params", link) for link in ("h2d", "d2h")]
+    grads = [bytes_of(schedule, "grads", link) for link in ("h2d", "d2h")]
+    assert params == [2 * (4 * 2 * tied + 2 * num)] * 2
+    assert grads == [2 * (4 * tied - 2 * num) + 2 * 2 * num, 2 * 4 * tied]
+
+
+def bytes_of(schedule: Schedule, kind: str, link: str) -> float:
+    buffers = schedule.buffers_by_name()
+    copies = [op for op in schedule.ops if op.stream.endswith(link) and buffers[op.reads[0]].kind == kind]
+    return sum(op.work["bytes"] for op in copies)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd:momentum=0.9", "sgd:momentum=0"])
