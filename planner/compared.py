@@ -82,11 +82,10 @@ class Compared:
             is_other_work = self.batches == "shared" and plan.num_batches > 1
             if is_other_work and name in NEED_SEVERAL_DEVICES:
                 continue
-            if isinstance(plan, UnitwisePlan):
-                tries = [replace(one, devices=1 if is_other_work else plan.devices) for one in untied(plan)]
-                fitting = (one for one in tries if len(tries) == 1 or self.simulate_plan(one).fits)
-                plan = next(fitting, tries[0])
-            yield name, plan, is_other_work
+            devices = 1 if is_other_work else plan.devices
+            tries = [replace(one, devices=devices) if isinstance(one, UnitwisePlan) else one for one in untied(plan)]
+            fitting = (one for one in tries if len(tries) == 1 or self.simulate_plan(one).fits)
+            yield name, next(fitting, tries[0]), is_other_work
 
     def results(self, names: Collection[str]) -> dict[str, Callable[..., PolicyResult]]:
         """What these reach, for whoever asks."""
@@ -110,8 +109,8 @@ class Compared:
             return of_work  # other work than was asked for; another search has it
         found = (self.simulate_plan.in_full if is_best else self.simulate_plan)(plan)
         same = is_same(plan, self.semantics)
-        if isinstance(plan, UnitwisePlan) and plan.sums_tied and found.fits:  # no rival where only this makes room
-            same = same and self.simulate_plan(replace(plan, sums_tied=False)).fits
+        if plan.sums_tied and found.fits:  # no rival where only this makes room
+            same = same and self.simulate_plan(next(untied(plan))).fits
         return replace(
             of_work,
             step_s=found.step_s,

@@ -15,7 +15,7 @@ from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.planner.lowering.tiling import with_batch
 from tierplan.planner.milp.amounts import Problem, problem
 from tierplan.planner.milp.bounds import Shortage, lower_bound, shortages
-from tierplan.planner.plan import UnitwisePlan, plain_semantics
+from tierplan.planner.plan import plain_semantics
 from tierplan.planner.plan_rules import Order, PlanError
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.several_devices.sharded import sharded
@@ -185,8 +185,7 @@ def largest_batch(make: Callable[[int], Workload], machine: Machine, *, below: i
         for name in TRIED:
             with suppress(PlanError, MachineError, WorkloadError):
                 tried = POLICIES[name](workload, machine, {})
-                asked = untied(tried) if isinstance(tried, UnitwisePlan) else [tried]  # as `plan` does
-                if any(simulate_plan(one).fits for one in asked):
+                if any(simulate_plan(one).fits for one in untied(tried)):  # as `plan` does
                     return True
         if not has_room(workload):
             return False

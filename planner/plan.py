@@ -262,6 +262,9 @@ class Packs:
     kept: tuple[int, ...] = ()
     """In stages that stay: blocks whose activations wait for backward, by number; others are made again from their
     inputs."""
+    sums_tied: bool = False
+    """In stages that stay: a tied head's gradients of all micro-batches are added up before they are sent to the
+    embedding's, once a step (Megatron's). Else each is, as in plain training."""
     own_memory: bool = False
     """Each device's process has host memory of its own, as ranks have, and is sent what another has made. Else all see
     one host memory, as Harmony's processes do."""
@@ -302,6 +305,10 @@ class PackPlan:
         return self.packs.devices
 
     @property
+    def sums_tied(self) -> bool:
+        return self.packs.sums_tied
+
+    @property
     def semantics(self) -> Semantics:
         if self.packs.stays or self.packs.hold_updates:
             return "exact-clip"
@@ -326,6 +333,11 @@ class PackPlan:
         for name in ("cleanup_s", "host_copy_bytes_per_s"):
             if not 0 <= (value := getattr(packs, name)) < float("inf"):
                 raise PlanError(f"plan {self.policy!r}: {name} is {value!r}; it must be a number of 0 or more")
+        if packs.sums_tied and not packs.stays:
+            raise PlanError(
+                f"plan {self.policy!r} says how tied gradients of stages are summed, but has form {packs.form!r}; use "
+                "form='resident' or leave out sums_tied"
+            )
         blocks = {u for u, unit in enumerate(workload.units) if unit.kind == "block"}
         if packs.kept and not (packs.stays and blocks.issuperset(packs.kept)):
             raise PlanError(
@@ -409,6 +421,7 @@ class PagedPlan:
     options: Mapping[str, object] = field(default_factory=dict)
     """The policy's own settings, for the record; lowering does not look at them."""
     kind: ClassVar[str] = "paged"
+    sums_tied: ClassVar[bool] = False
     overtaking: ClassVar[bool] = False
     semantics: ClassVar[Semantics] = "in-backward"
     num_batches: ClassVar[int] = 1
@@ -452,6 +465,6 @@ def other_numbers(plan: Plan) -> str:
     """Why the plan's numbers are not those of plain training; empty where they are, in some micro-batches."""
     if plan.semantics == "delayed-1":
         return "updates come a step late"
-    if isinstance(plan, UnitwisePlan) and plan.sums_tied:
+    if plan.sums_tied:
         return "a tied head's gradients are summed before the embedding's, which changes last bits"
     return ""

@@ -13,7 +13,7 @@ from typing import Any
 from tierplan.planner.milp.amounts import Problem
 from tierplan.planner.milp.modes import MODES, Mode
 from tierplan.planner.milp.rates import STATE_SHARDS
-from tierplan.planner.plan import Sharing, UnitPlan, UnitwisePlan
+from tierplan.planner.plan import PackPlan, Plan, Sharing, UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import ACTIONS, PLANNER, Place, UpdatePlace
 
 WINDOWS = ((1, 1, 1), (2, 2, 2), (1, 2, 2), (2, 1, 1), (3, 4, 3), (0, 0, 1), (1, 1, 4))
@@ -322,11 +322,15 @@ def loosened(plan: UnitwisePlan) -> UnitwisePlan:
     return replace(plan, strict_windows=False, updates_in_flight=0, write_back="at once", hold_updates=False)
 
 
-def untied(plan: UnitwisePlan) -> Iterator[UnitwisePlan]:
+def untied(plan: Plan) -> Iterator[Plan]:
     """The plan with the bits of plain training: as it is, or one micro-batch after the other where tied gradients of
     all of them have no room beside each other."""
-    yield replace(plan, sums_tied=False)
-    if plan.sums_tied:
+    if not plan.sums_tied:
+        yield plan
+    elif isinstance(plan, PackPlan):
+        yield replace(plan, packs=replace(plan.packs, sums_tied=False))
+    elif isinstance(plan, UnitwisePlan):
+        yield replace(plan, sums_tied=False)
         units = tuple(replace(unit, grads="host") if unit.grads == "device" else unit for unit in plan.units)
         own: dict[str, Any] = {"policy": PLANNER, "options": {}}  # no system does that
         yield replace(plan, sums_tied=False, order="horizontal", units=units, **own)

@@ -3,7 +3,8 @@
 `megatron-tp` cuts every operator (arXiv 1909.08053): all devices work on the same micro-batches with their share of
 every matrix. Activations are summed over devices twice per block, forward, backward and again where a block is
 recomputed, and compute waits for that. `megatron-pp` gives each device a stage of the chain (1F1B, arXiv 2104.04473),
-which is recomputed; where blocks do not divide evenly, the first and the last stage have fewer.
+which is recomputed; where blocks do not divide evenly, the first and the last stage have fewer. The gradient of a tied
+embedding, which the first and the last stage make, is added up once a step (`_allreduce_word_embedding_grads`).
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def _pipeline_parallel(workload: Workload, machine: Machine, given: Mapping[str,
             f"{len(workload.blocks)}; use fewer devices (option 'devices')"
         )
     stages = even_stages(len(workload.blocks), devices)
-    packs = Packs(form="resident", devices=devices, forward=stages[:-1], backward=stages)
+    sums_tied = devices > 1 and any(unit.shares and unit.adds_to_shared for unit in workload.units)
+    packs = Packs(form="resident", devices=devices, forward=stages[:-1], backward=stages, sums_tied=sums_tied)
     return PackPlan(policy=name, packs=packs, options=dict(options))
 
 

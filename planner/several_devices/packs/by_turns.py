@@ -2,10 +2,10 @@
 
 A *task* (`task.Task`) brings the pack's parameters in, takes the grouped micro-batches through, one ahead of compute
 (double buffers), and leaves: a forward task stashes the inputs from which backward tasks recompute, a backward task
-sends its gradients to host memory, where the pack is updated at once while the next task runs. What a tied head makes of
-the embedding's gradient goes there, too, and is added before the embedding is updated. Between tasks micro-batches stay
-on the device tier's links: over host memory on the same device, peer to peer between devices. Which moment each transfer
-may begin is given by `after` edges.
+sends its gradients to host memory, where the pack is updated at once while the next task runs. What a tied head makes
+of the embedding's gradient goes there, too, and is added before the embedding is updated. Between tasks micro-batches
+stay on the device tier's links: over host memory on the same device, peer to peer between devices. Which moment each
+transfer may begin is given by `after` edges.
 
 One op stands for a whole pack. That is enough to choose packs by; `unitwise` has the ops of each unit, for the
 runtime.

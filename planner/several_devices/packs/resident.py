@@ -8,8 +8,8 @@ neighbour by its link, or through the host at the rate of a ring of two; compute
 updates its own stages in the end.
 
 A tied head has a copy of the embedding's parameters: its share of their gradient goes to the first device with every
-micro-batch, whose sums are then those of plain training, and the updated parameters come back. At home, on the first
-device, it needs neither.
+micro-batch, whose sums are then those of plain training, or their sum goes there once a step (`sums_tied`, Megatron's);
+and the updated parameters come back. At home, on the first device, it needs neither.
 """
 
 from __future__ import annotations
@@ -172,8 +172,8 @@ class _Resident(Pipeline):
             _, _, acts = self._run("recompute", u, m, again, work=work, saved=RecomputedActs, hands_over=False)
         _, dx = self._unit_backward(u, m, [*params, x, acts, dy])
         owner = next((v for v, other in enumerate(self.units) if other.name == unit.shares), u)
-        if unit.adds_to_shared and self.own[owner] != self.at:
-            tied = self.units[owner].name, m
+        tied = self.units[owner].name, m
+        if self.own[owner] != self.at and tied in self.tied:
             self.tied[tied] = self._hand_over(self.tied[tied], self.own[owner], m)
             del self.may_begin[self.at]  # compute need not wait for what is needed much later
         return dx

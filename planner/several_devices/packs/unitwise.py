@@ -63,7 +63,7 @@ class _UnitwiseLowering(PackLowering):
     def __init__(self, plan: PackPlan, workload: Workload, machine: Machine) -> None:
         super().__init__(plan, workload, machine)
         self.grads: dict[str, int] = {}  # of a unit, accumulated so far
-        self.tied: dict[tuple[str, int], int] = {}
+        self.tied: dict[tuple[str, int], int] = {}  # of a unit, by the micro-batch in which it is added to its own
         self.by_name = {unit.name: unit for unit in self.units}
 
     def step(self) -> StepSpec:
@@ -151,16 +151,21 @@ class _UnitwiseLowering(PackLowering):
             dx = self.buffer((InputGradient, unit.name, m), gpu, unit.input_bytes, "acts")
             writes.append(dx)
         if unit.shares and unit.adds_to_shared:
-            size = self.by_name[unit.shares].num_trained * grad_bytes
-            self.tied[unit.shares, m] = self.buffer((TiedGradients, unit.shares, m), gpu, size, "grads")
-            writes.append(self.tied[unit.shares, m])
+            until = self.training.gradient_accumulation_steps - 1 if self.packs.sums_tied else m
+            size, sums = self.by_name[unit.shares].num_trained * grad_bytes, self.tied.get((unit.shares, until))
+            if sums is None:
+                tied = self.buffer((TiedGradients, unit.shares, m), gpu, size, "grads")
+            else:  # the new one is made beside it
+                tied, reads, work_bytes = self.over(sums), [*reads, sums], work_bytes + size
+            self.tied[unit.shares, until] = tied
+            writes.append(tied)
         if unit.num_trained:
-            tied = self.tied.pop((unit.name, m), None)
-            if tied is not None and self.tiers[tied] == HOST:
-                tied = self._fetch((TiedGradients, unit.name, m), tied, m=m)
+            shared = self.tied.pop((unit.name, m), None)
+            if shared is not None and self.tiers[shared] == HOST:
+                shared = self._fetch((TiedGradients, unit.name, m), shared, m=m)
             old = self.grads.get(unit.name)
-            reads = [*reads, tied, old]
-            earlier, content = tied if old is None else old, (Gradients, unit.name, m)
+            reads = [*reads, shared, old]
+            earlier, content = shared if old is None else old, (Gradients, unit.name, m)
             if earlier is not None:  # gradients are added to: these are there throughout, the new beside them
                 grads = self.over(earlier, content)
                 work_bytes = max(work_bytes, unit.accumulating_work_bytes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import islice
 from operator import length_hint
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ from tierplan.planner.results import PolicyResult
 from tierplan.planner.search import batches, budget
 from tierplan.planner.search.batches import _in_their_best, divisors, plan_sequences
 from tierplan.planner.search.lesser import Known
+from tierplan.planner.search.moves import untied
 from tierplan.planner.search.race import Racer, race
 from tierplan.sim.workloads.models import load_workload, workload_of
 from tierplan.sim.workloads.workload import Training, Workload
@@ -204,7 +204,7 @@ def test_after_the_first_round_bounds_count_more_than_steps() -> None:
 def test_policies_are_compared_in_all_divisions_where_the_race_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Micro-batches of one sequence each fit in the other order alone; Fuyou runs with all sequences in one, with other
     numbers than the search is of, which here tries nothing else in its place."""
-    monkeypatch.setattr(compared, "untied", lambda plan: [replace(plan, sums_tied=False)])
+    monkeypatch.setattr(compared, "untied", lambda plan: islice(untied(plan), 1))
     monkeypatch.setattr(budget, "OPS_PER_S", 1000)  # little work, and time enough on any computer
     config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 60, "n_head": 2, "n_positions": 8, "vocab_size": 50_000}
     config |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)

@@ -11,14 +11,19 @@ import pytest
 from tests.planner.several_devices.test_packs import with_device_bytes
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.plan import PackPlan, Packs
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import PackPlan, Packs, other_numbers
+from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.planning import plan
 from tierplan.planner.prediction import predict
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.planner.search.incumbents import Incumbents
+from tierplan.planner.search.moves import untied as untied_plans
 from tierplan.planner.several_devices.packs.search import runs_to
 from tierplan.planner.several_devices.packs.stages import StageEstimate, search_stages
+from tierplan.sim.ranks import SEND
+from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training, Workload
 
@@ -95,6 +100,42 @@ def test_the_estimate_is_what_is_simulated(num: int, at_home: bool) -> None:
         lacking_bytes, step_s = estimate.of(ends)
         assert not lacking_bytes
         assert simulate_plan(resident(num, ends, kept)).step_s == pytest.approx(step_s, rel=0.003)
+
+
+@pytest.mark.parametrize("accumulation", [4, 12])
+def test_megatron_sends_a_tied_heads_gradient_once_a_step(accumulation: int) -> None:
+    """Bytes by hand: 2 E to the first stage, and the new parameters back; so a step is about as long as with a head of
+    its own, whose update is on its own stage. The planner's stages send it for each micro-batch, as plain training adds
+    it up, or have it at home; and what is a candidate of theirs has those sums, too."""
+    training = Training(gradient_accumulation_steps=accumulation, sequence_length=512, dtype="bf16", backend="cuda")
+    tied, machine = load_workload("gpt2-large", training), devices(4, 40 * GIB)
+    num = tied.units[0].num_parameters
+    head = replace(tied.units[-1], shares=None, num_parameters=num + tied.units[-1].num_parameters)
+    untied = replace(tied, units=(*tied.units[:-1], head))
+    ours, own = (predict("megatron-pp", w, machine) for w in (tied, untied))
+    assert isinstance(ours.plan, PackPlan)
+    assert isinstance(own.plan, PackPlan)
+    assert (ours.plan.sums_tied, own.plan.sums_tied) == (True, False)
+    assert other_numbers(ours.plan)
+    assert not other_numbers(own.plan)
+    (each,) = untied_plans(ours.plan)
+    assert each == replace(ours.plan, packs=replace(ours.plan.packs, sums_tied=False))
+    assert [sent_bytes(lower(p, tied, machine), "tied/embed/") for p in (ours.plan, each)] == [
+        2 * num, 2 * num * accumulation
+    ]  # fmt: skip
+    assert sent_bytes(lower(ours.plan, tied, machine), "params/embed") == 2 * num
+    assert ours.step_s is not None
+    assert own.step_s is not None
+    assert ours.step_s == pytest.approx(own.step_s, rel=0.1)
+    stays = replace(ours.plan, packs=replace(ours.plan.packs, form="pipeline"))
+    with pytest.raises(PlanError, match="says how tied gradients of stages are summed, but has form 'pipeline'"):
+        stays.check(tied)
+
+
+def sent_bytes(schedule: Schedule, content: str) -> float:
+    contents = {b.name: b.content for b in schedule.buffers}
+    sends = [op for op in schedule.ops if op.kind == SEND and contents[op.reads[0]].startswith(content)]
+    return sum(amount for op in sends for name, amount in op.work.items() if name.endswith("bytes"))
 
 
 def test_what_the_planner_finds_is_quicker_than_megatrons_stages() -> None:

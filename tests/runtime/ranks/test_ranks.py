@@ -84,7 +84,7 @@ class Case:
         if self.policy == "stages":
             found = decide("megatron-pp", workload, several(num))
             assert isinstance(found, PackPlan)
-            packs = replace(found.packs, kept=self.options["kept"])
+            packs = replace(found.packs, kept=self.options["kept"], sums_tied=False)
             if "ends" in self.options:
                 runs = tuple(pairwise((0, *self.options["ends"])))  # type: ignore[misc]
                 packs = replace(packs, forward=runs[:-1], backward=runs)
@@ -114,6 +114,11 @@ class Case:
     @property
     def is_pipeline(self) -> bool:
         return self.policy in ("megatron-pp", "stages", "harmony-pp")
+
+    @property
+    def sums_tied(self) -> bool:
+        """Megatron adds up what a tied head makes before the embedding's: not in the order of plain training."""
+        return self.policy == "megatron-pp" and self.family == "gpt2"
 
     @property
     def divides(self) -> bool:
@@ -229,10 +234,11 @@ def train_ranks(ranks: Ranks, cases: Sequence[Case], folder: Path) -> list[str]:
             trainer.restore_model()
             result = trainer.result()
         losses = plainly(case, schedule, plain, batches, STEPS, ranks.size)
-        if list(result.losses) != losses:
+        near = {"rel": 1e-6 if case.dtype == "fp32" else 1e-2} if case.sums_tied else {"rel": 0.0, "abs": 0.0}
+        if list(result.losses) != pytest.approx(losses, **near):
             found.append(f"{case}: losses {result.losses} are {losses} plainly")
-        if not same_weights(model, plain):
-            found.append(f"{case}: weights differ")
+        if same_weights(model, plain) == case.sums_tied:
+            found.append(f"{case}: weights differ, or do not where others are added up first")
         if case.has_known_peak and ranks.size == 2:  # where each has a core
             predicted = steady_state(schedule, several(ranks.size)).peak_bytes[f"gpu{ranks.rank}"]
             if abs(predicted / result.peak_bytes["gpu0"] - 1) > 0.03:
@@ -357,7 +363,7 @@ def train_every(ranks: Ranks, folder: Path, cases: Sequence[Case], wanted: int) 
 MOVED = [
     Case("zero-3", family="llama", dtype="bf16", accumulation=4),
     Case("zero-2", accumulation=4),
-    Case("megatron-pp", accumulation=4),
+    Case("stages", {"kept": ()}, accumulation=4),
     Case("harmony-pp", {**OWN_MEMORY, "pack": 1}, accumulation=4),
     Case("parts", accumulation=4),
 ]
@@ -455,7 +461,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     "case",
     [
         *map(Case.random, [0, 5, 32]),
-        Case("megatron-pp", dtype="bf16", accumulation=3, clip=0.5),
+        Case("stages", {"kept": ()}, dtype="bf16", accumulation=3, clip=0.5),
         Case("harmony-dp", OWN_MEMORY, family="llama", dtype="bf16", accumulation=2),
         Case("harmony-pp", {**OWN_MEMORY, "pack": 1}, dtype="bf16", accumulation=3),
     ],
