@@ -50,13 +50,12 @@ class Options(dict[str, object]):
         except ValueError:
             value = float("nan")
         if not low <= value <= high:
-            raise OptionError(
-                f"option {name!r} of policy {self.policy!r} is {self[name]!r}; give a number from {low:g} to {high:g}"
-            )
+            bounds = f"of {low:g} or more" if high == inf else f"from {low:g} to {high:g}"
+            raise OptionError(f"option {name!r} of policy {self.policy!r} is {self[name]!r}; give a number {bounds}")
         return value
 
     def whole_number(self, name: str, *, low: int, high: float = inf) -> int:
-        """An option that is a whole number within bounds."""
+        """An option that is a whole number within bounds, and so a finite one."""
         value = self.number(name, low=low, high=high)
         if not value.is_integer():
             raise OptionError(f"option {name!r} of policy {self.policy!r} is {self[name]!r}; give a whole number")
@@ -129,7 +128,7 @@ def data_parallel(
     """
     fields["strict_windows"] = unit.params != "device"
     if "prefetch" in options:
-        fields["prefetch_params_units"] = int(options.number("prefetch", low=0))
+        fields["prefetch_params_units"] = options.whole_number("prefetch", low=0)
     units = with_checkpointing(options, workload, unit)
     return unitwise_plan(options, workload, machine, "exact-clip", units=units, hold_updates=True, **fields)
 

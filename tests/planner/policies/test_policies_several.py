@@ -91,3 +91,15 @@ def test_selective_checkpointing_keeps_attention_and_every_other_product() -> No
     assert len(kept) - len(products) == sum("attention" in tensor.name for tensor in block.saved)
     assert len(products) == 3, "of queries, keys, values, output, gate and up"
     assert plan.units[0].acts == plan.units[-1].acts == "keep"
+
+
+@pytest.mark.parametrize("policy", ["ddp", "fsdp", "fsdp-offload", "zero-1", "zero-2", "zero-3", "zero-infinity"])
+@pytest.mark.parametrize(
+    ("given", "rule"),
+    [("inf", "a whole number"), ("1.5", "a whole number"), ("nan", "a number of 0 or more"), (-1, "a number of 0 or")],
+)
+def test_units_that_come_ahead_are_a_whole_number(policy: str, given: object, rule: str) -> None:
+    """`inf` ended in a traceback, and 1.5 was taken as 1 without a word."""
+    machine = load_machine("roundpipe-8x4090", ["gpu.count=2"])
+    with pytest.raises(OptionError, match=f"option 'prefetch' of policy {policy!r} is {given!r}; give {rule}"):
+        decide(policy, toy_workload(), machine, {"prefetch": given})
