@@ -95,6 +95,11 @@ class UnitPlan:
         return self.update == "device" and self.grads != "device"
 
     @property
+    def leaves(self) -> bool:
+        """Whether gradients leave the device for the update, or to wait for it."""
+        return self.grads != "device" or self.updated == "host"
+
+    @property
     def late_grads(self) -> Place:
         """Where gradients wait for a late update."""
         return self.grads if self.update == "device" or self.grads == "nvme" else "host"
@@ -139,6 +144,8 @@ class GradientsByLink:
     micro-batch or of all."""
     returns_first: bool = False
     """Those of the first micro-batch come back, too, and all leave in the dtype of training first (ZeRO-3)."""
+    once: bool = False
+    """Those that add up on the device leave it so, too: once, in fp32 (ZeRO-1); else in the dtype of training."""
     slowdown: float = 1.0
     """How many times as long these copies hold the link as one of pinned memory does: from and to pageable memory, or
     one device after the other."""

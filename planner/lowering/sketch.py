@@ -145,6 +145,12 @@ class Sketch(Builder):
     def unit(self) -> Unit:
         return self.workload.units[self.u]
 
+    @property
+    def goes_by_link(self) -> bool:
+        """Whether the sum of the unit's gradients leaves the device as `GradientsByLink` says."""
+        by_link, choice = self.plan.by_link, self.choice
+        return by_link is not None and (choice.grads != "device" or (by_link.once and choice.leaves))
+
     def get(self, cell: str) -> int | None:
         """What a cell holds; None if nothing."""
         assert cell in self.cells, f"the turn of {self.unit.name} may not reach for {cell}"

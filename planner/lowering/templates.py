@@ -63,11 +63,13 @@ DECLARED = ("params", "frozen", "states*", "old grads")
 AT_HOME = ("params", "states", "state_shards", "host_shards")
 
 TURNS: Mapping[int, TurnKind] = {
-    listing.DECLARE: TurnKind(turns.declare, (*AT_HOME, "frozen", "grads", "late_update", "late_grads"), DECLARED),
+    listing.DECLARE: TurnKind(
+        turns.declare, (*AT_HOME, "frozen", "grads", "leaves", "late_update", "late_grads"), DECLARED
+    ),
     listing.FORWARD: TurnKind(turns.forward, ("acts", "input"), IN_FORWARD, BEFORE[:2]),
     listing.FETCH: TurnKind(turns.fetch, (), PARAMS_IN_BACKWARD, BEFORE[:2]),
     listing.REMAKE: TurnKind(turns.remake, ("acts",), REMADE, BEFORE),
-    listing.BACKWARD: TurnKind(turns.backward, ("acts", "grads", "update"), IN_BACKWARD, BEFORE),
+    listing.BACKWARD: TurnKind(turns.backward, ("acts", "grads", "update", "leaves"), IN_BACKWARD, BEFORE),
     listing.CLIP: TurnKind(turns.clip, (), ("norm", "clip")),
     listing.UPDATE_HERE: TurnKind(
         turns.update_here, ("state_shards",), ("params", "states#", "due", "new params", "clip")

@@ -78,7 +78,7 @@ def declare(s: Sketch) -> None:
             tier = HOST if k < s.choice.host_shards else TIER_OF[s.choice.states]
             s.put(f"states{k}", s.home(content, tier, size_bytes, "states"))
     if n and (s.plan.semantics == "delayed-1" or s.choice.late_update):
-        is_cast = s.plan.by_link is not None and s.choice.grads != "device" and t.grad_bytes < FP32_BYTES
+        is_cast = s.goes_by_link and t.grad_bytes < FP32_BYTES
         old = CastGradients(name) if is_cast else Gradients(name, 0)
         each_bytes = FP32_BYTES if is_cast else t.grad_bytes
         s.put("old grads", s.home(old, TIER_OF[s.choice.late_grads], n * each_bytes, "grads"))
@@ -356,13 +356,13 @@ def _complete(s: Sketch) -> None:
     """After the last micro-batch: the norm if one is wanted, and the way to where the update finds them."""
     name, n, t, choice, by_link = s.unit.name, s.unit.num_trained, s.workload.training, s.choice, s.plan.by_link
     grads = s.made("grads")
-    if choice.states != "device" and choice.update == "home" and choice.grads == "device":
+    if choice.leaves and choice.grads == "device" and not s.goes_by_link:
         grads = s.move(Gradients(name), grads, HOST, rank=OFFLOADS)
     if t.max_grad_norm is not None:
         norm = s.put("norm", s.buffer(Norm(name), HOST, NORM_BYTES, "work"))
         stream, work = COMPUTE if s.tiers[grads] == DEVICE else HOST_ADAM, {"elementwise_bytes": n * t.grad_bytes}
         s.op(op_key("norm", name), stream, "norm", work=work, reads=[grads], writes=[norm], rank=UPDATES)
-    if choice.grads != "device" and s.tiers[grads] == DEVICE:
+    if choice.leaves and s.tiers[grads] == DEVICE:
         grads = _in_fp32(s, grads) if by_link else grads
         held_bytes = (by_link.slowdown - 1) * s.sizes_bytes[grads] if by_link else 0.0
         grads = s.move(Gradients(name), grads, HOST, rank=OFFLOADS, held_bytes=held_bytes)

@@ -148,6 +148,7 @@ def gradients_by_link(options: Options, machine: Machine, stage: int) -> Gradien
     return GradientsByLink(
         waits="always" if not overlaps else "in the last" if stage < 3 else "at the end",
         returns_first=stage == 3,
+        once=stage == 1,
         slowdown=(options.num_devices(machine) if in_turn else 1) / (1.0 if pinned else pageable_frac(machine)),
     )
 

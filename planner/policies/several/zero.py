@@ -1,11 +1,12 @@
 """ZeRO (arXiv 1910.02054) as DeepSpeed runs it: states, then gradients, then parameters divided among devices.
 
 `zero-1` divides the optimizer states, `zero-2` gradients too, `zero-3` parameters too. Gradients are summed after each
-micro-batch but for `zero-1`, which waits for the last. DeepSpeed's `zero-2` all-reduces them and drops what is not its
-own (`use_multi_rank_bucket_allreduce`), and its compute waits for that unless `overlap=on` (`overlap_comm`, which is
-off by default but in `zero-3`). `optimizer=host` keeps gradients and states in host memory (ZeRO-Offload), where host
-cores update all shards; `gradients_by_link` says how gradients get there. `params=host` does so with the parameters of
-`zero-3`. With NVMe, take `zero-infinity`.
+micro-batch but for `zero-1`, where they wait whole on the device for the last. Before `zero-3` DeepSpeed all-reduces
+them and drops what is not its own (`use_multi_rank_bucket_allreduce`), and its compute waits for that unless
+`overlap=on` (`overlap_comm`, which is off by default but in `zero-3`). `optimizer=host` keeps states in host memory
+(ZeRO-Offload), where host cores update all shards, and gradients too but for `zero-1`, whose sum goes there once a
+step; `gradients_by_link` says how gradients get there. `params=host` does so with the parameters of `zero-3`. With
+NVMe, take `zero-infinity`.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ def _policy(stage: int, workload: Workload, machine: Machine, given: Mapping[str
     sharing = Sharing(
         divided=DIVIDED[stage],
         reduces="last" if stage == 1 else "each",
-        by="all_reduce" if stage == 2 else "reduce",
+        by="all_reduce" if stage < 3 else "reduce",
         waits=options.choice("overlap", "on", "off") == "off",
         module_hooks=MODULE_HOOKS if stage == 3 else 0.0,
     )
-    unit = UnitPlan(params=params, grads=optimizer, states=optimizer)
+    unit = UnitPlan(params=params, grads="device" if stage == 1 else optimizer, states=optimizer)
     by_link = gradients_by_link(options, machine, stage) if optimizer == "host" else None
     return data_parallel(options, workload, machine, unit, sharing=sharing, by_link=by_link, update_order="backward")
 

@@ -172,3 +172,21 @@ def test_parameters_on_the_device_do_not_grow_with_accumulation(policy: str, opt
         assert steady is not None
         peaks.append(peak_of(steady, ["params"]))
     assert peaks[0] == peaks[1]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("semantics", ["exact-clip", "delayed-1"])
+def test_zero_1_sends_gradients_to_the_host_once_a_step(micro_batches: int, semantics: str) -> None:
+    """By hand: of P parameters each of N devices sends its share in fp32 and gets the new ones in 16 bits. They were
+    reduced, sent and brought back after every micro-batch."""
+    num, training = 4, Training(gradient_accumulation_steps=micro_batches, max_grad_norm=None)
+    workload, machine = load_workload("gpt2", training), load_machine("roundpipe-8x4090")
+    options = {"devices": num, "optimizer": "host", "semantics": semantics}
+    schedule = lower(decide("zero-1", workload, machine, options), workload, machine)
+    moved, whole = schedule.bytes_moved(), workload.num_parameters
+    assert moved["gpu1.d2h"] == pytest.approx(4 * whole / num, rel=1e-4)
+    assert moved["gpu1.h2d"] == pytest.approx(2 * whole / num, rel=1e-4)
+    sent = sum(op.work[f"ring{num}_bytes"] for op in schedule.ops if op.stream == "gpu1.collective")
+    assert sent == pytest.approx((2 + 1) * 2 * whole * (num - 1) / num, rel=1e-9), "all-reduced, and gathered again"
+    gradients = [b.size_bytes for b in schedule.buffers if b.content.startswith("grads/") and b.tier == "gpu1"]
+    assert max(gradients) == 2 * max(unit.num_parameters for unit in workload.units), "they wait whole on the device"

@@ -40,7 +40,8 @@ def of_one(schedule: Schedule) -> list[Op]:
     ("policy", "options", "passes"),
     [
         ("ddp", {}, 2),  # one all-reduce of all gradients
-        ("zero-1", {}, 1 + 1),  # gradients reduced once, new parameters gathered
+        ("zero-1", {}, 2 + 1),  # gradients all-reduced once, new parameters gathered
+        ("zero-1", {"optimizer": "host"}, 2 + 1),
         ("zero-2", {}, 2 * BATCHES + 1),  # all-reduced after each micro-batch
         ("zero-2", {"optimizer": "host"}, 2 * BATCHES + 1),
         ("zero-3", {}, 3 * BATCHES),  # gathered forward and backward, reduced

@@ -272,6 +272,7 @@ PAIR = [
     Case("harmony-pp", {**OWN_MEMORY, "pack": 2}, accumulation=2, clip=0.5),
     Case("ddp", family="llama", dtype="bf16", accumulation=2, clip=0.5),
     Case("zero-1", accumulation=2, clip=0.5),
+    Case("zero-1", HOST, dtype="bf16", accumulation=2, clip=0.5),
     Case("zero-2", HOST, accumulation=2, clip=0.5),
     Case("zero-3", family="llama", accumulation=2),
     Case("zero-infinity", dtype="bf16", accumulation=2, acts="fp8"),
