@@ -188,6 +188,10 @@ class UnitwisePlan(Shown):
     backwards of the units that follow, so that compute need not wait until the link has brought them all."""
     by_link: GradientsByLink | None = None
     """How gradients that wait off the device add up there; None where the host's cores add what leaves the device."""
+    fp32_by_link: bool = False
+    """Parameters that are trained come from host memory, and their gradients go there, in fp32, as FSDP's do, whose
+    shards there are the fp32 ones: a copy holds the link for as many bytes. What is copied is in the dtype of
+    training."""
     segment_units: Count = 1
     """Blocks that are recomputed together: only the first one's input is kept, the others are made again too."""
     sub_batches: Count = 1

@@ -45,6 +45,9 @@ NOW, PARAMS, PARAMS_EARLY, ACTS, ACTS_EARLY, STATES = range(6)
 FETCHES, COMPUTES, OFFLOADS, UPDATES, GOES_HOME = range(5)
 """Order among ops that are wanted at the same moment."""
 
+FP32_BYTES = 4
+"""Bytes of a number in fp32."""
+
 
 def leads(plan: UnitwisePlan, turns: int, num_parts: int) -> Float64:
     """How much before its turn an op is wanted, by the number of its lead; a unit has so many turns, one after the
@@ -64,6 +67,8 @@ class Terms(NamedTuple):
     by_link: GradientsByLink | None
     sums_tied: bool = False
     """A tied head's share of the gradient is summed over micro-batches before its owner's are."""
+    fp32_by_link: bool = False
+    """Copies of parameters and gradients hold the link as those in fp32 do."""
 
 
 class Facts(NamedTuple):
@@ -150,6 +155,11 @@ class Sketch(Builder):
         """Whether the sum of the unit's gradients leaves the device as `GradientsByLink` says."""
         by_link, choice = self.plan.by_link, self.choice
         return by_link is not None and (choice.grads != "device" or (by_link.once and choice.leaves))
+
+    def widened(self, moved: int) -> float:
+        """For how many bytes more the copy of parameters or gradients holds the link (`fp32_by_link`)."""
+        wide = FP32_BYTES / self.workload.training.param_bytes if self.plan.fp32_by_link else 1
+        return (wide - 1) * self.sizes_bytes[moved]
 
     def get(self, cell: str) -> int | None:
         """What a cell holds; None if nothing."""

@@ -15,6 +15,7 @@ from tierplan.planner.lowering.sketch import (
     ACTS_EARLY,
     COMPUTES,
     FETCHES,
+    FP32_BYTES,
     GOES_HOME,
     OFFLOADS,
     PARAMS,
@@ -60,8 +61,6 @@ USES = (
     ("owner's frozen", Frozen, True),
 )
 """Parameters that a turn may compute with: the cell, its content, and whether they are those of the unit it shares."""
-FP32_BYTES = 4
-"""Bytes per parameter of a gradient in fp32."""
 
 
 def declare(s: Sketch) -> None:
@@ -87,11 +86,12 @@ def declare(s: Sketch) -> None:
 # ---- copies ----
 
 
-def _to_device(s: Sketch, what: Content | str, source: int, kind: str, lead: int, early: int) -> int:
+def _to_device(s: Sketch, what: Content | str, source: int, kind: str, lead: int, early: int, held: float = 0) -> int:
     """Brings a buffer to the device ahead of its turn, and from NVMe into host memory as much earlier."""
     if s.tiers[source] == NVME:
         source = s.move(what, source, HOST, rank=FETCHES, lead=early, m=s.m, after=[s.get(f"before early {kind}")])
-    return s.move(what, source, DEVICE, rank=FETCHES, lead=lead, m=s.m, after=[s.get(f"before {kind}")])
+    after = [s.get(f"before {kind}")]
+    return s.move(what, source, DEVICE, rank=FETCHES, lead=lead, m=s.m, after=after, held_bytes=held)
 
 
 def _off_device(s: Sketch, what: SavedActs | Input, source: int, place: str) -> int:
@@ -142,7 +142,8 @@ def _params(s: Sketch, phase: str) -> list[int | None]:
                 of = () if owner == s.unit.name else (s.unit.name,)
                 for_turn = "" if of and turn == "turn" else turn
                 what = op_key(kind(str(owner)), *of, for_turn, batch)
-                home = s.put(fetched, _to_device(s, what, s.made(cell), "params", PARAMS, PARAMS_EARLY))
+                held = s.widened(s.made(cell)) if kind is Params else 0.0
+                home = s.put(fetched, _to_device(s, what, s.made(cell), "params", PARAMS, PARAMS_EARLY, held))
         found.append(home)
     return found
 
@@ -289,8 +290,7 @@ def _gradients(s: Sketch, reads: list[int | None], writes: list[int]) -> tuple[i
 
 
 def _adds_up_here(s: Sketch) -> bool:
-    """Whether gradients add up on the device: they stay there, or are to come back, and one turn has those of all
-    micro-batches."""
+    """Whether gradients add up on the device: they stay, or are to come back and one turn has all micro-batches'."""
     is_one_turn = s.plan.order == "vertical" or s.workload.training.gradient_accumulation_steps == 1
     return s.choice.grads == "device" or (s.choice.update == "device" and is_one_turn)
 
@@ -301,7 +301,7 @@ def _leave(s: Sketch, made: int, before: int | None) -> None:
     if not _adds_up_here(s) and s.plan.by_link is not None:
         made = _added_by_link(s, made, before, s.plan.by_link)
     elif not _adds_up_here(s):
-        made = s.move(Gradients(s.unit.name, s.m), made, HOST, m=s.m, rank=OFFLOADS)
+        made = s.move(Gradients(s.unit.name, s.m), made, HOST, m=s.m, rank=OFFLOADS, held_bytes=s.widened(made))
         accumulated = s.get("grads")
         if accumulated is not None:
             made = _accumulated(s, HOST_ADAM, accumulated, made)
@@ -357,7 +357,7 @@ def _complete(s: Sketch) -> None:
     name, n, t, choice, by_link = s.unit.name, s.unit.num_trained, s.workload.training, s.choice, s.plan.by_link
     grads = s.made("grads")
     if choice.leaves and choice.grads == "device" and not s.goes_by_link:
-        grads = s.move(Gradients(name), grads, HOST, rank=OFFLOADS)
+        grads = s.move(Gradients(name), grads, HOST, rank=OFFLOADS, held_bytes=s.widened(grads))
     if t.max_grad_norm is not None:
         norm = s.put("norm", s.buffer(Norm(name), HOST, NORM_BYTES, "work"))
         stream, work = COMPUTE if s.tiers[grads] == DEVICE else HOST_ADAM, {"elementwise_bytes": n * t.grad_bytes}

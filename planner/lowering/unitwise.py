@@ -36,11 +36,12 @@ MOST_LABELS = 10_000
 def unitwise_step(plan: UnitwisePlan, whole: Workload) -> UnitwiseStep:
     """The turns of one step, on one device, of a plan that has been checked."""
     chains = chains_of(whole)
-    key = (plan.sub_batches, plan.operator_tiles, Terms(plan.semantics, plan.order, plan.by_link, plan.sums_tied))
+    terms = Terms(**{name: getattr(plan, name) for name in Terms._fields})
+    key = (plan.sub_batches, plan.operator_tiles, terms)
     if key not in chains:
         workload = cut_batches(whole, plan.sub_batches) if plan.sub_batches > 1 else whole
         workload = cut_operators(workload, plan.operator_tiles) if plan.operator_tiles > 1 else workload
-        chains[key] = Chain(workload, key[2])
+        chains[key] = Chain(workload, terms)
     if plan.operator_tiles > 1:  # a block's tiles are units of their own, which share its choices
         units = [
             choice

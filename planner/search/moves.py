@@ -314,12 +314,15 @@ def reducing(sharing: Sharing) -> Sharing:
 
 def on_its_devices(plan: UnitwisePlan, problem: Problem) -> UnitwisePlan:
     """The plan on the problem's devices."""
-    return replace(plan, policy=PLANNER, options={}, devices=problem.devices, sharing=Sharing(keeps=problem.keeps))
+    sharing = Sharing(keeps=problem.keeps)
+    return replace(plan, policy=PLANNER, options={}, devices=problem.devices, sharing=sharing, fp32_by_link=False)
 
 
 def loosened(plan: UnitwisePlan) -> UnitwisePlan:
-    """A plan without what a system's fixed buffers prescribe: reads and writes overlap where memory has room."""
-    return replace(plan, strict_windows=False, updates_in_flight=0, write_back="at once", hold_updates=False)
+    """A plan without what a system's fixed buffers prescribe: reads and writes overlap where memory has room, and
+    nothing crosses the link wider than it is."""
+    freed = replace(plan, strict_windows=False, updates_in_flight=0, write_back="at once", hold_updates=False)
+    return replace(freed, fp32_by_link=False)
 
 
 def untied(plan: Plan) -> Iterator[Plan]:

@@ -4,8 +4,10 @@
 and head once (they are the root's, which keeps them), and reduces gradients after each backward. Under `no_sync`
 (`reduces=last`) gradients gather on the device, whole, and are summed after the last micro-batch; so does `ddp`, as
 everybody runs it. `fsdp-offload` (`CPUOffloadPolicy`) keeps shards of parameters, gradients and states in host memory,
-where the optimizer runs; with `reduces=last` gradients come there when they have been summed. With `reshard=off`
-(`SHARD_GRAD_OP`, FSDP2's `reshard_after_forward=False`) `fsdp` gathers all parameters once for a micro-batch.
+where the optimizer runs; with `reduces=last` gradients come there when they have been summed. With a master copy the
+shards there are that copy: they cross the link in fp32 and are cast on the GPU before they are gathered, and gradients
+are cast before they go down (`fp32_by_link`). With `reshard=off` (`SHARD_GRAD_OP`, FSDP2's
+`reshard_after_forward=False`) `fsdp` gathers all parameters once for a micro-batch.
 
 With `overlap=off` compute waits for each gather and reduction. So it is where FSDP1 wraps every adapter by itself, as
 llama-recipes and fsdp_qlora do: it looks one wrapped module ahead, and for the next block that is when the last adapter
@@ -49,7 +51,8 @@ def _policy(name: str, place: Place, workload: Workload, machine: Machine, given
         stay = "reshard" in options and options.choice("reshard", "on", "off") == "off"
         sharing = replace(sharing, keeps="all" if stay else "ends", hooks=HOOKS)
     unit = UnitPlan(params=place, grads="device" if reduces == "last" else place, states=place)
-    return data_parallel(options, workload, machine, unit, sharing=sharing)
+    is_wide = place == "host" and workload.training.has_master
+    return data_parallel(options, workload, machine, unit, sharing=sharing, fp32_by_link=is_wide)
 
 
 VARIANTS: Mapping[str, Policy] = {

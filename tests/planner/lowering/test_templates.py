@@ -133,7 +133,8 @@ def test_a_template_is_what_its_turn_draws_wherever_it_is_placed(number: int) ->
     plan = random_plan(workload, rng)
     few = plan.units[1:3]
     plan = replace(plan, units=(plan.units[0], *(rng.choice(few) for _ in range(6)), plan.units[-1]))
-    step = UnitwiseStep(Chain(workload, Terms(plan.semantics, plan.order, plan.by_link, plan.sums_tied)), plan)
+    terms = Terms(**{name: getattr(plan, name) for name in Terms._fields})
+    step = UnitwiseStep(Chain(workload, terms), plan)
     placed = list(step.sketches())
     assert len({template for template, _, _ in placed}) < len(placed)
     for template, draw, _ in placed:

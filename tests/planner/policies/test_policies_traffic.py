@@ -8,9 +8,10 @@ import pytest
 
 from tierplan.hwmodels import load_machine
 from tierplan.planner.lowering import lower
-from tierplan.planner.plan import PackPlan
+from tierplan.planner.plan import PackPlan, UnitwisePlan
 from tierplan.planner.policies import decide
 from tierplan.planner.prediction import predict
+from tierplan.planner.search.moves import loosened
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training, Unit, Workload
@@ -190,3 +191,32 @@ def test_zero_1_sends_gradients_to_the_host_once_a_step(micro_batches: int, sema
     assert sent == pytest.approx((2 + 1) * 2 * whole * (num - 1) / num, rel=1e-9), "all-reduced, and gathered again"
     gradients = [b.size_bytes for b in schedule.buffers if b.content.startswith("grads/") and b.tier == "gpu1"]
     assert max(gradients) == 2 * max(unit.num_parameters for unit in workload.units), "they wait whole on the device"
+
+
+@pytest.mark.parametrize("reduces", ["each", "last"])
+@pytest.mark.parametrize("has_master", [True, False])
+def test_fsdp_in_host_memory_crosses_the_link_in_the_dtype_of_its_shards(reduces: str, has_master: bool) -> None:
+    """By hand: with a master copy the shard is that copy, 4 bytes per parameter up for each gather and 4 down for each
+    sum of gradients; without one 2 and 2. They gather and hold 2 either way."""
+    num, micro_batches, rate = 4, 3, 25e9
+    training = Training(gradient_accumulation_steps=micro_batches, dtype="bf16", master_weights=has_master)
+    workload = load_workload("gpt2", training)
+    machine = load_machine("roundpipe-8x4090", [f"link.h2d={rate} B/s", f"link.d2h={rate} B/s", "link.latency=0 s"])
+    options = {"devices": num, "reduces": reduces}
+    plan = decide("fsdp-offload", workload, machine, options)
+    assert isinstance(plan, UnitwisePlan)
+    assert not loosened(plan).fp32_by_link, "the planner's own plans do not pay for it"
+    schedule = lower(plan, workload, machine)
+    crossed = dict.fromkeys(("gpu1.h2d", "gpu1.d2h"), 0.0)
+    for op in schedule.ops:
+        if op.stream in crossed:
+            crossed[op.stream] += op.work["bytes"] + op.work.get("s", 0.0) * rate
+    embed, *blocks, head = (unit.num_parameters for unit in workload.units)
+    gathered = micro_batches * (2 * sum(blocks) + embed + head)  # the ends are the root's, which stay
+    brought = gathered + micro_batches * embed  # again as the head's matrix
+    sums = workload.num_parameters * (micro_batches if reduces == "each" else 1)
+    each = 4 if has_master else 2
+    assert crossed["gpu1.h2d"] == pytest.approx(each * brought / num, rel=1e-4)
+    assert crossed["gpu1.d2h"] == pytest.approx(each * sums / num, rel=1e-4)
+    sent = sum(op.work[f"ring{num}_bytes"] for op in schedule.ops if op.kind == "gather" and ".collective" in op.stream)
+    assert sent == pytest.approx(num * 2 * gathered * (num - 1) / num, rel=1e-9)
