@@ -19,6 +19,8 @@ OPTIONS: Mapping[str, object] = {"sharing": "ddp", "semantics": None}
 def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     """All on the device, all activations kept."""
     options = Options(NAME, OPTIONS, given)
+    if options.num_devices(machine) == 1:
+        options.refuse_idle("on one device", "sharing")
     is_whole = options.choice("sharing", "ddp", "fsdp") == "ddp"
     units, sharing = (UnitPlan(),) * len(workload.units), WHOLE if is_whole else Sharing(reduces="each", keeps="ends")
     return unitwise_plan(options, workload, machine, "exact-clip", units=units, sharing=sharing)

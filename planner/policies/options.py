@@ -38,7 +38,7 @@ class Options(dict[str, object]):
 
     def __init__(self, policy: str, known: Mapping[str, object], given: Mapping[str, object]) -> None:
         super().__init__({**known, "devices": None})
-        self.policy = policy
+        self.policy, self.given = policy, frozenset(given)
         if unknown := sorted(set(given) - set(self)):
             raise OptionError(f"policy {policy!r} has no option {unknown[0]!r}; it has {', '.join(sorted(self))}")
         self.update(given)
@@ -69,6 +69,15 @@ class Options(dict[str, object]):
         raise OptionError(
             f"option {name!r} of policy {self.policy!r} is {str(self[name])!r}; choose among {', '.join(allowed)}"
         )
+
+    def refuse_idle(self, where: str, *names: str) -> None:
+        """Raises `OptionError` for the first of these that was given, as it does nothing `where` the policy is."""
+        for name in names:
+            if name in self.given:
+                raise OptionError(
+                    f"option {name!r} of policy {self.policy!r} is {str(self[name])!r}, but does nothing {where}; "
+                    "leave it out"
+                )
 
     def num_devices(self, machine: Machine) -> int:
         """On how many devices the plan trains: all that the machine has, unless option `devices` says fewer."""

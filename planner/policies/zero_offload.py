@@ -32,6 +32,8 @@ OPTIONS: Mapping[str, object] = {
     "round_robin": "off",
     "semantics": None,
 }
+LINK = ("pin_memory", "round_robin", "overlap")
+"""Options of DeepSpeed's copies of gradients; on several devices the last is of their sums, too."""
 
 
 def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
@@ -41,6 +43,11 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     recompute = options.choice("checkpointing", "on", "off") == "on"
     as_deepspeed = options.choice("gradients", "deepspeed", "streamed") == "deepspeed"
     comes = options.choice("update", "host", "device") == "device"
+    is_alone = options.num_devices(machine) == 1
+    if comes:
+        options.refuse_idle("where states come to the device for the update", "gradients", *LINK[: 2 + is_alone])
+    elif not as_deepspeed:
+        options.refuse_idle("where gradients are streamed", *LINK[: 2 + is_alone])
     units: list[UnitPlan] = []
     for unit in reversed(workload.units):
         acts = "recompute" if recompute and unit.kind == "block" else "keep"

@@ -30,11 +30,14 @@ from tierplan.sim.workloads.workload import Workload
 OPTIONS: Mapping[str, object] = {
     "checkpointing": "on",
     "reduces": "each",
-    "prefetch": 1,
     "overlap": "on",
     "semantics": None,
 }
-OWN: Mapping[str, Mapping[str, object]] = {"ddp": {"reduces": "last"}, "fsdp": {"reshard": "on"}, "fsdp-offload": {}}
+OWN: Mapping[str, Mapping[str, object]] = {
+    "ddp": {"reduces": "last"},
+    "fsdp": {"reshard": "on"},
+    "fsdp-offload": {"prefetch": 1},
+}
 """Options of one policy alone, and defaults that are its own."""
 
 HOOKS = 26.0

@@ -37,12 +37,14 @@ MODULE_HOOKS = 19.0
 takes 0.47 ms of the host's time without and 2.21 ms with them; with adapters 0.77 and 5.27 ms. That are 0.193 and 0.196
 ms for each of its 9 and 23 modules with parameters of their own, or 15.7 and 22 launches of its 38 and 87 kernels: this
 is between the two."""
+NEVER: Mapping[int, str] = {1: "prefetch", 2: "prefetch", 3: "round_robin"}
+"""Options that a stage does not have: parameters stay on the device before stage 3, where all devices copy at once."""
 DIVIDED: Mapping[int, Literal["states", "gradients", "all"]] = {1: "states", 2: "gradients", 3: "all"}
 
 
 def _policy(stage: int, workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     name = f"zero-{stage}"
-    options = Options(name, OPTIONS, given)
+    options = Options(name, {k: value for k, value in OPTIONS.items() if k != NEVER[stage]}, given)
     options["overlap"] = options["overlap"] or ("on" if stage == 3 else "off")
     params: Place = options.choice("params", "device", "host")
     optimizer: Place = options.choice("optimizer", "device", "host")
@@ -51,6 +53,10 @@ def _policy(stage: int, workload: Workload, machine: Machine, given: Mapping[str
             f"option 'params' of policy {name!r} is 'host'; parameters leave the device with zero-3 alone, and after "
             "the optimizer: use zero-3 with optimizer=host"
         )
+    if params == "device":
+        options.refuse_idle("while parameters stay on the device", "prefetch")
+    if optimizer == "device":
+        options.refuse_idle("while the optimizer is on the device", "pin_memory", "round_robin")
     sharing = Sharing(
         divided=DIVIDED[stage],
         reduces="last" if stage == 1 else "each",
