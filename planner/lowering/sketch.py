@@ -156,7 +156,7 @@ class Sketch(Builder):
         by_link, choice = self.plan.by_link, self.choice
         return by_link is not None and (choice.grads != "device" or (by_link.once and choice.leaves))
 
-    def widened(self, moved: int) -> float:
+    def held_in_fp32(self, moved: int) -> float:
         """For how many bytes more the copy of parameters or gradients holds the link (`fp32_by_link`)."""
         wide = FP32_BYTES / self.workload.training.param_bytes if self.plan.fp32_by_link else 1
         return (wide - 1) * self.sizes_bytes[moved]

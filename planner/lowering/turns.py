@@ -142,7 +142,7 @@ def _params(s: Sketch, phase: str) -> list[int | None]:
                 of = () if owner == s.unit.name else (s.unit.name,)
                 for_turn = "" if of and turn == "turn" else turn
                 what = op_key(kind(str(owner)), *of, for_turn, batch)
-                held = s.widened(s.made(cell)) if kind is Params else 0.0
+                held = s.held_in_fp32(s.made(cell)) if kind is Params else 0.0
                 home = s.put(fetched, _to_device(s, what, s.made(cell), "params", PARAMS, PARAMS_EARLY, held))
         found.append(home)
     return found
@@ -301,7 +301,7 @@ def _leave(s: Sketch, made: int, before: int | None) -> None:
     if not _adds_up_here(s) and s.plan.by_link is not None:
         made = _added_by_link(s, made, before, s.plan.by_link)
     elif not _adds_up_here(s):
-        made = s.move(Gradients(s.unit.name, s.m), made, HOST, m=s.m, rank=OFFLOADS, held_bytes=s.widened(made))
+        made = s.move(Gradients(s.unit.name, s.m), made, HOST, m=s.m, rank=OFFLOADS, held_bytes=s.held_in_fp32(made))
         accumulated = s.get("grads")
         if accumulated is not None:
             made = _accumulated(s, HOST_ADAM, accumulated, made)
@@ -357,7 +357,7 @@ def _complete(s: Sketch) -> None:
     name, n, t, choice, by_link = s.unit.name, s.unit.num_trained, s.workload.training, s.choice, s.plan.by_link
     grads = s.made("grads")
     if choice.leaves and choice.grads == "device" and not s.goes_by_link:
-        grads = s.move(Gradients(name), grads, HOST, rank=OFFLOADS, held_bytes=s.widened(grads))
+        grads = s.move(Gradients(name), grads, HOST, rank=OFFLOADS, held_bytes=s.held_in_fp32(grads))
     if t.max_grad_norm is not None:
         norm = s.put("norm", s.buffer(Norm(name), HOST, NORM_BYTES, "work"))
         stream, work = COMPUTE if s.tiers[grads] == DEVICE else HOST_ADAM, {"elementwise_bytes": n * t.grad_bytes}

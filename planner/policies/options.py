@@ -6,7 +6,7 @@ PlanError(ValueError)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from math import inf
 from typing import Any, TypeVar, get_args
@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_args
 from tierplan.hwmodels.description import KEYS
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import GradientsByLink, Plan, Sharing, UnitPlan, UnitwisePlan
-from tierplan.planner.plan_rules import PlanError
+from tierplan.planner.plan_rules import Place, PlanError
 from tierplan.sim.step import Action, Semantics
 from tierplan.sim.workloads.workload import Unit, Workload
 
@@ -24,6 +24,7 @@ Word = TypeVar("Word", bound=str)
 
 WHOLE = Sharing(divided="nothing")
 """Every device has the model, and gradients are summed after the last micro-batch."""
+FP32_BYTES = 4
 
 
 class OptionError(PlanError):
@@ -160,6 +161,41 @@ def gradients_by_link(options: Options, machine: Machine, stage: int) -> Gradien
         once=stage == 1,
         slowdown=(options.num_devices(machine) if in_turn else 1) / (1.0 if pinned else pageable_frac(machine)),
     )
+
+
+def deepspeed_host_bytes(
+    workload: Workload, units: Iterable[Unit], stage: int, params: Place = "device"
+) -> tuple[int, int]:
+    """Host memory that DeepSpeed has for the optimizer of these units, and for `params` there: in every step, and in
+    buffers that it keeps throughout.
+
+    A step has states, gradients in fp32, and parameters that live there. Buffers hold 16-bit parameters on their way
+    back before stage 3 (`param_buffer_of_bit16_for_cpu_offload_groups`), and 16-bit gradients with accumulation
+    (`accumulated_grads_in_cpu`) or in stage 3 (`grad_partitions_flat_buffer`).
+    """
+    t, held, buffers = workload.training, 0, 0
+    home_bytes = t.param_bytes if params == "host" else 0
+    has_grads = stage == 3 or t.gradient_accumulation_steps > 1
+    for unit in units:
+        held += t.states_bytes(unit) + unit.num_trained * (FP32_BYTES + home_bytes)
+        held += unit.frozen_bytes if home_bytes else 0
+        buffers += unit.num_trained * ((t.param_bytes if stage < 3 else 0) + (t.grad_bytes if has_grads else 0))
+    return held, buffers
+
+
+def check_host_memory(
+    options: Options, machine: Machine, held: int, buffers: int, what: str, instead: str = ""
+) -> None:
+    """Raises `PlanError` where DeepSpeed's buffers have no room in host memory beside what else is held there, unless
+    option `host_buffers` is none. Where that alone has none, the simulation says so."""
+    have = next(tier.capacity_bytes for tier in machine.tiers if tier.kind == "host")
+    need = held + buffers
+    if options.choice("host_buffers", "deepspeed", "none") == "deepspeed" and held <= have < need:
+        raise PlanError(
+            f"policy {options.policy!r} needs {need:,} bytes of host memory {what}, but machine {machine.name!r} has "
+            f"{have:,}, {need - have:,} too few; take more host memory, a smaller model{instead}; host_buffers=none "
+            "counts the step alone"
+        )
 
 
 def pageable_frac(machine: Machine) -> float:

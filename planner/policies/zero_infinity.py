@@ -9,8 +9,8 @@ update) reads one unit's states and gradient, updates, writes them home, and onl
 updates bound how far that runs ahead. With everything on NVMe a parameter costs 20 bytes of reads (2 + 2 parameters, 12
 states, 4 gradient) and 18 of writes (4, 12, 2).
 
-DeepSpeed also takes host memory that no step shows (`host_buffers=deepspeed`, see `startup_bytes`); a machine with less
-is refused, as it fails there before the first step.
+DeepSpeed also takes host memory that no step shows (`host_buffers=deepspeed`, see `startup_bytes`), beside what an
+optimizer in host memory has; a machine with less is refused, as it fails there before the first step.
 
 Memory-centric tiling cuts each block's operators into `operator_tiles`, of which one at a time needs the device.
 
@@ -25,8 +25,18 @@ from dataclasses import replace
 
 from tierplan.hwmodels.machine import Machine, held_bytes
 from tierplan.planner.plan import Sharing, UnitPlan, UnitwisePlan
-from tierplan.planner.plan_rules import PLACES, Place, PlanError
-from tierplan.planner.policies.options import Options, by_kind, gradients_by_link, has_nvme, need_nvme, unitwise_plan
+from tierplan.planner.plan_rules import PLACES, Place
+from tierplan.planner.policies.options import (
+    FP32_BYTES,
+    Options,
+    by_kind,
+    check_host_memory,
+    deepspeed_host_bytes,
+    gradients_by_link,
+    has_nvme,
+    need_nvme,
+    unitwise_plan,
+)
 from tierplan.planner.policies.several.zero import MODULE_HOOKS
 from tierplan.sim.workloads.workload import Workload
 
@@ -49,7 +59,6 @@ OPTIMIZER_BUFFERS, PARAMETER_BUFFERS = 4, 5
 """DeepSpeed's `buffer_count` of `offload_optimizer` and `offload_param`."""
 PARAMETER_BUFFER_SIZE, PARAMETERS_IN_HOST = 100_000_000, 1_000_000_000
 """Its `buffer_size` and `max_in_cpu` of `offload_param`, in parameters."""
-FP32_BYTES = 4
 
 
 def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
@@ -67,15 +76,11 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     pipelined = options.choice("pipeline", "off", "on") == "on"
     options["pin_memory"] = options["pin_memory"] or ("off" if params == "device" else "on")
     pinned = options.choice("pin_memory", "on", "off") == "on"
-    if options.choice("host_buffers", "deepspeed", "none") == "deepspeed":
-        need = startup_bytes(workload, params=params, optimizer=optimizer, devices=devices, pinned=pinned)
-        if need > (have := next(tier.capacity_bytes for tier in machine.tiers if tier.kind == "host")):
-            raise PlanError(
-                f"policy {NAME!r} needs {need:,} bytes of host memory while it starts, for DeepSpeed's pinned buffers "
-                f"and the gradients of all parameters, but machine {machine.name!r} has {have:,}, {need - have:,} too "
-                "few; take more host memory, a smaller model, or option pin_memory=off; host_buffers=none counts the "
-                "step alone"
-            )
+    need = startup_bytes(workload, params=params, optimizer=optimizer, devices=devices, pinned=pinned)
+    if optimizer == "host":  # the buffer of all gradients comes last
+        need += deepspeed_host_bytes(workload, workload.units, 3, params)[0]
+    what = "while it starts, for DeepSpeed's pinned buffers and the gradients of all parameters"
+    check_host_memory(options, machine, 0, need, what, ", or option pin_memory=off")
     other = UnitPlan(params=params, grads=optimizer, states=optimizer)
     block = other
     if checkpoints != "none":

@@ -9,7 +9,8 @@ next step's compute and is another algorithm, so it is never the default. `devic
 that share of the parameters on the device (Twin-Flow, DeepSpeed's partial offload), last units first. `update=device`
 brings states to the GPU and back for an update there, as soon as a unit's gradients are made, instead of CPU Adam
 (paged optimizers, torchao's and verl's streamed states). On several devices gradients and states are divided, as in
-`zero-2`.
+`zero-2`. DeepSpeed keeps host memory that no step shows (`host_buffers`, `deepspeed_host_bytes`): a machine with less
+is refused.
 """
 
 from __future__ import annotations
@@ -18,8 +19,14 @@ from collections.abc import Mapping
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Sharing, UnitPlan, UnitwisePlan
-from tierplan.planner.policies.options import Options, gradients_by_link, unitwise_plan
-from tierplan.sim.workloads.workload import Workload
+from tierplan.planner.policies.options import (
+    Options,
+    check_host_memory,
+    deepspeed_host_bytes,
+    gradients_by_link,
+    unitwise_plan,
+)
+from tierplan.sim.workloads.workload import Unit, Workload
 
 NAME = "zero-offload"
 OPTIONS: Mapping[str, object] = {
@@ -30,10 +37,11 @@ OPTIONS: Mapping[str, object] = {
     "overlap": "off",
     "pin_memory": "on",
     "round_robin": "off",
+    "host_buffers": "deepspeed",  # or none
     "semantics": None,
 }
-LINK = ("pin_memory", "round_robin", "overlap")
-"""Options of DeepSpeed's copies of gradients; on several devices the last is of their sums, too."""
+LINK = ("pin_memory", "round_robin", "host_buffers", "overlap")
+"""Options of how DeepSpeed brings gradients to the host; on several devices the last is of their sums, too."""
 
 
 def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
@@ -45,17 +53,23 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     comes = options.choice("update", "host", "device") == "device"
     is_alone = options.num_devices(machine) == 1
     if comes:
-        options.refuse_idle("where states come to the device for the update", "gradients", *LINK[: 2 + is_alone])
+        options.refuse_idle("where states come to the device for the update", "gradients", *LINK[: 3 + is_alone])
     elif not as_deepspeed:
-        options.refuse_idle("where gradients are streamed", *LINK[: 2 + is_alone])
+        options.refuse_idle("where gradients are streamed", *LINK[: 3 + is_alone])
     units: list[UnitPlan] = []
+    on_host: list[Unit] = []
     for unit in reversed(workload.units):
         acts = "recompute" if recompute and unit.kind == "block" else "keep"
         place = "device" if 0 < unit.num_trained <= on_device else "host"
         if place == "device":
             on_device -= unit.num_trained
+        else:
+            on_host.append(unit)
         streamed = {"grads": "device", "update": "device"} if comes and place == "host" else {"grads": place}
         units.insert(0, UnitPlan(params="device", states=place, acts=acts, **streamed))  # type: ignore[arg-type]
+    if as_deepspeed and not comes:
+        held, buffers = deepspeed_host_bytes(workload, on_host, 2)
+        check_host_memory(options, machine, held, buffers, "throughout, with DeepSpeed's buffers")
     return unitwise_plan(
         options, workload, machine, "in-backward" if comes else "exact-clip",
         units=tuple(units),

@@ -6,7 +6,8 @@ them and drops what is not its own (`use_multi_rank_bucket_allreduce`), and its 
 `overlap=on` (`overlap_comm`, which is off by default but in `zero-3`). `optimizer=host` keeps states in host memory
 (ZeRO-Offload), where host cores update all shards, and gradients too but for `zero-1`, whose sum goes there once a
 step; `gradients_by_link` says how gradients get there. `params=host` does so with the parameters of `zero-3`. With
-NVMe, take `zero-infinity`.
+NVMe, take `zero-infinity`. DeepSpeed keeps host memory that no step shows (`host_buffers`, `deepspeed_host_bytes`): a
+machine with less is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from typing import Literal
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Sharing, UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import Place
-from tierplan.planner.policies.options import OptionError, Options, Policy, data_parallel, gradients_by_link
+from tierplan.planner.policies.options import (
+    OptionError,
+    Options,
+    Policy,
+    check_host_memory,
+    data_parallel,
+    deepspeed_host_bytes,
+    gradients_by_link,
+)
 from tierplan.sim.workloads.workload import Workload
 
 OPTIONS: Mapping[str, object] = {
@@ -29,6 +38,7 @@ OPTIONS: Mapping[str, object] = {
     "pin_memory": "on",
     "round_robin": "off",
     "prefetch": 1,
+    "host_buffers": "deepspeed",  # or none
     "semantics": None,
 }
 MODULE_HOOKS = 19.0
@@ -56,7 +66,10 @@ def _policy(stage: int, workload: Workload, machine: Machine, given: Mapping[str
     if params == "device":
         options.refuse_idle("while parameters stay on the device", "prefetch")
     if optimizer == "device":
-        options.refuse_idle("while the optimizer is on the device", "pin_memory", "round_robin")
+        options.refuse_idle("while the optimizer is on the device", "pin_memory", "round_robin", "host_buffers")
+    else:
+        held, buffers = deepspeed_host_bytes(workload, workload.units, stage, params)
+        check_host_memory(options, machine, held, buffers, "throughout, with DeepSpeed's buffers")
     sharing = Sharing(
         divided=DIVIDED[stage],
         reduces="last" if stage == 1 else "each",

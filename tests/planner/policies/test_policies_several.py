@@ -17,6 +17,7 @@ from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.policies import decide
 from tierplan.planner.policies.options import OptionError
 from tierplan.planner.policies.several import harmony
+from tierplan.planner.prediction import predict, predict_plan
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training, Workload
@@ -148,3 +149,36 @@ def test_an_option_that_does_something_is_taken(policy: str, given: dict[str, ob
     workload, machine = toy_workload(4), load_machine("roundpipe-8x4090")
     plan = decide(policy, workload, machine, given)
     assert {**plan.options, **given} == plan.options
+
+
+@pytest.mark.parametrize(
+    ("policy", "places", "each"),
+    [
+        ("zero-offload", {}, {1: 12 + 4 + 2, 4: 12 + 4 + 2 + 2}),
+        ("zero-1", {"optimizer": "host"}, {1: 18, 4: 20}),
+        ("zero-2", {"optimizer": "host"}, {1: 18, 4: 20}),
+        ("zero-3", {"optimizer": "host"}, {1: 12 + 4 + 2, 4: 18}),
+        ("zero-3", {"optimizer": "host", "params": "host"}, {1: 20, 4: 20}),
+        ("zero-infinity", {"optimizer": "host", "params": "host", "pin_memory": "off"}, {1: 20, 4: 20}),
+    ],
+)
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_host_memory_holds_deepspeeds_buffers_too(
+    policy: str, places: dict[str, object], each: dict[int, int], accumulation: int
+) -> None:
+    """By hand, in bytes per parameter: 12 of states, 4 of gradients in fp32, 2 of parameters on their way back (or at
+    home), 2 of gradients in 16 bits, with accumulation or in stage 3. Plans were said to fit that do not."""
+    workload = load_workload("gpt2", Training(gradient_accumulation_steps=accumulation, sequence_length=64))
+    need = each[accumulation] * workload.num_parameters
+    least, less = (with_capacity(load_machine("roundpipe-8x4090"), {"host": need - k}) for k in (0, 1))
+    assert decide(policy, workload, least, places)
+    with pytest.raises(PlanError, match=f"needs {need:,} bytes of host memory .* {need - 1:,}, 1 too few; .*=none"):
+        decide(policy, workload, less, places)
+    alone = decide(policy, workload, less, {**places, "host_buffers": "none"})
+    assert predict_plan(alone, workload, less).fits, "the step"
+    if policy != "zero-infinity":
+        found = predict(policy, workload, with_capacity(less, {"host": need // 2}), places)
+        assert found.shortage is not None, "where the step alone has no room, the simulation says what is short"
+        assert found.shortage.tier == "host"
+    if policy == "zero-offload":
+        assert decide(policy, workload, less, {"gradients": "streamed"}), "no buffers of DeepSpeed's"
