@@ -42,14 +42,12 @@ from tierplan.runtime.measure.reference_work import ReferenceWork
 from tierplan.runtime.memory.files import Folders
 from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.optim.groups import check_groups
-from tierplan.runtime.ranks.group import Ranks
+from tierplan.runtime.ranks.alike import check_alike
+from tierplan.runtime.ranks.group import STEPS_TO_STOP, Ranks
 from tierplan.runtime.reference import loss_of, micro_batch_seed, without_cache
 from tierplan.runtime.run_result import RunResult
 from tierplan.sim.ranks import Turn, ends_of_sends, rank_schedule, stages
 from tierplan.sim.schedule import Schedule
-
-STEPS_TO_STOP = 10
-"""At most; then ranks tell each other who was asked to stop."""
 
 
 def train(
@@ -129,13 +127,15 @@ class Trainer:
     weights: Callable[[ModelUnit], Sequence[torch.Tensor]] | None = None
     """A unit's parameters, for a model that has none in memory (`tierplan.runtime.checkpoint.weights`)."""
     ranks: Ranks | None = None
-    """The processes that execute a schedule of several devices, of which this is one. All are given the same batches,
-    and take turns: rank r of n trains on micro-batches r, r + n, ... of a step."""
+    """The processes that execute a schedule of several devices, of which this is one. All are given the same model,
+    settings and batches, of which only batches and functions are not compared, and take turns: rank r of n trains on
+    micro-batches r, r + n, ... of a step."""
 
     def __post_init__(self) -> None:
         check_count("checkpoint_every", self.checkpoint_every, least=1)
         check_annotated("Trainer", get_type_hints(Trainer), vars(self))
         self._rank, self._num_ranks = (self.ranks.rank, self.ranks.size) if self.ranks is not None else (0, 1)
+        check_alike(self.ranks, {"the checksum of the schedule": self.schedule})
         self._step = executable_step(self.schedule, self._rank, self._num_ranks)
         self._stages, self._sends = stages(self.schedule), ends_of_sends(self.schedule)
         self._device_name = self.device if isinstance(self.device, str) else self.device.torch_device.type
@@ -179,6 +179,9 @@ class Trainer:
         folder, resume = (self.out_dir, self.resume) if self.start is None else (self.start, True)
         self._settings = self._settings_now()
         """Those of the beginning: whether losses are divided, the Hugging Face Trainer says with each step."""
+        place = None if folder is None else os.path.realpath(folder)
+        commits = {"folder": place, "resume": resume, "checkpoint_every": self.checkpoint_every}
+        check_alike(self.ranks, {**self._settings, **commits})
         self._origin = None if folder is None else Durability(folder, self._settings, resume=resume, ranks=self.ranks)
         """Where the state to begin with is."""
         if self._origin is not None:
@@ -228,6 +231,9 @@ class Trainer:
         self._fixed.begin()
         torch.set_num_threads(self._threads)
         let_helpers_go()
+        if self.ranks is not None:
+            rate = float(self._bodies.learning_rate(self.num_steps_done)) if steps else None
+            check_alike(self.ranks, {"the number of steps to run": steps, "the learning rate of the next": rate})
         wanted = self.num_steps_done + steps
         if self._durability is not None and steps:
             num_commits = -(-steps // (self.checkpoint_every or steps))
@@ -383,11 +389,7 @@ class Trainer:
         self._set_back.callback(self._hooks.remove)
         self._set_back.callback(self._device.take_buffers(self.model))
         self._fixed = FixedTensors(
-            self.model,
-            self.units,
-            self.schedule,
-            are_committed=self.out_dir is not None,
-            is_alone=self.ranks is None,
+            self.model, self.units, self.schedule, are_committed=self.out_dir is not None, is_alone=self.ranks is None
         )
         self._hooks.before_rerun = self._fixed.check_buffers
         places = Places(

@@ -25,6 +25,7 @@ from tierplan.runtime.execution.values import BufferValue, content_of, states_of
 from tierplan.runtime.memory.arena import PAGE_BYTES, map_host
 from tierplan.runtime.memory.files import Folders, paths_of
 from tierplan.runtime.memory.store import Extent, Store, measure_weights
+from tierplan.runtime.ranks.alike import check_alike
 from tierplan.runtime.ranks.collectives import joined, own_part
 from tierplan.sim.contents import CastGradients, Content, Frozen, Gradients, Params
 from tierplan.sim.schedule import Schedule
@@ -124,14 +125,19 @@ class Placement:
         """Moves the model's parameters into their tiers and makes the optimizer states, unit by unit; of a run that
         is resumed, what is not trained, which no commit holds: the rest comes from one.
 
-        `weights` gives all of a unit's parameters where the model has none in memory. It has none afterwards.
+        `weights` gives all of a unit's parameters where the model has none in memory. It has none afterwards. Raises
+        `UnlikeRanksError` unless all ranks begin with the same bytes.
         """
-        by_content = self._by_content()
+        by_content, ranks = self._by_content(), self.bodies.ranks
+        sums = {name: _bytes_sum(t) for name, t in self.model.named_buffers() if ranks is not None and not t.is_meta}
         for unit in self.bodies.units:
             both: Sequence[torch.Tensor] = ()
             if unit.frozen.parameters or not is_resumed:
                 both = weights(unit) if weights is not None else [p.detach() for _, p in unit.all_parameters]
             trained, frozen = () if is_resumed else both[: len(unit.parameters)], both[len(unit.parameters) :]
+            if ranks is not None:
+                names = [name for name, _ in (unit.frozen.parameters if is_resumed else unit.all_parameters)]
+                sums |= dict(zip(names, map(_bytes_sum, (*trained, *frozen)), strict=True))
             flat_n = torch.cat([t.reshape(-1).to("cpu", self.bodies.dtype) for t in trained or [torch.empty(0)]])
             memory = torch.cat([t.to("cpu").reshape(-1).view(torch.uint8) for t in frozen or [torch.empty(0)]])
             del both, trained, frozen
@@ -144,7 +150,7 @@ class Placement:
             home = by_content.get(Params(unit.name))
             if is_resumed or not unit.num_trained or home is None:  # or another rank has it
                 continue
-            own = own_part(home, unit, self.bodies.ranks)
+            own = own_part(home, unit, ranks)
             self.fill(home, flat_n[own.start : own.stop].view(torch.uint8))
             for content in states_of(unit.name, by_content):
                 layout = self.bodies.layouts[unit.name]
@@ -155,6 +161,8 @@ class Placement:
                 self.fill(by_content[content], start)
             if (grads := _old_gradients(unit.name, by_content)) is not None:
                 grads.value = BufferValue(self.bodies.places.allocate(grads), is_absent=True)
+        sums = {f"the checksum of {name!r} in the model": xxh3 for name, xxh3 in sums.items()}
+        check_alike(ranks, sums, "call torch.manual_seed before the model is made, or load the same weights on all")
 
     def fill(self, instance: Instance, memory: torch.Tensor) -> None:
         """Gives an initial buffer these bytes, in its tier."""

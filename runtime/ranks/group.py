@@ -30,6 +30,8 @@ CHANNELS = ("collectives", "norms", "steps", "commits")
 """What exchanges something at its own pace, in a thread of its own."""
 TIMEOUT = timedelta(minutes=10)
 """After which one that does not come is given up."""
+STEPS_TO_STOP = 10
+"""At most; then ranks tell each other who was asked to stop."""
 WATCH_S = 0.1
 GRACE_S = 5.0
 """Between the failure of another rank and the end of this process, whatever it is in."""

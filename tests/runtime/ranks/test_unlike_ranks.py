@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.runtime.test_trainer import CPU
 from tierplan.planner.lowering import lower
 from tierplan.planner.policies import decide
 from tierplan.runtime.data.ahead import Batch
+from tierplan.runtime.ranks.alike import UnlikeRanksError
 from tierplan.runtime.ranks.group import Ranks
 from tierplan.runtime.reference import same_weights, train_plainly
 from tierplan.runtime.tracing.trace import trace_module
@@ -153,3 +155,48 @@ def test_plain_values_are_those_of_plain_training_in_a_pipeline_or_refused() -> 
     """What was run a second time saw the count of the first."""
     found = run_ranks(train_by_plain_values, 2)
     assert any("forward of the model changes 'num_calls'" in str(one) for one in found), found
+
+
+UNLIKE: list[tuple[str, dict[str, Any], str]] = [
+    ("zero-3", {"changed": "embed.weight"}, "the checksum of 'embed.weight' in the model is '"),
+    ("megatron-pp", {"changed": "head.bias"}, "the checksum of 'head.bias' in the model is '"),
+    ("frozen", {"changed": "layers.0.experts.1.bias"}, "the checksum of 'layers.0.experts.1.bias' in the model is '"),
+    ("ddp", {"changed": "scale"}, "the checksum of 'scale' in the model is '"),
+    ("ddp", {"optimizer": replace(ADAM, lr=0.02)}, "optimizer.lr is 0.02 on rank 1, and 0.01 on rank 0"),
+    ("ddp", {"learning_rate": lambda step: 0.03}, "the learning rate of the next is 0.03 on rank 1, and 0.01 on"),
+    ("ddp", {"seed": 1}, "seed is 1 on rank 1, and 0 on rank 0"),
+    ("ddp", {"fixed": {"data": "b"}}, "data is 'b' on rank 1, and None on rank 0"),
+    ("ddp", {"policy": "zero-2"}, "the checksum of the schedule is '"),
+    ("ddp", {"checkpoint_every": 2}, "checkpoint_every is 2 on rank 1, and None on rank 0"),
+    ("ddp", {"steps": 3}, "the number of steps to run is 3 on rank 1, and 2 on rank 0"),
+]
+"""A plan, what the second of two ranks is given otherwise, and what is said of it."""
+
+
+def give_unlike(ranks: Ranks) -> list[str]:
+    """What is said of each, before a step is made."""
+    said = []
+    for policy, ways, _ in UNLIKE:
+        own: dict[str, Any] = dict(ways) if ranks.rank == 1 else {}
+        model, steps, policy = Mixture(), own.pop("steps", 2), own.pop("policy", policy)
+        model.register_buffer("scale", torch.ones(()))
+        model.layers[0].requires_grad_(policy != "frozen")
+        policy = "ddp" if policy == "frozen" else policy
+        schedule = planned(model, policy, {}, 2 if policy == "megatron-pp" else 1)
+        if changed := own.pop("changed", None):
+            model.state_dict()[changed].add_(0.01)
+        try:
+            with Trainer(schedule, model, ranks=ranks, **{"optimizer": ADAM, **own}) as trainer:
+                trainer.run(batches([0, 1] * 3), steps)
+            said.append("trained")
+        except UnlikeRanksError as error:
+            said.append(str(error))
+    return said
+
+
+def test_ranks_that_are_given_unlike_things_are_refused_by_name() -> None:
+    """They trained on, each its own model, and mixed gradients and shards of both; or waited for each other."""
+    for said in run_ranks(give_unlike, 2):
+        for text, (_, _, wanted) in zip(said, UNLIKE, strict=True):
+            assert text.startswith(wanted), said
+            assert "; ranks train one model together: " in text
