@@ -95,6 +95,19 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """States of PyTorch's generators, where the run draws from them."""
 
 
+class Decision(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What makes the commits of several ranks the last one of all."""
+
+    num_steps: Count
+    num_ranks: Count
+    records: tuple[Hexadecimal, ...] = ()
+    """By rank, the checksum of its record. Earlier versions wrote none."""
+
+    def __post_init__(self) -> None:
+        if self.records and len(self.records) != self.num_ranks:
+            raise ValueError(f"{len(self.records)} checksums of {self.num_ranks} ranks")
+
+
 class CommitLog:
     """The commits of one run, in its folder."""
 
@@ -119,47 +132,61 @@ class CommitLog:
         content = files.read_content(self._record)
         if content is None:
             return None
+        if content[:1] == b"[":
+            return self._of_others(self.folder, self._decision(self._record, content))
+        return self._commit_in(self._record, content)[0]
+
+    def _commit_in(self, path: Path, content: bytes) -> tuple[Commit, str]:
+        """That of a record, and the record's checksum."""
         try:
             record = json.loads(content)
         except (ValueError, RecursionError) as error:
-            raise self._broken(f"it is not JSON ({error})") from error
-        if isinstance(record, list):
-            return self._of_others(self.folder, *self._decision(self._record, content))
+            raise _broken(path, f"it is not JSON ({error})") from error
         if not isinstance(record, dict):
-            raise self._broken(f"it holds {type(record).__name__}, not an object")
+            raise _broken(path, f"it holds {type(record).__name__}, not an object")
         if (record.get("format"), record.get("version")) != (FORMAT, VERSION):
             raise CommitError(
-                f"{self._record} has format {record.get('format')!r} version {record.get('version')!r}; this version "
+                f"{path} has format {record.get('format')!r} version {record.get('version')!r}; this version "
                 f"of tierplan resumes {FORMAT!r} version {VERSION}"
             )
-        if record.pop("xxh3", None) != _checksum(record):
-            raise self._broken("it is not what was written there")
+        if record.pop("xxh3", None) != (checksum := _checksum(record)):
+            raise _broken(path, "it is not what was written there")
         del record["format"], record["version"]
         try:
-            return msgspec.convert(record, Commit)
+            return msgspec.convert(record, Commit), checksum
         except msgspec.ValidationError as error:
-            raise self._broken(str(error)) from error
+            raise _broken(path, str(error)) from error
 
-    def decided(self) -> tuple[int, int] | None:
-        """After how many steps how many ranks were committed together last; None where one process was."""
+    def decided(self) -> Decision | None:
+        """What makes the commits of several ranks the last one; None where one process was."""
         content = files.read_content(self._record)
         return self._decision(self._record, content) if content is not None and content[:1] == b"[" else None
 
-    def after(self, num_steps: int) -> Commit:
-        """A rank's commit after so many steps, which all have made and it may not have taken for its last one yet."""
-        own = CommitLog.last(self)
-        if (own is None or own.num_steps != num_steps) and self._next.exists():
-            files.rename_file(self._next, self._record)
-            files.sync_folder(self.folder)
-            own = CommitLog.last(self)
-        if own is None or own.num_steps != num_steps:
-            raise self._broken(f"all ranks were committed after {num_steps} steps, and this one was not")
-        return own
+    def after(self, decided: Decision, rank: int = 0) -> Commit:
+        """A rank's commit of those that were decided on, which it may not have taken for its last one yet. Raises
+        `CommitError` where it is another one's."""
+        num_steps, there = decided.num_steps, set[str]()
+        for path in (self._record, self._next):
+            if (content := files.read_content(path)) is not None:
+                commit, xxh3 = self._commit_in(path, content)
+                if commit.num_steps == num_steps and (not decided.records or decided.records[rank] == xxh3):
+                    if path != self._record:
+                        files.rename_file(path, self._record)
+                        files.sync_folder(self.folder)
+                    return commit
+                there.add(xxh3)
+        others = [k for k, xxh3 in enumerate(decided.records) if xxh3 in there]
+        why = f"is that of rank {others[0]}" if others else "is not there, or is of another run or time"
+        raise CommitError(
+            f"all ranks were committed after {num_steps} steps, and {self._record} of rank {rank} {why}; put back "
+            "whole copies of the folders of all ranks, or start the run anew in another folder"
+        )
 
-    def _of_others(self, folder: Path, num_steps: int, num_ranks: int) -> Commit:
+    def _of_others(self, folder: Path, decided: Decision) -> Commit:
         """The last commit of all, by another number of ranks; what each had is in `parts`."""
+        num_ranks = decided.num_ranks
         logs = [CommitLog(folder / f"rank-{k}") for k in range(num_ranks)] if num_ranks > 1 else [CommitLog(folder)]
-        self.parts = [(log, log.after(num_steps)) for log in logs]
+        self.parts = [(log, log.after(decided, k)) for k, log in enumerate(logs)]
         first = self.parts[0][1]
         if first.rng or any(where.in_store for _, own in self.parts for where in own.contents.values()):
             what = "random numbers of its own" if first.rng else "contents on the NVMe tier"
@@ -167,20 +194,13 @@ class CommitLog:
             raise CommitError(f"{folder} holds a run of {own} with {what}; resume it with {own}")
         return with_changes(first, seal=None, folders=(), stripes=(), store_bytes=0)
 
-    def _decision(self, path: Path, content: bytes) -> tuple[int, int]:
+    def _decision(self, path: Path, content: bytes) -> Decision:
         """After how many steps how many ranks were committed together."""
         try:
-            return msgspec.json.decode(content, type=tuple[Count, Count])
+            return msgspec.json.decode(content, type=Decision)
         except msgspec.MsgspecError as error:
-            raise CommitError(
-                f"{path} does not say after how many steps how many ranks were committed: {error}"
-            ) from error
-
-    def _broken(self, why: str) -> CommitError:
-        return CommitError(
-            f"{self._record} is not a commit record: {why}; put back a whole copy of it, or start the run anew in "
-            "another folder"
-        )
+            what = "it does not say after how many steps how many ranks were committed"
+            raise _broken(path, f"{what} ({error})") from error
 
     def noted(self, store_folder: Path) -> str:
         """A folder of the store as a commit has it: in the run's own folder so that a copy of that has its own."""
@@ -259,10 +279,12 @@ class CommitLog:
         self._put(self._record, commit)
         self._forget_others(commit)
 
-    def _put(self, path: Path, commit: Commit) -> None:
+    def _put(self, path: Path, commit: Commit) -> str:
+        """Returns the checksum of the record."""
         record = {"format": FORMAT, "version": VERSION, **msgspec.to_builtins(commit)}
-        text = json.dumps({**record, "xxh3": _checksum(record)})
+        text = json.dumps({**record, "xxh3": (checksum := _checksum(record))})
         files.replace_content(path, text.encode())
+        return checksum
 
     def _forget_others(self, commit: Commit) -> None:
         for old in (*self.folder.glob("resident-*.bin"), *self.folder.glob("rank-*/resident-*.bin")):
@@ -274,7 +296,8 @@ class CommitLogOfRank(CommitLog):
     """The commits of one of several ranks, in a folder of its own in that of the run.
 
     All write their records beside the last ones; then the first makes them the last commit of all, by one small file
-    that says the number of steps; then each takes its own for the last. A crash in between is made good by `last`.
+    that says the number of steps, and which records; then each takes its own for the last. A crash in between is made
+    good by `last`.
     """
 
     def __init__(self, folder: str | os.PathLike[str], ranks: Ranks) -> None:
@@ -287,23 +310,23 @@ class CommitLogOfRank(CommitLog):
         if content is None:
             return None
         if content[:1] == b"{" and (alone := CommitLog(self._decided.parent).last()) is not None:
-            num_steps, num_ranks = alone.num_steps, 1
+            decided = Decision(alone.num_steps, 1)
         else:
-            num_steps, num_ranks = self._decision(self._decided, content)
-        if num_ranks == self._ranks.size:
-            return self.after(num_steps)
+            decided = self._decision(self._decided, content)
+        if decided.num_ranks == self._ranks.size:
+            return self.after(decided, self._ranks.rank)
         if self._ranks.rank > 0:  # behind the first, which makes good what a crash has left
             self._ranks.barrier("commits")
-        others = self._of_others(self._decided.parent, num_steps, num_ranks)
+        others = self._of_others(self._decided.parent, decided)
         if self._ranks.rank == 0:
             self._ranks.barrier("commits")
         return others
 
     def write(self, commit: Commit) -> None:
-        self._put(self._next, commit)
-        self._ranks.barrier("commits")
+        records = self._ranks.collect(self._put(self._next, commit), "commits")
         if self._ranks.rank == 0:
-            files.replace_content(self._decided, msgspec.json.encode((commit.num_steps, self._ranks.size)))
+            decided = Decision(commit.num_steps, self._ranks.size, tuple(records))
+            files.replace_content(self._decided, msgspec.json.encode(decided))
         self._ranks.barrier("commits")
         files.rename_file(self._next, self._record)
         files.sync_folder(self.folder)
@@ -318,6 +341,12 @@ class CommitLogOfRank(CommitLog):
 def stamp(what: str, run_id: str, num_steps: int) -> bytes:
     """A page that says of which run and step the bytes beside it are."""
     return f"tierplan {what} of run {run_id} after {num_steps} steps\n".encode().ljust(PAGE_BYTES, b"\0")
+
+
+def _broken(path: Path, why: str) -> CommitError:
+    return CommitError(
+        f"{path} is not a commit record: {why}; put back a whole copy of it, or start the run anew in another folder"
+    )
 
 
 def _checksum(record: Mapping[str, Any]) -> str:
@@ -379,11 +408,10 @@ def _last_of_each(log: CommitLog, held: ExitStack) -> Iterator[tuple[CommitLog, 
             raise CommitError(f"{log.folder} holds no commit; nothing can be resumed from it")
         yield log, commit, ""
         return
-    num_steps, num_ranks = decided
-    for own in (f"rank-{k}" for k in range(num_ranks)):
-        of_rank = CommitLog(log.folder / own)
+    for k in range(decided.num_ranks):
+        of_rank = CommitLog(log.folder / f"rank-{k}")
         held.callback(os.close, of_rank.lock())
-        yield of_rank, of_rank.after(num_steps), own
+        yield of_rank, of_rank.after(decided, k), of_rank.folder.name
 
 
 def _damage(log: CommitLog, commit: Commit, drives: Sequence[str]) -> Iterator[str]:

@@ -119,14 +119,14 @@ class Ranks:
         rows: list[list[float]] = received.tolist()
         return rows
 
-    def collect(self, own: Any) -> list[Any]:
+    def collect(self, own: Any, channel: str = "steps") -> list[Any]:
         """By rank, what each has, of any size."""
         sent = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
-        sizes = [int(size) for (size,) in self.share([len(sent)], "steps")]
+        sizes = [int(size) for (size,) in self.share([len(sent)], channel)]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         received = padded.new_empty(self.size, max(sizes))
         padded[: len(sent)] = sent
-        self.all_gather(received, padded, "steps")
+        self.all_gather(received, padded, channel)
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(received, sizes, strict=True)]
 
     def barrier(self, channel: str = "steps") -> None:

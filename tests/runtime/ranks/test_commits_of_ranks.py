@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from tierplan.cli import main
-from tierplan.runtime.checkpoint.commits import Commit, CommitError, CommitLog, CommitLogOfRank, Stored, with_changes
+from tierplan.runtime.checkpoint.commits import (
+    FORMAT,
+    VERSION,
+    Commit,
+    CommitError,
+    CommitLog,
+    CommitLogOfRank,
+    Stored,
+    _checksum,
+    verify_commit,
+    with_changes,
+)
 from tierplan.runtime.checkpoint.durability import _stored
 from tierplan.runtime.memory.arena import Block
 from tierplan.runtime.memory.store import Store
@@ -28,22 +41,78 @@ class TwoRanks:
 
     size = 2
 
-    def __init__(self, rank: int, last: int | None = None) -> None:
-        self.rank, self._last = rank, last
+    def __init__(self, rank: int, last: int | None = None, both: Sequence[Commit] = ()) -> None:
+        self.rank, self._last, self._both = rank, last, both
 
     def barrier(self, channel: str) -> None:
         if self._last == 0:
             raise Crash
         self._last = None if self._last is None else self._last - 1
 
+    def collect(self, own: str, channel: str) -> list[str]:
+        """Checksums of the records of both, which commit the same if nothing else was given."""
+        self.barrier(channel)
+        records = [{"format": FORMAT, "version": VERSION, **msgspec.to_builtins(one)} for one in self._both]
+        return [*map(_checksum, records)] or [own, own]
 
-def log(folder: Path, rank: int, last: int | None = None) -> CommitLogOfRank:
-    ranks: Any = TwoRanks(rank, last)
+
+def log(folder: Path, rank: int, last: int | None = None, both: Sequence[Commit] = ()) -> CommitLogOfRank:
+    ranks: Any = TwoRanks(rank, last, both)
     return CommitLogOfRank(folder, ranks)
 
 
-def commit(num_steps: int) -> Commit:
-    return Commit(num_steps=num_steps, run_id="ab", contents={}, settings={})
+def commit(num_steps: int, run_id: str = "ab") -> Commit:
+    return Commit(num_steps=num_steps, run_id=run_id, contents={}, settings={})
+
+
+def commit_both(folder: Path, both: Sequence[Commit]) -> None:
+    for rank, own in enumerate(both):
+        log(folder, rank, both=both).write(own)
+
+
+def said(folder: Path) -> list[str]:
+    """What those say who would go on from there, as many ranks and one process, and who verifies it."""
+    ways: list[Callable[[], object]] = [
+        log(folder, 0).last, log(folder, 1).last, CommitLog(folder).last, lambda: verify_commit(folder)
+    ]  # fmt: skip
+    texts = []
+    for way in ways:
+        with pytest.raises(CommitError) as refused:
+            way()
+        texts.append(str(refused.value).replace(str(folder), "RUN"))
+    return texts
+
+
+def test_another_rank_s_commit_is_none_of_this_one(tmp_path: Path) -> None:
+    """Both go on from the other's state where folders were exchanged, and that was committed and exported."""
+    commit_both(tmp_path / "run", [commit(3, "a1"), commit(3, "a2")])
+    commit_both(tmp_path / "other", [commit(3, "b1"), commit(3, "b2")])
+    shutil.copytree(tmp_path / "run", tmp_path / "mixed")
+    for old, new in [("rank-0", "x"), ("rank-1", "rank-0"), ("x", "rank-1")]:
+        (tmp_path / "run" / old).rename(tmp_path / "run" / new)
+    first, second, *others = said(tmp_path / "run")
+    assert first.startswith(
+        "all ranks were committed after 3 steps, and RUN/rank-0/commit.json of rank 0 is that of rank 1;"
+    )
+    assert second.startswith(
+        "all ranks were committed after 3 steps, and RUN/rank-1/commit.json of rank 1 is that of rank 0;"
+    )
+    assert others == [first, first]
+    shutil.rmtree(tmp_path / "mixed" / "rank-1")
+    shutil.copytree(tmp_path / "other" / "rank-1", tmp_path / "mixed" / "rank-1")
+    assert log(tmp_path / "mixed", 0).last() == commit(3, "a1")
+    with pytest.raises(CommitError, match="of rank 1 is not there, or is of another run or time; put back"):
+        log(tmp_path / "mixed", 1).last()
+
+
+def test_commits_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    """They said the number of steps alone."""
+    commit_both(tmp_path, [commit(3, "a1"), commit(3, "a2")])
+    (tmp_path / "commit.json").write_text("[3,2]")
+    assert [log(tmp_path, rank).last() for rank in range(2)] == [commit(3, "a1"), commit(3, "a2")]
+    assert verify_commit(tmp_path).count("is whole") == 2
+    commit_both(tmp_path, [commit(4, "a1"), commit(4, "a2")])
+    assert log(tmp_path, 1).last() == commit(4, "a2")
 
 
 @pytest.mark.parametrize("crash_of_first", [0, 1, None])
@@ -91,7 +160,9 @@ def test_another_number_of_ranks_is_told_what_only_as_many_can_resume(
 def test_what_ranks_cannot_resume(tmp_path: Path) -> None:
     assert log(tmp_path, 0).last() is None
     log(tmp_path, 0).write(commit(1))
-    with pytest.raises(CommitError, match="all ranks were committed after 1 steps, and this one was not"):
+    with pytest.raises(
+        CommitError, match=r"all ranks were committed after 1 steps, and .*rank-1/commit\.json of rank 1 is not there"
+    ):
         log(tmp_path, 1).last()
     (tmp_path / "commit.json").write_text("[]")
     with pytest.raises(CommitError, match="does not say after how many steps"):
@@ -105,9 +176,9 @@ def test_a_run_of_ranks_is_verified_rank_by_rank(
     """Also where the second one had not taken the commit of all for its last one yet."""
     run, drives = tmp_path / "out", tmp_path / "drives"
     command, contents = ["run", "--verify", "--out", str(run)], {0: torch.arange(9000) % 251, 1: torch.arange(50) % 7}
-    paths = {}
+    paths, both = {}, list[Commit]()
     for rank in range(2):
-        name, memory, one = "params/L0", contents[rank].to(torch.uint8), log(run, rank, last=1 if rank else None)
+        name, memory, one = "params/L0", contents[rank].to(torch.uint8), log(run, rank)
         own: dict[str, Any] = {}
         if where == "memory":
             stored = one.write_resident("ab", 3, [(name, [Block(memory, memory)])])
@@ -125,9 +196,10 @@ def test_a_run_of_ranks_is_verified_rank_by_rank(
                     "seal": _stored(seal, store), "folders": (one.noted(folder),), "stripes": store.pattern,
                     "store_bytes": store.size_bytes,
                 }  # fmt: skip
-        committed = with_changes(commit(3), contents=stored, **own)
+        both.append(with_changes(commit(3), contents=stored, **own))
+    for rank in range(2):
         with pytest.raises(Crash) if rank else nullcontext():
-            one.write(committed)
+            log(run, rank, 1 if rank else None, both).write(both[rank])
     for more in ([], ["--nvme", str(drives / "nvme")]) if where == "nvme" else ([],):
         if more:
             shutil.move(run / "nvme" / "rank-1", drives / "nvme" / "rank-1")
