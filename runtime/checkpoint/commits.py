@@ -11,7 +11,7 @@ A run's folder holds
 
     commit.json         the record of the last commit
     resident-N.bin      what was in memory after N steps, behind a page that says so
-    tierplan.lock       held by the process that trains there
+    tierplan.lock       held by the process that trains there; says that something was committed
 
     CommitError(ValueError)   a run that cannot be resumed: nothing committed, another run's files, other settings,
     damage
@@ -43,6 +43,8 @@ from tierplan.runtime.ranks.group import Ranks
 FORMAT = "tierplan-commit"
 VERSION = 2
 LOCK_NAME = "tierplan.lock"
+COMMITTED = b"committed"
+"""What the lock says when there is a commit: a record that is gone later was removed."""
 
 AT_ONCE = ("in-backward", "exact-clip")
 """Semantics that leave the same state at a step's end. Whether it clips is the training's `max_grad_norm` to say."""
@@ -131,10 +133,22 @@ class CommitLog:
         """The last commit; None if there is none. Raises `CommitError` for a record that cannot be read."""
         content = files.read_content(self._record)
         if content is None:
+            self._check_never()
             return None
         if content[:1] == b"[":
             return self._of_others(self.folder, self._decision(self._record, content))
         return self._commit_in(self._record, content)[0]
+
+    def _check_never(self) -> None:
+        """Raises `CommitError` where something was committed, of which the record is gone."""
+        of_ranks = [str(path) for path in sorted(self.run_folder.glob(f"rank-*/{RECORD_NAME}"))]
+        lock = self.run_folder / LOCK_NAME
+        if of_ranks or files.read_content(lock) == COMMITTED:
+            there = f"{', '.join(of_ranks)} of the ranks" if of_ranks else f"{lock}, which says that there was one,"
+            raise CommitError(
+                f"{self.run_folder / RECORD_NAME} of the last commit is missing, and {there} is there; put it back, or "
+                "start the run anew in another folder"
+            )
 
     def _commit_in(self, path: Path, content: bytes) -> tuple[Commit, str]:
         """That of a record, and the record's checksum."""
@@ -277,6 +291,13 @@ class CommitLog:
     def write(self, commit: Commit) -> None:
         """Makes this commit the last one, at once and for good."""
         self._put(self._record, commit)
+        lock = self.folder / LOCK_NAME
+        if not files.read_content(lock):
+            fd = files.open_file(lock, os.O_RDWR | os.O_CREAT)
+            try:
+                files.write_at(fd, lock, [memoryview(COMMITTED)], 0)
+            finally:
+                os.close(fd)
         self._forget_others(commit)
 
     def _put(self, path: Path, commit: Commit) -> str:
@@ -308,6 +329,7 @@ class CommitLogOfRank(CommitLog):
     def last(self) -> Commit | None:
         content = files.read_content(self._decided)
         if content is None:
+            self._check_never()
             return None
         if content[:1] == b"{" and (alone := CommitLog(self._decided.parent).last()) is not None:
             decided = Decision(alone.num_steps, 1)

@@ -25,7 +25,7 @@ from tests.runtime.test_trainer import CPU, machine
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
-from tierplan.runtime.checkpoint.commits import Commit, CommitError, CommitLog, check_same_settings
+from tierplan.runtime.checkpoint.commits import Commit, CommitError, CommitLog, check_same_settings, verify_commit
 from tierplan.runtime.memory.arena import PAGE_BYTES
 from tierplan.runtime.memory.files import StoreError
 from tierplan.runtime.memory.store import Store
@@ -353,6 +353,18 @@ def test_damage_is_found(tmp_path: Path) -> None:
     (tmp_path / "out" / "commit.json").write_text("{")
     with pytest.raises(CommitError, match="is not a commit record"):
         train_on(tmp_path, schedule)
+
+
+def test_a_record_that_was_removed_is_an_error(tmp_path: Path) -> None:
+    """A run began anew, and wrote over what was committed."""
+    train_on(tmp_path, schedule_for("memory"), 2)
+    (tmp_path / "out" / "commit.json").unlink()
+    missing = r"commit\.json of the last commit is missing, and .*tierplan\.lock, which says that there was one, is"
+    for resume in (True, False):
+        with pytest.raises(CommitError, match=missing):
+            new_trainer(tmp_path, schedule_for("memory"), resume=resume)
+    with pytest.raises(CommitError, match=missing):
+        verify_commit(tmp_path / "out")
 
 
 def test_the_files_do_not_grow(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_no_crash_loses_a_commit(name: str, every: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mistake", list(PLANTED))
 def test_a_mistake_is_found(mistake: str, tmp_path: Path) -> None:
     name, planted = PLANTED[mistake]
-    found = prefixes(name, tmp_path, planted=planted, every=5, generations=1, resume_every=50, stop_at_first=True)
+    found = prefixes(name, tmp_path, planted=planted, every=4, generations=1, resume_every=50, stop_at_first=True)
     assert len(found["broken"]) == 1
 
 

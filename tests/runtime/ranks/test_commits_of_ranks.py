@@ -105,6 +105,18 @@ def test_another_rank_s_commit_is_none_of_this_one(tmp_path: Path) -> None:
         log(tmp_path / "mixed", 1).last()
 
 
+def test_ranks_commits_without_that_of_all_are_an_error(tmp_path: Path) -> None:
+    """A run began anew, and wrote over them."""
+    log(tmp_path, 0, last=1).folder.joinpath("resident-1.bin").touch()  # of a crash before there was any commit
+    assert log(tmp_path, 0).last() is None
+    commit_both(tmp_path, [commit(3, "a1"), commit(3, "a2")])
+    (tmp_path / "commit.json").unlink()
+    (text,) = set(said(tmp_path))
+    assert text.startswith(
+        "RUN/commit.json of the last commit is missing, and RUN/rank-0/commit.json, RUN/rank-1/commit"
+    )
+
+
 def test_commits_of_earlier_versions_are_read(tmp_path: Path) -> None:
     """They said the number of steps alone."""
     commit_both(tmp_path, [commit(3, "a1"), commit(3, "a2")])
