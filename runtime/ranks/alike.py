@@ -41,5 +41,5 @@ def _differences(name: str, a: Any, b: Any) -> Iterator[tuple[str, object, objec
     if isinstance(a, dict) and isinstance(b, dict):
         for key in {**a, **b}:
             yield from _differences(f"{name}.{key}" if name else key, a.get(key), b.get(key))
-    elif a != b:
+    elif a != b and repr(a) != repr(b):  # nan is not nan
         yield name, a, b

@@ -11,11 +11,13 @@ StarterDeath(RankFailure)   the process that has started the ranks has died
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import select
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -26,8 +28,8 @@ import torch.distributed as dist
 
 from tierplan.runtime.memory.freed_memory import share_an_arena
 
-CHANNELS = ("collectives", "norms", "steps", "commits")
-"""What exchanges something at its own pace, in a thread of its own."""
+CHANNELS = ("collectives", "norms", "steps", "commits", "ends")
+"""What exchanges something at its own pace, in a thread of its own; last, that a rank has ended."""
 TIMEOUT = timedelta(minutes=10)
 """After which one that does not come is given up."""
 STEPS_TO_STOP = 10
@@ -78,6 +80,8 @@ class Ranks:
         self._store = c10d.PrefixStore("tierplan", store)
         self.failure: BaseException | None = None
         self._is_closed = threading.Event()
+        self._counts = Counter[str]()
+        """By channel or way, exchanges that were begun here."""
         self._store.set(f"pid/{self.rank}", str(os.getpid()))
         others = [r for r in range(self.size) if r != self.rank]
         pids = {r: int(self._store.get(f"pid/{r}")) for r in others}
@@ -162,12 +166,17 @@ class Ranks:
         self.close()
 
     def close(self) -> None:
-        """Leaves the others, who may go on; after a failure, without waiting for anything."""
-        if self.failure is None:
-            self._store.set(f"done/{self.rank}", "1")
-            self.barrier()
-        self._is_closed.set()
-        self._watcher.join()
+        """Leaves the others, who may go on; after a failure, without waiting for anything but that they hear of it."""
+        try:
+            if self.failure is None:
+                self._store.set(f"done/{self.rank}", json.dumps(self._counts))
+                self._store.set("done", "1")
+                self.barrier("ends")
+        finally:
+            self._is_closed.set()
+            self._watcher.join()
+            if self.failure is not None and self.rank == 0 and self._starter_fd < 0:  # the store goes with this process
+                time.sleep(5 * WATCH_S)
         if self.failure is None:
             dist.destroy_process_group()
 
@@ -176,6 +185,7 @@ class Ranks:
         if self.failure is not None:
             raise self.failure
         pause_s = 2e-5
+        self._counts[channel] += 1
         try:
             work = begin(*what, group=self._groups[channel], async_op=True)
             while not work.is_completed():
@@ -224,10 +234,27 @@ class Ranks:
         try:
             if self._store.check(["failed"]):
                 return RankFailure(self._store.get("failed").decode())
+            if self._store.check(["done"]) and (text := self._in_vain()):
+                self._store.compare_set("failed", "", text)
+                return RankFailure(text)
             done = [self._store.check([f"done/{self._watched[fd][0]}"]) for fd in over]
             return next((death for death, is_done in zip(died, done, strict=True) if not is_done), None)
         except RuntimeError:  # the store went with the rank that had it
             return next(died, None)
+
+    def _in_vain(self) -> str:
+        """Which rank has ended without an exchange that this one has begun, if any."""
+        for rank, _ in self._watched.values():
+            if self._store.check([f"done/{rank}"]):
+                counts = json.loads(self._store.get(f"done/{rank}"))
+                for name, num in list(self._counts.items()):
+                    of = dist.get_process_group_ranks(self._groups[name])
+                    if name != "ends" and rank in of and num > counts.get(name, 0):
+                        return (
+                            f"rank {rank} of {self.size} has ended, and rank {self.rank} waits for it; let all ranks "
+                            "do the same: as many runs, steps, copies and restored models"
+                        )
+        return ""
 
 
 def _bytes(t: torch.Tensor) -> torch.Tensor:

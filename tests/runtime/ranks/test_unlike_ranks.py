@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -73,10 +74,10 @@ def batches(which: list[int]) -> list[Batch]:
     return [{"input_ids": t, "labels": t, "which": k} for t, k in zip(ids, which, strict=True)]
 
 
-def planned(model: nn.Module, policy: str, options: dict[str, object], accumulation: int) -> Schedule:
+def planned(model: nn.Module, policy: str, options: dict[str, object], accumulation: int, num: int = 2) -> Schedule:
     training = replace(CPU, gradient_accumulation_steps=accumulation)
     workload = trace_module(copy.deepcopy(model), batches([0])[0], training)
-    return lower(decide(policy, workload, several(2), options), workload, several(2))
+    return lower(decide(policy, workload, several(num), options), workload, several(num))
 
 
 def train_mixtures(ranks: Ranks, which: list[int]) -> list[str]:
@@ -200,3 +201,24 @@ def test_ranks_that_are_given_unlike_things_are_refused_by_name() -> None:
         for text, (_, _, wanted) in zip(said, UNLIKE, strict=True):
             assert text.startswith(wanted), said
             assert "; ranks train one model together: " in text
+
+
+def end_too_soon(ranks: Ranks) -> None:
+    """The first rank ends while the others still send; that is well. Then one waits for those that have ended."""
+    ranks.connect(ways := [(0, 1), (1, 2)])
+    sent = torch.ones(4)
+    for way in ways:
+        if ranks.rank in way:
+            ranks.send(sent, way)
+        if ranks.rank == 1:
+            time.sleep(1)
+    if ranks.rank == 1:
+        ranks.barrier()
+
+
+def test_a_rank_that_has_ended_is_not_waited_for() -> None:
+    """Its end was taken for what the other waited for, or nothing came within ten minutes."""
+    for found in run_ranks(end_too_soon, 3, timeout_s=60):
+        assert re.search(
+            r"rank [02] of 3 has ended, and rank 1 waits for it; let all ranks do the same: as", str(found)
+        )
