@@ -277,7 +277,7 @@ class Trainer:
             torch.set_num_threads(self._threads_before)
 
     def save_copy(self, folder: str | os.PathLike[str]) -> None:
-        """Writes the state after the steps so far into a folder of its own, for `start`. Nothing may run meanwhile."""
+        """Writes the state so far into a folder of its own, for `start`; all ranks together. Nothing runs meanwhile."""
         losses = self.result().losses  # which says that nothing has been trained yet
         save_copy(folder, self._settings, self.placement, losses)
 

@@ -34,6 +34,7 @@ from tierplan.runtime.execution.values import BufferValue, content_of, states_of
 from tierplan.runtime.memory import files
 from tierplan.runtime.memory.arena import PAGE_BYTES, Block, Pool, map_host, padded
 from tierplan.runtime.memory.store import DamageError, Extent, Store
+from tierplan.runtime.ranks.alike import check_alike
 from tierplan.runtime.ranks.collectives import own_part, shard_part
 from tierplan.runtime.ranks.group import Ranks
 from tierplan.sim.contents import Frozen, Gradients, Params, States
@@ -48,7 +49,7 @@ class Durability:
     ) -> None:
         """Holds the folder until `close`. Raises `CommitError` if it holds a run that is not to be resumed, or of other
         settings, and `StoreError` if another run holds the folder."""
-        self._log = CommitLog(folder) if ranks is None else CommitLogOfRank(folder, ranks)
+        self._log = _log_in(folder, ranks)
         self.folder = self._log.folder
         self._settings = settings
         self._lock = self._log.lock()
@@ -284,13 +285,19 @@ class Durability:
             store.verify(self._seal)
 
 
+def _log_in(folder: str | os.PathLike[str], ranks: Ranks | None) -> CommitLog:
+    return CommitLog(folder) if ranks is None else CommitLogOfRank(folder, ranks)
+
+
 def save_copy(
     folder: str | os.PathLike[str], settings: Mapping[str, Any], placement: Placement, losses: tuple[float, ...]
 ) -> None:
-    """Makes a folder that holds all of the state after its last step, and nothing elsewhere. Nothing runs meanwhile."""
+    """Makes a folder that holds all of the state after its last step, and nothing elsewhere. Nothing runs meanwhile.
+    Ranks, which call this together, each have a part there."""
     bodies, num_steps, carried = placement.bodies, placement.executor.num_steps_done, placement.executor.carried
     bodies.places.check_whole(num_steps)
-    log, run_id = CommitLog(folder), os.urandom(8).hex()
+    check_alike(bodies.ranks, {"the folder of a copy": os.path.realpath(folder)})
+    log, run_id = _log_in(folder, bodies.ranks), os.urandom(8).hex()
     lock = log.lock()
     try:
         contents, blocks, places = _held(carried.values(), bodies)

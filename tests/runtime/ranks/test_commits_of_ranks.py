@@ -13,6 +13,9 @@ import msgspec
 import pytest
 import torch
 
+from tests.runtime.ranks.pair import run_ranks
+from tests.runtime.ranks.test_ranks import ADAM
+from tests.runtime.ranks.test_unlike_ranks import Mixture, batches, planned
 from tierplan.cli import main
 from tierplan.runtime.checkpoint.commits import (
     FORMAT,
@@ -30,6 +33,9 @@ from tierplan.runtime.checkpoint.durability import _stored
 from tierplan.runtime.memory.arena import Block
 from tierplan.runtime.memory.store import Store
 from tierplan.runtime.memory.tier_file import HEADER_BYTES
+from tierplan.runtime.ranks.group import Ranks
+from tierplan.runtime.reference import same_weights, train_plainly
+from tierplan.runtime.trainer import Trainer
 
 
 class Crash(Exception):
@@ -225,3 +231,35 @@ def test_a_run_of_ranks_is_verified_rank_by_rank(
         file.write(b"\xff")
     assert main([*command, *more]) == 1
     assert re.search(r"rank-1: 'params/L0'.* is damaged", capsys.readouterr().err)
+
+
+def copy_and_start(ranks: Ranks, folder: Path) -> list[str]:
+    """What is wrong with what follows a copy of the state."""
+    wrong = []
+    for policy in ("ddp", "zero-3"):
+        model, plain, given = Mixture(), Mixture(), batches([0, 1] * 4)
+        schedule, settings = planned(model, policy, {}, 1), {"optimizer": ADAM, "ranks": ranks}
+        with Trainer(schedule, model, **settings) as trainer:
+            trainer.run(given, 2)
+            trainer.save_copy(folder / policy)
+        with Trainer(schedule, other := Mixture(), start=folder / policy, **settings) as trainer:
+            trainer.run(given[4:], 2)
+            trainer.restore_model()
+            losses = list(trainer.result().losses)
+        if losses != train_plainly(plain, given, steps=4, optimizer=ADAM, gradient_accumulation_steps=2):
+            wrong.append(f"{policy}: other losses")
+        if not same_weights(other, plain):
+            wrong.append(f"{policy}: other weights")
+    return wrong
+
+
+def test_a_copy_of_ranks_has_the_part_of_each(tmp_path: Path) -> None:
+    """One process goes on from it, too. That of one rank was taken for the whole."""
+    assert run_ranks(copy_and_start, 2, tmp_path) == [[], []]
+    model, plain, given = Mixture(), Mixture(), batches([0, 1] * 4)
+    train_plainly(plain, given, steps=4, optimizer=ADAM, gradient_accumulation_steps=2)
+    schedule = planned(model, "in-memory", {}, 2, num=1)
+    with Trainer(schedule, model, optimizer=ADAM, start=tmp_path / "zero-3") as trainer:
+        trainer.run(given[4:], 2)
+        trainer.restore_model()
+    assert same_weights(model, plain)
