@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tierplan.runtime.execution.placement import TrainingError
+from tierplan.sim.ranks import num_ranks
+from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.optimizers import OF_TRANSFORMERS
 from tierplan.sim.workloads.workload import Training
 
@@ -162,6 +164,15 @@ def check_arguments(args: Any, training: Training) -> None:
         raise TrainingError(
             f"the Trainer would use {num_devices} processes or GPUs, but {_ONE_PROCESS} on one device; start one "
             "process and show it one GPU (CUDA_VISIBLE_DEVICES)"
+        )
+
+
+def check_devices(schedule: Schedule) -> None:
+    """Raises `TrainingError` for a schedule of several devices, however many processes there are."""
+    if (num := num_ranks(schedule)) > 1:
+        raise TrainingError(
+            f"schedule {schedule.name!r} is for {num} devices, but under the Hugging Face Trainer {_ONE_PROCESS} on "
+            f"one device; plan for one, or train without it: `tierplan run --devices {num}`"
         )
 
 

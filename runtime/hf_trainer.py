@@ -31,6 +31,7 @@ from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.hf_arguments import (
     check_arguments,
     check_callbacks,
+    check_devices,
     check_epoch,
     check_methods,
     check_trainer_settings,
@@ -100,6 +101,7 @@ class ScheduleTrainer(transformers.Trainer):
                 f"transformers {transformers.__version__} has another training loop than the one that the adapter was "
                 "made for; install 5.23 or a later one"
             )
+        check_devices(schedule)
         training = executable_step(schedule).training
         check_methods(type(self), ScheduleTrainer)
         check_trainer_settings(settings)

@@ -62,6 +62,10 @@ class CommitError(ValueError):
     """A run that cannot be resumed. Says why and what to do."""
 
 
+class DamagedContentError(CommitError):
+    """One content is damaged; the file that it is in is there, and is that of the commit."""
+
+
 class Stored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the bytes of one content are."""
 
@@ -285,7 +289,7 @@ class CommitLog:
         if page != stamp("resident", commit.run_id, commit.num_steps):
             raise CommitError(f"{path} is not of the last commit; the run cannot be resumed from it")
         if xxh3_64_hexdigest(out.numpy().data) != where.xxh3:
-            raise CommitError(f"{name!r} in {path} is damaged; the run cannot be resumed from it")
+            raise DamagedContentError(f"{name!r} in {path} is damaged; the run cannot be resumed from it")
         return out
 
     def write(self, commit: Commit) -> None:
@@ -438,12 +442,17 @@ def _last_of_each(log: CommitLog, held: ExitStack) -> Iterator[tuple[CommitLog, 
 
 def _damage(log: CommitLog, commit: Commit, drives: Sequence[str]) -> Iterator[str]:
     """What is wrong with contents that were in memory, and with those on the NVMe tier."""
+    is_file_whole = True
     for name, where in commit.contents.items():
         if not where.in_store and not where.is_absent:
             try:
                 log.read_resident(commit, name)
-            except CommitError as error:
+            except DamagedContentError as error:
                 yield str(error)
+            except CommitError as error:
+                if is_file_whole:  # said once, and not of all that was in it
+                    yield str(error)
+                is_file_whole = False
     if commit.seal is None:
         return
     with closing(Store(drives, pattern=commit.stripes, run_id=commit.run_id)) as store:

@@ -107,6 +107,11 @@ def executable_step(schedule: Schedule, rank: int = 0, num_there: int = 1) -> St
             f"schedule {schedule.name!r} updates with {optimizer}, which is simulated only; plan with one of "
             f"{', '.join(KERNELS)}"
         )
+    if num > 1 and not training.optim.is_flat:
+        raise TrainingError(
+            f"schedule {schedule.name!r} is for {num} devices, and states of {optimizer}, not alike for all values, "
+            "are executed on one device only: plan for one, or with --optimizer adamw, adamw:states=bf16, lion or sgd"
+        )
     if training.dtype_of_trained != "fp32" and not training.has_master:
         moments = training.optim.moments((1024, 1024), True, training.dtype_of_trained)
         if any(moment.format == "fp32" for moment in moments):
@@ -245,9 +250,6 @@ def _check_content(b: Buffer, step: StepSpec, units: Mapping[str, UnitSpec], ran
         return
     training, num_parameters = step.training, owner.num_parameters
     share = len(shard(range(num_parameters), rank, num))
-    if num > 1 and isinstance(content, States) and not training.optim.is_flat:
-        of = f"of {training.optimizer}, not alike for all values,"
-        yield f"buffer {b.name!r}: states {of} are executed on one device only"
     if isinstance(content, States) and training.optim.is_flat:  # others are known with the model's shapes
         ranges = part_ranges(num_parameters, content.num_parts)
         if content.part >= len(ranges):

@@ -16,6 +16,7 @@ import torch
 import transformers as hf
 
 from tests.runtime.models import make_batches, make_model
+from tests.runtime.ranks.test_ranks import several
 from tests.runtime.test_hf_trainer import arguments, examples, schedule_for
 from tests.runtime.test_trainer import CPU, machine
 from tests.toys import uniform_plan
@@ -266,3 +267,13 @@ def test_a_checkpoint_with_states_of_another_step_is_refused(tmp_path: Path) -> 
     trainer = ScheduleTrainer(**own, model=make_model("gpt2", dropout=0.1), args=args)
     with pytest.raises(TrainingError, match=r"tierplan was saved after 1 steps, but .*checkpoint-2 is that of step 2"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_a_plan_of_several_devices_is_refused() -> None:
+    """Also under `torchrun`: the advice was to start as many processes as were started."""
+    workload, two = trace_module(make_model("gpt2"), make_batches(1)[0], CPU), several(2)
+    schedule = lower(decide("ddp", workload, two, {}), workload, two)
+    with pytest.raises(
+        TrainingError, match=r"is for 2 devices, but under the Hugging Face Trainer .* plan for one, or"
+    ):
+        ScheduleTrainer(schedule=schedule)

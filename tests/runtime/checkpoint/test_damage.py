@@ -16,7 +16,7 @@ from tests.runtime.checkpoint.conftest import PutCommitted
 from tests.runtime.checkpoint.test_commits import STEPS, new_trainer, plain_weights, same, schedule_for, train_on
 from tests.runtime.models import make_batches
 from tierplan.cli import main
-from tierplan.runtime.checkpoint.commits import Commit, CommitError, CommitLog, Stored
+from tierplan.runtime.checkpoint.commits import Commit, CommitError, CommitLog, Stored, verify_commit
 from tierplan.runtime.execution.instances import ExecutionError
 from tierplan.runtime.memory.arena import PAGE_BYTES, map_host, padded
 from tierplan.runtime.memory.files import StoreError
@@ -156,6 +156,15 @@ def test_a_bit_of_the_record_or_of_the_resident_file(tmp_path: Path) -> None:
                 train_on(tmp_path, schedule)
             path.write_bytes(whole)
     assert same(train_on(tmp_path, schedule), plain_weights())
+
+
+def test_a_file_that_was_cut_short_is_said_once(tmp_path: Path) -> None:
+    train_on(tmp_path, schedule_for("memory"), 2)
+    resident = tmp_path / "out" / "resident-2.bin"
+    os.truncate(resident, 2 * PAGE_BYTES)
+    with pytest.raises(CommitError) as refused:
+        verify_commit(tmp_path / "out")
+    assert str(refused.value).count("was cut short") == str(refused.value).count(str(resident)) == 1
 
 
 # ---- under a run ----
