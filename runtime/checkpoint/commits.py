@@ -148,10 +148,9 @@ class CommitLog:
         of_ranks = [str(path) for path in sorted(self.run_folder.glob(f"rank-*/{RECORD_NAME}"))]
         lock = self.run_folder / LOCK_NAME
         if of_ranks or files.read_content(lock) == COMMITTED:
-            there = f"{', '.join(of_ranks)} of the ranks" if of_ranks else f"{lock}, which says that there was one,"
             raise CommitError(
-                f"{self.run_folder / RECORD_NAME} of the last commit is missing, and {there} is there; put it back, or "
-                "start the run anew in another folder"
+                f"{self.run_folder / RECORD_NAME} of the last commit is missing, and that there was one is said by "
+                f"{', '.join(of_ranks or [str(lock)])}; put it back, or start the run anew in another folder"
             )
 
     def _commit_in(self, path: Path, content: bytes) -> tuple[Commit, str]:

@@ -359,7 +359,7 @@ def test_a_record_that_was_removed_is_an_error(tmp_path: Path) -> None:
     """A run began anew, and wrote over what was committed."""
     train_on(tmp_path, schedule_for("memory"), 2)
     (tmp_path / "out" / "commit.json").unlink()
-    missing = r"commit\.json of the last commit is missing, and .*tierplan\.lock, which says that there was one, is"
+    missing = r"commit\.json of the last commit is missing, and that there was one is said by .*tierplan\.lock; put"
     for resume in (True, False):
         with pytest.raises(CommitError, match=missing):
             new_trainer(tmp_path, schedule_for("memory"), resume=resume)

@@ -119,7 +119,7 @@ def test_ranks_commits_without_that_of_all_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "commit.json").unlink()
     (text,) = set(said(tmp_path))
     assert text.startswith(
-        "RUN/commit.json of the last commit is missing, and RUN/rank-0/commit.json, RUN/rank-1/commit"
+        "RUN/commit.json of the last commit is missing, and that there was one is said by RUN/rank-0/"
     )
 
 
