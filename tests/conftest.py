@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections import defaultdict
@@ -40,6 +41,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             cases.remove(case)
         for case in cases:
             case.add_marker("nightly")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _searches_for_rings_pass_over_what_is_there() -> None:
+    """Millions of objects that modules, tests and caches keep: each look through all of them took seconds, of which the
+    Trainer of transformers asks for several in a test."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
