@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from collections import defaultdict
+from collections.abc import Iterator
 
 import pytest
 
@@ -43,12 +44,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             case.add_marker("nightly")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _searches_for_rings_pass_over_what_is_there() -> None:
-    """Millions of objects that modules, tests and caches keep: each look through all of them took seconds, of which the
-    Trainer of transformers asks for several in a test."""
+@pytest.fixture(scope="module")
+def past_set_aside() -> Iterator[None]:
+    """Python's searches for rings pass over what tests before have left, millions of objects: the Trainer of
+    transformers asks for several in a test, and each took seconds. Not for all: a run of ours that finds things set
+    aside sets none aside itself."""
     gc.collect()
     gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

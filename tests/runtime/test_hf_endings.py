@@ -34,7 +34,7 @@ from tierplan.runtime.optim.adam import NonFiniteGradientError
 from tierplan.runtime.reference import same_weights
 from tierplan.runtime.tracing.trace import trace_module
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "past_set_aside")
 
 
 class Sets(hf.TrainerCallback):

@@ -12,7 +12,7 @@ from tests.runtime.models import make_model
 from tests.runtime.test_hf_trainer import arguments, examples, schedule_for
 from tierplan.runtime.hf_trainer import ScheduleTrainer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "past_set_aside")
 
 
 @pytest.mark.parametrize("is_filtered", [True, False])

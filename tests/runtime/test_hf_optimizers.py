@@ -23,7 +23,7 @@ import transformers as hf
 from tests.runtime.test_hf_trainer import arguments, examples
 from tierplan.runtime.hf_trainer import ScheduleTrainer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "past_set_aside")
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ from tierplan.runtime.tracing.trace import trace_module
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Training
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "past_set_aside")
 
 pytest.importorskip("accelerate", reason="the Hugging Face Trainer needs accelerate")
 

@@ -23,13 +23,13 @@ def test_steps_leave_nothing_that_only_a_collection_finds() -> None:
         executor.run(5)
         assert gc.collect() < len(schedule.ops)
     finally:
+        gc.unfreeze()
         gc.enable()
 
 
 def test_the_search_for_rings_passes_over_what_was_there_before_a_run() -> None:
     seen: list[tuple[int, int]] = []
     before = gc.get_threshold()
-    gc.unfreeze()
     executor = Executor(chain(), lambda call: seen.append((gc.get_freeze_count(), gc.get_threshold()[0])))
     executor.run(2)
     assert min(seen) > (0, 0)

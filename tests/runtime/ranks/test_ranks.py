@@ -399,15 +399,13 @@ def fail_alone(ranks: Ranks) -> None:
 
 
 def resume_and_train_all(ranks: Ranks, folder: Path) -> list[str]:
-    from tests.runtime.ranks.torch_witness import unlike_torch  # which is of these cases
-
     train_every(ranks, folder, MOVED, 4)
-    return [*train_and_resume(ranks, folder, None), *train_ranks(ranks, PAIR, folder), *unlike_torch(ranks, folder)]
+    return [*train_and_resume(ranks, folder, None), *train_ranks(ranks, PAIR, folder)]
 
 
 def test_a_killed_rank_is_named_and_the_run_goes_on_from_the_last_commit_of_all(tmp_path: Path) -> None:
-    """And ranks train the numbers of one process and of PyTorch's data parallelism, move the schedule's bytes, go on
-    where another number has stopped, and leave in order."""
+    """And ranks train the numbers of one process, move the schedule's bytes, go on where another number has stopped,
+    and leave in order."""
     for case in MOVED:
         train_on(None, tmp_path, case, 2)
     for rank, step in [(1, 1), (0, 3)]:
@@ -419,6 +417,14 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_from_the_last_commit_of_all(
         assert wrong == []
     check_moved(tmp_path, 6)
     assert [len(list((tmp_path / str(case)).rglob("resident-*.bin"))) for case in MOVED] == [1] * len(MOVED)
+
+
+@pytest.mark.nightly
+def test_ranks_train_the_numbers_of_pytorchs_data_parallelism(tmp_path: Path) -> None:
+    from tests.runtime.ranks.torch_witness import unlike_torch  # which is of these cases
+
+    for wrong in run_ranks(unlike_torch, 2, tmp_path):
+        assert wrong == []
 
 
 def test_states_that_are_not_alike_for_all_values_are_not_divided() -> None:
