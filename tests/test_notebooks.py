@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.py"))
 IN_A_KERNEL = "01_first_steps"
-LONG = ("03_how_many_drives", "04_dram_or_drives", "11_four_ways_to_fine_tune")
+LONG = ("02_finetune_13b_on_my_desktop", "03_how_many_drives", "04_dram_or_drives", "11_four_ways_to_fine_tune")
 """They plan for minutes: `make nightly` runs them."""
 
 

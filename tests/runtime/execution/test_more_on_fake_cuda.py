@@ -11,5 +11,10 @@ from tests.runtime.execution.test_policies_run import (  # noqa: F401
 )
 from tests.runtime.optim.test_groups import test_frozen_parameters  # noqa: F401
 from tests.runtime.test_models import test_a_mixture_of_experts, test_t5  # noqa: F401
+from tests.runtime.test_trainer import (  # noqa: F401
+    test_every_family,
+    test_sub_batches_give_the_numbers_of_as_many_micro_batches,
+    test_updates_that_wait_for_the_next_step,
+)
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.nightly]

@@ -22,15 +22,12 @@ from tests.runtime.test_trainer import (  # noqa: F401
     test_a_gradient_that_is_not_finite_ends_the_run,
     test_a_resumed_run_makes_the_updates_that_still_waited,
     test_delayed_updates,
-    test_every_family,
     test_gpt2_with_every_action,
     test_in_a_device_too_small_for_plain_training,
     test_over_budget_is_an_error_before_the_allocation,
     test_random_plans,
     test_running_on_continues,
     test_sgd_and_a_learning_rate_schedule,
-    test_sub_batches_give_the_numbers_of_as_many_micro_batches,
-    test_updates_that_wait_for_the_next_step,
 )
 from tierplan.runtime import trainer
 from tierplan.runtime.execution.device import Device
