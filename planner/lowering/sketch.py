@@ -25,7 +25,7 @@ from tierplan.sim.builder import Builder, Said, said
 from tierplan.sim.columns import Float64, Works
 from tierplan.sim.contents import Content, copy_key
 from tierplan.sim.step import Action, UnitSpec
-from tierplan.sim.workloads.workload import Training, Unit, Workload
+from tierplan.sim.workloads.workload import DTYPE_BYTES, Training, Unit, Workload
 
 TIERS = (DEVICE, HOST, NVME)
 COPIES = {
@@ -45,7 +45,7 @@ NOW, PARAMS, PARAMS_EARLY, ACTS, ACTS_EARLY, STATES = range(6)
 FETCHES, COMPUTES, OFFLOADS, UPDATES, GOES_HOME = range(5)
 """Order among ops that are wanted at the same moment."""
 
-FP32_BYTES = 4
+FP32_BYTES = DTYPE_BYTES["fp32"]
 """Bytes of a number in fp32."""
 
 

@@ -16,7 +16,7 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import GradientsByLink, Plan, Sharing, UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import Place, PlanError
 from tierplan.sim.step import Action, Semantics
-from tierplan.sim.workloads.workload import Unit, Workload
+from tierplan.sim.workloads.workload import DTYPE_BYTES, Unit, Workload
 
 Policy = Callable[[Workload, Machine, Mapping[str, object]], Plan]
 Word = TypeVar("Word", bound=str)
@@ -24,7 +24,6 @@ Word = TypeVar("Word", bound=str)
 
 WHOLE = Sharing(divided="nothing")
 """Every device has the model, and gradients are summed after the last micro-batch."""
-FP32_BYTES = 4
 
 
 class OptionError(PlanError):
@@ -177,20 +176,17 @@ def deepspeed_host_bytes(
     home_bytes = t.param_bytes if params == "host" else 0
     has_grads = stage == 3 or t.gradient_accumulation_steps > 1
     for unit in units:
-        held += t.states_bytes(unit) + unit.num_trained * (FP32_BYTES + home_bytes)
+        held += t.states_bytes(unit) + unit.num_trained * (DTYPE_BYTES["fp32"] + home_bytes)
         held += unit.frozen_bytes if home_bytes else 0
         buffers += unit.num_trained * ((t.param_bytes if stage < 3 else 0) + (t.grad_bytes if has_grads else 0))
     return held, buffers
 
 
-def check_host_memory(
-    options: Options, machine: Machine, held: int, buffers: int, what: str, instead: str = ""
-) -> None:
-    """Raises `PlanError` where DeepSpeed's buffers have no room in host memory beside what else is held there, unless
-    option `host_buffers` is none. Where that alone has none, the simulation says so."""
+def check_host_memory(options: Options, machine: Machine, need: int, what: str, instead: str = "") -> None:
+    """Raises `PlanError` where host memory has no room for all that DeepSpeed has there, unless option `host_buffers`
+    is none: also where its step would have, or more memory would be refused where less is taken."""
     have = next(tier.capacity_bytes for tier in machine.tiers if tier.kind == "host")
-    need = held + buffers
-    if options.choice("host_buffers", "deepspeed", "none") == "deepspeed" and held <= have < need:
+    if options.choice("host_buffers", "deepspeed", "none") == "deepspeed" and have < need:
         raise PlanError(
             f"policy {options.policy!r} needs {need:,} bytes of host memory {what}, but machine {machine.name!r} has "
             f"{have:,}, {need - have:,} too few; take more host memory, a smaller model{instead}; host_buffers=none "

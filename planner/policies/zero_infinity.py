@@ -27,7 +27,6 @@ from tierplan.hwmodels.machine import Machine, held_bytes
 from tierplan.planner.plan import Sharing, UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import PLACES, Place
 from tierplan.planner.policies.options import (
-    FP32_BYTES,
     Options,
     by_kind,
     check_host_memory,
@@ -38,7 +37,7 @@ from tierplan.planner.policies.options import (
     unitwise_plan,
 )
 from tierplan.planner.policies.several.zero import MODULE_HOOKS
-from tierplan.sim.workloads.workload import Workload
+from tierplan.sim.workloads.workload import DTYPE_BYTES, Workload
 
 NAME = "zero-infinity"
 OPTIONS: Mapping[str, object] = {
@@ -80,7 +79,7 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     if optimizer == "host":  # the buffer of all gradients comes last
         need += deepspeed_host_bytes(workload, workload.units, 3, params)[0]
     what = "while it starts, for DeepSpeed's pinned buffers and the gradients of all parameters"
-    check_host_memory(options, machine, 0, need, what, ", or option pin_memory=off")
+    check_host_memory(options, machine, need, what, ", or option pin_memory=off")
     other = UnitPlan(params=params, grads=optimizer, states=optimizer)
     block = other
     if checkpoints != "none":
@@ -115,7 +114,7 @@ def startup_bytes(workload: Workload, *, params: Place, optimizer: Place, device
     if optimizer != "device":
         total += own * t.grad_bytes + (held_bytes(own * t.grad_bytes, "power-of-two") if pinned else 0)
     if optimizer == "nvme":
-        total += OPTIMIZER_BUFFERS * held_bytes(min(own, SUB_GROUP_PARAMETERS) * FP32_BYTES, "power-of-two")
+        total += OPTIMIZER_BUFFERS * held_bytes(min(own, SUB_GROUP_PARAMETERS) * DTYPE_BYTES["fp32"], "power-of-two")
     if params == "nvme":
         total += held_bytes(PARAMETER_BUFFERS * min(own, PARAMETER_BUFFER_SIZE) * t.param_bytes, "power-of-two")
         total += held_bytes(min(own, PARAMETERS_IN_HOST) * t.param_bytes, "power-of-two")

@@ -51,11 +51,11 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
     recompute = options.choice("checkpointing", "on", "off") == "on"
     as_deepspeed = options.choice("gradients", "deepspeed", "streamed") == "deepspeed"
     comes = options.choice("update", "host", "device") == "device"
-    is_alone = options.num_devices(machine) == 1
+    idle = LINK if options.num_devices(machine) == 1 else LINK[:-1]
     if comes:
-        options.refuse_idle("where states come to the device for the update", "gradients", *LINK[: 3 + is_alone])
+        options.refuse_idle("where states come to the device for the update", "gradients", *idle)
     elif not as_deepspeed:
-        options.refuse_idle("where gradients are streamed", *LINK[: 3 + is_alone])
+        options.refuse_idle("where gradients are streamed", *idle)
     units: list[UnitPlan] = []
     on_host: list[Unit] = []
     for unit in reversed(workload.units):
@@ -68,8 +68,8 @@ def policy(workload: Workload, machine: Machine, given: Mapping[str, object]) ->
         streamed = {"grads": "device", "update": "device"} if comes and place == "host" else {"grads": place}
         units.insert(0, UnitPlan(params="device", states=place, acts=acts, **streamed))  # type: ignore[arg-type]
     if as_deepspeed and not comes:
-        held, buffers = deepspeed_host_bytes(workload, on_host, 2)
-        check_host_memory(options, machine, held, buffers, "throughout, with DeepSpeed's buffers")
+        need = sum(deepspeed_host_bytes(workload, on_host, 2))
+        check_host_memory(options, machine, need, "throughout, with DeepSpeed's buffers")
     return unitwise_plan(
         options, workload, machine, "in-backward" if comes else "exact-clip",
         units=tuple(units),

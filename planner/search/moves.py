@@ -321,8 +321,8 @@ def on_its_devices(plan: UnitwisePlan, problem: Problem) -> UnitwisePlan:
 def loosened(plan: UnitwisePlan) -> UnitwisePlan:
     """A plan without what a system's fixed buffers prescribe: reads and writes overlap where memory has room, and
     nothing crosses the link wider than it is."""
-    freed = replace(plan, strict_windows=False, updates_in_flight=0, write_back="at once", hold_updates=False)
-    return replace(freed, fp32_by_link=False)
+    free: dict[str, Any] = {"strict_windows": False, "hold_updates": False, "fp32_by_link": False}
+    return replace(plan, updates_in_flight=0, write_back="at once", **free)
 
 
 def untied(plan: Plan) -> Iterator[Plan]:

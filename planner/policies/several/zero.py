@@ -68,8 +68,8 @@ def _policy(stage: int, workload: Workload, machine: Machine, given: Mapping[str
     if optimizer == "device":
         options.refuse_idle("while the optimizer is on the device", "pin_memory", "round_robin", "host_buffers")
     else:
-        held, buffers = deepspeed_host_bytes(workload, workload.units, stage, params)
-        check_host_memory(options, machine, held, buffers, "throughout, with DeepSpeed's buffers")
+        need = sum(deepspeed_host_bytes(workload, workload.units, stage, params))
+        check_host_memory(options, machine, need, "throughout, with DeepSpeed's buffers")
     sharing = Sharing(
         divided=DIVIDED[stage],
         reduces="last" if stage == 1 else "each",

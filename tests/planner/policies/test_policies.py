@@ -495,6 +495,6 @@ def test_a_loss_in_chunks_does_not_add_to_the_models_flops(more: dict[str, Any])
 def test_a_policy_that_two_tiers_are_too_small_for_names_both() -> None:
     """In a table there is no room for more; JSON has it too."""
     workload, machine = toy_workload(4), toy_machine(device_bytes=20 * MIB, host_bytes=20 * MIB)
-    found = predict("zero-offload", workload, machine)
+    found = predict("zero-offload", workload, machine, {"host_buffers": "none"})
     assert compare_policies.short_reason(found) == "does not fit: gpu0 is too small, and host as well"
     assert found.record()["shortage"]["also_short"] == "host"
