@@ -68,9 +68,9 @@ def plan(
     time_limit_s
         Of the whole call; on several devices, from when the policies have been compared. The search has a budget of
         simulated ops that this usually buys, so the answer is the same wherever the clock does not cut it short;
-        `status` says if it did. By default a budget that is spent in 2 to 5 s, with a limit of 10 s. A machine that
-        has more than the catalog's of its name takes as much again for the lesser one, whose answer it then also has.
-        Searching one order alone spends that order's share of it.
+        `status` says if it did. By default a budget that is spent in 2 to 10 s, and as much time as a slow computer
+        needs for it. A machine that has more than the catalog's of its name takes as much again for the lesser one,
+        whose answer it then also has. Searching one order alone spends that order's share of it.
     policies
         Names of the policies to compare with; all by default.
     orders

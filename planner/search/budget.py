@@ -10,12 +10,12 @@ DEFAULT_OPS = 1_800_000
 MORE_TIMES, MORE_TIMES_OF_SEVERAL = 3.0, 0.9
 """Default budgets that a search may spend beyond it, far from the bound; and one for several devices, whose ops take
 longer, or of several divisions at once."""
-DEFAULT_TIME_LIMIT_S = 10.0
-"""What a search may spend where nobody says, in Python and in every command: so their answers are the same."""
-
 OPS_PER_S = 200_000
 """Simulated ops (steps included), or other work that takes as long, that a search may spend for each second of its time
 limit: less than half of what a second buys, so that the clock ends only searches on slow or busy computers."""
+DEFAULT_TIME_LIMIT_S = (1 + MORE_TIMES) * DEFAULT_OPS / OPS_PER_S
+"""Where nobody says, in Python and in every command: time for all ops of the default budget on a slow computer, too.
+With 10 s, one of half the usual speed found steps that were up to 6 % longer than those of another."""
 LEAST_S = 0.1
 """Seconds that whatever is begun has at least."""
 WALL_TIMES = 5
