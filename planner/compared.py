@@ -8,7 +8,7 @@ from functools import partial
 
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.planner.plan import Plan, UnitwisePlan, plain_semantics
-from tierplan.planner.plan_rules import PlanError, undivided
+from tierplan.planner.plan_rules import PLANNER, PlanError, undivided
 from tierplan.planner.policies import ESTIMATES, NEED_SEVERAL_DEVICES, POLICIES, SHARED
 from tierplan.planner.results import PolicyResult
 from tierplan.planner.search.candidates import PlanSimulator
@@ -59,6 +59,18 @@ class Compared:
             self._decided[name, nearly] = plan
         return self._decided[name, nearly]
 
+    def start(self, name: str) -> Plan | str:
+        """As a policy decides. Where it lacks room for buffers that only DeepSpeed has, as it would without, which then
+        is a plan of the planner's: what a search begins with is no worse for less room.
+        """
+        if isinstance(plan := self.decided(name), str):
+            try:
+                plan = POLICIES[name](self.workload, self.machine, {**self.options, "host_buffers": "none"})
+            except (PlanError, MachineError, WorkloadError):
+                return ""
+            return replace(plan, policy=PLANNER, options={})
+        return plan
+
     @property
     def names(self) -> Iterable[str]:
         return POLICIES
@@ -76,7 +88,7 @@ class Compared:
         """Plans of these policies, of plain training's bits where those fit; and whether they are for other work than
         was asked for, as plans of one device are for devices that share micro-batches."""
         for name in names:
-            plan = "" if self._is_no_start(name) else self.decided(name)
+            plan = "" if self._is_no_start(name) else self.start(name)
             if isinstance(plan, str) or not is_same(plan, self.semantics):
                 continue
             is_other_work = self.batches == "shared" and plan.num_batches > 1

@@ -6,12 +6,11 @@ InfeasiblePlan(PlanError)   no plan fits into memory, or none spares the drives 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import inf
 
-from tierplan.hwmodels.machine import Machine, MachineError
+from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering.tiling import with_batch
 from tierplan.planner.milp.amounts import Problem, problem
 from tierplan.planner.milp.bounds import Shortage, lower_bound, shortages
@@ -20,7 +19,7 @@ from tierplan.planner.plan_rules import Order, PlanError
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.several_devices.sharded import sharded
 from tierplan.sim.output.text import format_bytes, format_s
-from tierplan.sim.workloads.workload import Workload, WorkloadError
+from tierplan.sim.workloads.workload import Workload
 
 SUB_BATCHES = (2, 4, 8, 16)
 """Parts of a micro-batch with which the largest batch is looked for, beside as many as it has sequences."""
@@ -160,8 +159,8 @@ def largest_batch(make: Callable[[int], Workload], machine: Machine, *, below: i
 
     Bit by bit from the highest: what fits does not always with one sequence less, which cannot be cut as evenly.
     """
+    from tierplan.planner.compared import Compared
     from tierplan.planner.loop import Search  # whose error this belongs to
-    from tierplan.planner.policies import POLICIES
     from tierplan.planner.search.candidates import PlanSimulator
     from tierplan.planner.search.moves import untied
 
@@ -182,11 +181,9 @@ def largest_batch(make: Callable[[int], Workload], machine: Machine, *, below: i
         nonlocal is_cut
         workload = make(batch)
         simulate_plan = PlanSimulator(workload, machine, Budget(TRY_S, TRY_OPS))
-        for name in TRIED:
-            with suppress(PlanError, MachineError, WorkloadError):
-                tried = POLICIES[name](workload, machine, {})
-                if any(simulate_plan(one).fits for one in untied(tried)):  # as `plan` does
-                    return True
+        starts = map(Compared(workload, machine, None, None, simulate_plan).start, TRIED)
+        if any(simulate_plan(one).fits for start in starts if not isinstance(start, str) for one in untied(start)):
+            return True  # as `plan` does
         if not has_room(workload):
             return False
         search = Search(workload, machine, None, Budget(TRY_S, TRY_OPS), seed=0)

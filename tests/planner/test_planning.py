@@ -14,7 +14,7 @@ from tests.planner.instances import MB, chain, random_chain, random_machine, sma
 from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner import compared, loop
+from tierplan.planner import compared, infeasible, loop
 from tierplan.planner.infeasible import InfeasiblePlan, largest_batch
 from tierplan.planner.lowering.tiling import with_batch
 from tierplan.planner.milp.amounts import problem
@@ -25,6 +25,7 @@ from tierplan.planner.milp.rounding import round_to_plan
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.planning import plan
+from tierplan.planner.policies import POLICIES
 from tierplan.planner.prediction import predict
 from tierplan.planner.search import budget, from_program
 from tierplan.planner.search.batches import plan_sequences
@@ -35,6 +36,12 @@ from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training
 from tierplan.studies.evaluate import machine_of, workload_at
 from tierplan.studies.study import Point
+
+
+def compare_with(monkeypatch: pytest.MonkeyPatch, policies: dict[str, Any]) -> None:
+    """As if there were no others."""
+    monkeypatch.setattr(compared, "POLICIES", policies)
+    monkeypatch.setattr(infeasible, "TRIED", ())
 
 
 @pytest.mark.sampled
@@ -123,7 +130,7 @@ def test_what_is_short_is_short_however_micro_batches_are_cut():
 
 
 def test_a_search_that_the_clock_ended_does_not_say_that_nothing_fits(monkeypatch):
-    monkeypatch.setattr(compared, "POLICIES", {})
+    compare_with(monkeypatch, {})
     monkeypatch.setattr(budget.Budget, "is_out_of_time", True)
     with pytest.raises(InfeasiblePlan, match=r"no plan that fits 'chain of 3' .* was found in 2 s.*\(--time-limit\)$"):
         plan(chain(forward_s=[1.0] * 3, parameters=[MB] * 3, saved_mb=[[5]] * 3), small_machine(), time_limit_s=2)
@@ -151,7 +158,7 @@ def test_an_interrupted_search_returns_its_best(monkeypatch):
 
 def test_an_interrupt_before_any_plan_is_an_interrupt(monkeypatch):
     monkeypatch.setattr(from_program, "tune", _interrupt)
-    monkeypatch.setattr(compared, "POLICIES", {})
+    compare_with(monkeypatch, {})
     with pytest.raises(KeyboardInterrupt):
         plan(toy_workload(4), toy_machine(), policies=())
 
@@ -308,10 +315,27 @@ def test_what_a_policy_fits_by_summing_tied_gradients_apart_fits_in_plain_number
     assert largest_batch(lambda batch: with_batch(workload, batch), machine, below=13).num_sequences == 13
 
 
+def test_a_search_begins_with_the_same_whether_or_not_there_is_room_for_deepspeeds_buffers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which no plan of ours has: without them, this policy's plan is a start, but not this policy's."""
+    compare_with(monkeypatch, {"zero-offload": POLICIES["zero-offload"]})
+    toy = toy_workload(2, gradient_accumulation_steps=2)
+    alone = predict("zero-offload", toy, toy_machine(), {"host_buffers": "none"})
+    peaks = alone.steady.peak_bytes  # type: ignore[union-attr]
+    least = toy_machine(device_bytes=peaks["gpu0"], host_bytes=peaks["host"])
+    search = loop.Search(toy, least, None, Budget(1.0), seed=0)
+    search.compare(["zero-offload"])
+    assert "DeepSpeed's buffers" in search.compared["zero-offload"]().reason
+    best = search.seeds.best
+    assert best is not None
+    assert (best.plan.policy, best.step_s) == ("planner", alone.step_s)
+
+
 def test_policies_that_fit_with_other_numbers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     away = UnitPlan(grads="host", states="host")
     asked = uniform_plan(toy := toy_workload(2), away, semantics="delayed-1")
-    monkeypatch.setattr(compared, "POLICIES", {"late": lambda *_: asked})
+    compare_with(monkeypatch, {"late": lambda *_: asked})
     monkeypatch.setattr("tierplan.planner.planning.check_name", lambda name: None)
     monkeypatch.setattr(loop.Search, "_go_on_with", lambda *_: None)  # finds nothing of its own
     with pytest.raises(InfeasiblePlan, match="with other numbers than plain training's, policies fit: late"):
