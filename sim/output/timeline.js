@@ -77,8 +77,9 @@ for (const box of document.querySelectorAll(".timeline")) {
   function bar(from, to, top, tall, fill) {
     const left = Math.max(-2, x(from)), right = Math.min(width() + 2, x(to));
     if (right < 0 || left > width()) return;
+    const pixel = 1 / (devicePixelRatio || 1), edge = (at) => Math.round(at / pixel) * pixel;  // whole ones: no mixed colours
     paint.fillStyle = fill;
-    paint.fillRect(left, top, Math.max(right - left, 1), tall);  // what is narrower than a pixel has one
+    paint.fillRect(edge(left), top, Math.max(edge(right) - edge(left), pixel), tall);  // what is narrower than a pixel has one
   }
 
   function drawRow(row) {

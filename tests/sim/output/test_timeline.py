@@ -54,12 +54,17 @@ def test_what_tiers_hold_adds_up_to_the_peak() -> None:
         assert max(totals) == TRACE.peak_bytes[tier["name"]]
 
 
-def painted(tab: Tab, row: int) -> list[bool]:
-    """Of each pixel along a row of bars: whether something is drawn there."""
+def pixels(tab: Tab, row: int) -> list[tuple[int, ...]]:
+    """Red, green, blue and opacity of each pixel along a row of bars."""
     top = 22 + 18 + row * (15 + 7) + 7
     data = f"[...document.querySelector('canvas').getContext('2d').getImageData(0, {top}, innerWidth, 1).data]"
     values = tab.run(data)
-    return [values[k + 3] > 0 for k in range(0, len(values), 4)]
+    return [tuple(values[k : k + 4]) for k in range(0, len(values), 4)]
+
+
+def painted(tab: Tab, row: int) -> list[bool]:
+    """Of each pixel along a row of bars: whether something is drawn there."""
+    return [opacity > 0 for *_, opacity in pixels(tab, row)]
 
 
 def test_ops_of_a_nanosecond_are_drawn_and_pointed_at(tmp_path: Path) -> None:
@@ -85,6 +90,30 @@ def test_ops_of_a_nanosecond_are_drawn_and_pointed_at(tmp_path: Path) -> None:
                 tab.ask("Input.dispatchMouseEvent", type="mouseWheel", **mouse)
             tab.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
             assert 0 < sum(painted(tab, 0)) <= wide / 100 + 2, "100 ns are shown, the op is one of them"
+
+
+def test_ops_narrower_than_a_pixel_keep_the_colours_of_the_legend(tmp_path: Path) -> None:
+    """Two thousand of two kinds in turns, side by side: each pixel has the colour of one, not a third between them."""
+    kinds = ("fwd", "bwd")
+    edges = [10**9 * k // 2000 for k in range(2001)]
+    spans = tuple(
+        Span(f"{kinds[k % 2]}/L{k // 2}/mb0", "gpu0.compute", edges[k], 0, edges[k], edges[k + 1]) for k in range(2000)
+    )
+    excerpt = Excerpt(replace(NARROW, spans=spans), 0.0, 1.0)
+    write_page(tmp_path / "page.html", "x", [timeline({"": excerpt}, "x")])
+    record = timeline_record({"": excerpt})
+    legal = {
+        tuple(round(255 - pale * (255 - int(record["colours"][what][i : i + 2], 16))) for i in (1, 3, 5))
+        for _, what, pale, *_ in record["ops"]
+    }
+    with browser(tmp_path / "profile") as tab:
+        for width in (1280, 400):
+            tab.open(tmp_path / "page.html", width)
+            shown = pixels(tab, 0)
+            wide = tab.run("document.querySelector('canvas').width")
+            assert len(legal) == 4, "even and odd blocks of two kinds"
+            assert sum(pixel[:3] in legal for pixel in shown[:wide]) >= wide - 2, "all but the line at the end"
+            assert legal <= {pixel[:3] for pixel in shown}
 
 
 @pytest.mark.parametrize("width", [1280, 400])
