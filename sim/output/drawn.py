@@ -31,7 +31,9 @@ COLOURS = {
 }
 """By what an op does on a computing stream, and by what it moves on the others."""
 VERBS = {"fwd": "forward", "bwd": "backward", **dict.fromkeys(("accumulate", "cast", "norm", "clip"), "grads")}
-MOVED = {"params": "params", "grads": "grads", "states": "states", "acts": "acts", "x": "acts"}
+VERBS |= {"gather": "params", "reduce": "grads"}
+MOVED = {"params": "params", "grads": "grads", "tied": "grads", "states": "states"}
+MOVED |= dict.fromkeys(("acts", "x", "dx"), "acts")
 INK = "#1b1f24"
 INPUT, MEMORY, SHARING = "waits for input", "waits for memory", "added by sharing (above)"
 WAITS = {INPUT: "#c9ced6", MEMORY: INK, SHARING: "#882255"}
@@ -62,6 +64,8 @@ def streams_of(traces: Sequence[Trace]) -> list[str]:
 def what_of(span: Span) -> str:
     """What an op does or moves, as a name in COLOURS, from its key (docs/design.md, Kinds of op)."""
     op = parse_key(span.key)
+    if op.verb == "all_reduce":  # of what a block makes, where devices share its products, else of its gradients
+        return "acts" if op.where[:1] in (("fwd",), ("recompute",), ("bwd",)) else "grads"
     if not op.moved and (name := VERBS.get(op.verb, op.verb)) in COLOURS:
         return name
     return MOVED.get(op.moved, "other")

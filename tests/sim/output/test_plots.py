@@ -14,7 +14,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 
 from tests.sim.output.test_perfetto import STEADY
-from tierplan.sim.output.drawn import COLOURS, Excerpt
+from tierplan import Training, load_machine, load_workload
+from tierplan.planner.prediction import predict
+from tierplan.sim.output.drawn import COLOURS, Excerpt, what_of
 from tierplan.sim.output.plots import (
     plot_memory,
     plot_step_time,
@@ -247,3 +249,19 @@ def test_a_picture_is_written_into_a_folder_that_is_not_there_yet(tmp_path: Path
         assert path.stat().st_size > 0
     assert b"<svg" in (tmp_path / "a.SVG/deep/a.SVG").read_bytes()
     plt.close(figure)
+
+
+@pytest.mark.parametrize("policy", ["zero-3", "zero-2", "ddp", "fsdp", "megatron-tp", "megatron-pp", "harmony-dp"])
+def test_what_devices_exchange_is_drawn_as_what_it_is(policy: str) -> None:
+    """The kind of the buffers that an op reads or writes is the name of its colour: none of them is `other`."""
+    training = Training(per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    machine = load_machine("roundpipe-8x4090", ["gpu.count=2"])
+    schedule = predict(policy, load_workload("gpt2", training), machine).schedule
+    assert schedule is not None
+    kinds = {buffer.name: buffer.kind for buffer in schedule.buffers}
+    exchanged = [op for op in schedule.ops if op.stream.endswith(".collective")]
+    assert exchanged
+    for op in exchanged:
+        held = {kinds[name] for name in (*op.reads, *op.writes)} - {"work"}
+        drawn = what_of(Span(op.key, op.stream, 0, 0, 0, 1))
+        assert {drawn} == held or (op.kind == "all_reduce" and not held and drawn == "acts"), op.key
