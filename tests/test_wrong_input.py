@@ -144,6 +144,10 @@ def test_wrong_usage_is_one_line_and_status_2(
         (["simulate", "--policy", "fuyou", "--model", "gpt-13", *SCENARIO[2:]], "did you mean 'gpt-1.3b' or 'gpt-13b'"),
         (["simulate", "--policy", "fuyou", "--max-model", *SCENARIO], "leave out --model"),
         (["simulate", "--policy", "fuyou", "--max-model", "--machine", "laptop", "--exact"], "leave out --exact"),
+        (
+            ["simulate", "--policy", "fuyou", "--max-model", "--machine", "laptop", "--timeline", "t.png"],
+            "leave out --timeline t.png",
+        ),
         ([*SIMULATE, "--option", "semantics=in-backward", "--semantics", "delayed-1"], "contradict each other"),
         (["simulate", "--policy", "fuyou", "--model", "gpt-13b", "--machine", "nope.toml"], "nope.toml"),
         (["compare", "plan.json", "a-folder", *SCENARIO[2:]], "not a schedule"),
@@ -308,12 +312,15 @@ def test_a_study_with_a_typo_is_refused_whole(
     assert not Path("study").exists()
 
 
-def test_a_schedule_says_where_it_was_written(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SIMULATE, "-o", "made/s.json"]) == 0
-    assert "made/s.json" in capsys.readouterr().out
-    assert main(["simulate", "--policy", "in-memory", *SCENARIO, "-o", "none.json"]) == 3
-    assert "none.json was not written" in capsys.readouterr().out
+def test_simulate_says_where_its_files_were_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SIMULATE, "-o", "made/s.json", "--timeline", "made/t.json"]) == 0
+    assert "schedule: made/s.json\ntimeline: made/t.json\n" in capsys.readouterr().out
+    assert Path("made/s.json").exists()
+    assert Path("made/t.json").exists()
+    assert main(["simulate", "--policy", "in-memory", *SCENARIO, "-o", "none.json", "--timeline", "t.html"]) == 3
+    assert "none.json was not written\nt.html was not written\n" in capsys.readouterr().out
     assert not Path("none.json").exists()
+    assert not Path("t.html").exists()
 
 
 def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

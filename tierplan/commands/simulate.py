@@ -40,9 +40,11 @@ def run(args: argparse.Namespace) -> int:
     check_name(args.policy)
     options = policy_options(args)
     if args.max_model:
-        if args.model or args.output:
-            what = f"--model {args.model}" if args.model else f"-o {args.output}"
-            raise OptionError(f"--max-model looks for a model and writes no schedule; leave out {what}")
+        given = {"--model": args.model, "-o": args.output, "--timeline": args.timeline}
+        if what := " ".join(f"{name} {value}" for name, value in given.items() if value):
+            raise OptionError(
+                f"--max-model looks for a model, and writes neither schedule nor timeline; leave out {what}"
+            )
         if args.exact:
             raise OptionError("--max-model looks among models by closed forms; leave out --exact, and what needs it")
         return _largest(args, options)
@@ -64,8 +66,9 @@ def run(args: argparse.Namespace) -> int:
     if args.timeline and prediction.fits:
         write_timeline(prediction, args.timeline)
     lines = [prediction_text(prediction), *nameplate_lines(prediction)]
-    if args.output:
-        lines.append(f"schedule: {args.output}" if prediction.fits else f"{args.output} was not written")
+    for what, path in {"schedule": args.output, "timeline": args.timeline}.items():
+        if path:
+            lines.append(f"{what}: {path}" if prediction.fits else f"{path} was not written")
     tell(args, {**prediction.record(), "nameplate": list(prediction.nameplate)}, lines)
     return 0 if prediction.fits else 3
 
