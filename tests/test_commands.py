@@ -18,7 +18,7 @@ import pytest
 from tierplan.cli import command_parser, for_reader, main, message_of
 from tierplan.commands import COMMANDS
 from tierplan.commands.options.scenario import read_point
-from tierplan.commands.options.terminal import say, working
+from tierplan.commands.options.terminal import progress_bar, say, working
 from tierplan.hwmodels.extras import EXTRAS
 from tierplan.studies.study import ALIKE, KEYS, Point
 
@@ -93,6 +93,11 @@ SHOWN = (
 )
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 @pytest.mark.parametrize("argv", SHOWN, ids=lambda argv: " ".join(argv[:3]))
 def test_pipes_get_plain_text_of_80_columns_in_one_system_of_units(
     argv: list[str], capsys: pytest.CaptureFixture[str]
@@ -108,10 +113,6 @@ def test_pipes_get_plain_text_of_80_columns_in_one_system_of_units(
 
 
 def test_on_a_terminal_figures_have_colours_and_work_shows_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     out, err = Terminal(), Terminal()
@@ -122,6 +123,18 @@ def test_on_a_terminal_figures_have_colours_and_work_shows_a_clock(monkeypatch: 
     assert re.sub(r"\x1b\[[\d;]*m", "", out.getvalue()) == "Yes: 159 tokens/s\n  gpu0  [not markup] :smile:\n"
     assert "\x1b[36m159 tokens/s" in out.getvalue()
     assert "planning" in err.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_bar_is_whole_with_its_time_on_narrow_terminals_too(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    err = Terminal()
+    monkeypatch.setattr("sys.stderr", err)
+    monkeypatch.setenv("COLUMNS", str(width))
+    with progress_bar() as progress:
+        progress("measuring this machine: copies from the device to host memory, 4 MiB each", 1.0)
+    last = err.getvalue().split("\r")[-3]
+    assert len(last) < width
+    assert re.fullmatch(r"measuring this machine: .*\|[#█]{20}\| \d\d:\d\d", last)
 
 
 def test_errors_are_broken_between_words_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING
 
 from tierplan.sim.output.text import wrapped
@@ -100,7 +101,9 @@ def progress_bar(*, names_phases: bool = False) -> Iterator[Callable[[str, float
     from tqdm import tqdm
 
     is_hidden, phase = not sys.stderr.isatty(), ""
-    with tqdm(total=1.0, bar_format="{desc:64.64} |{bar:20}| {elapsed}", leave=False, disable=is_hidden) as bar:
+    room = min(64, max(8, get_terminal_size().columns - 32))  # beside the bar and the time, of hours too
+    shown = f"{{desc:{room}.{room}}} |{{bar:20}}| {{elapsed}}"
+    with tqdm(total=1.0, bar_format=shown, leave=False, disable=is_hidden) as bar:
 
         def progress(what: str, part: float) -> None:
             nonlocal phase
