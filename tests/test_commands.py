@@ -125,6 +125,22 @@ def test_on_a_terminal_figures_have_colours_and_work_shows_a_clock(monkeypatch: 
     assert "planning" in err.getvalue()
 
 
+def test_sentences_and_what_stands_beside_names_are_broken_once_on_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On 64 columns no line is longer, and no sentence has short lines between its long ones."""
+    out = Terminal()
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setenv("COLUMNS", "64")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main(["simulate", "--policy", "fuyou", "--model", "gpt-6.7b", "--machine", "desktop-4090"]) == 0
+    lines = re.sub(r"\x1b\[[\d;]*m", "", out.getvalue()).splitlines()
+    assert max(map(len, lines)) <= 64
+    begin = next(k for k, line in enumerate(lines) if "catalog: data sheets" in line)
+    end = next(k for k, line in enumerate(lines) if "beyond it" in line)
+    assert all(len(line) > 40 for line in lines[begin:end])
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_a_bar_is_whole_with_its_time_on_narrow_terminals_too(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     err = Terminal()

@@ -117,7 +117,8 @@ def for_reader(error: str) -> str:
     """An error as it is for a file or a pipe; on a terminal, broken between words."""
     if not sys.stderr.isatty():
         return error
-    return "\n".join(line for part in error.splitlines() for line in wrapped(part, get_terminal_size().columns))
+    room = get_terminal_size().columns
+    return "\n".join(line for part in error.splitlines() for line in wrapped(part, room, of=0))
 
 
 def message_of(error: Exception) -> str:

@@ -88,8 +88,7 @@ def columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> li
     for row in rows:
         table.add_row(*(Text(row[i]) for i in shown))
     least = sum(SHORT if i in wraps else width for i, width in widths.items()) + 2 * len(shown) - 2
-    room = get_terminal_size().columns if sys.stdout.isatty() else 80
-    console = Console(width=max(least, room - 2), color_system=None, file=StringIO())
+    console = Console(width=max(least, _room() - 2), color_system=None, file=StringIO())
     with console.capture() as lines:
         console.print(table)
     return [f"  {line}".rstrip() for line in lines.get().splitlines()]
@@ -111,8 +110,17 @@ SHORT, LONG = 15, 24
 """Cells up to this length stay on one line: of the last column, and of others."""
 
 
-def wrapped(text: str, width: int = 80) -> list[str]:
-    """A paragraph as lines of so many columns, those after the first indented; a number keeps its per cent sign."""
+def _room() -> int:
+    """Columns of the terminal that the standard output is; 80 of a pipe or a file."""
+    return get_terminal_size().columns if sys.stdout.isatty() else 80
+
+
+def wrapped(text: str, width: int = 80, *, of: int = 80) -> list[str]:
+    """A paragraph as lines of so many columns, those after the first indented; a number keeps its per cent sign.
+
+    `width` is meant for a page of 80 columns: where a terminal has fewer than `of`, lines are as many shorter.
+    """
+    width = max(20, width - max(0, of - _room()))
     lines = textwrap.wrap(text.replace(" %", "\xa0%"), width, subsequent_indent="  ", break_on_hyphens=False)
     return [line.replace("\xa0%", " %") for line in lines]
 
