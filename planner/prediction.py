@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from math import isclose
+from textwrap import shorten
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import NVME_READ, NVME_WRITE, parts_used
@@ -34,6 +35,7 @@ from tierplan.sim.analysis.ordering import refine_columns
 from tierplan.sim.analysis.phases import Phases, phases
 from tierplan.sim.analysis.steady import SteadyState, steady_state
 from tierplan.sim.columns import ScheduleColumns
+from tierplan.sim.output.text import in_short
 from tierplan.sim.schedule import Schedule, ScheduleError
 from tierplan.sim.workloads.models import by_operator
 from tierplan.sim.workloads.workload import Workload
@@ -254,7 +256,7 @@ class Prediction(Shown):
         """One line: the whole is what `tierplan simulate` prints."""
         head = f"<Prediction {self.policy}, {self.model} on {self.machine}: "
         if self.step_s is None:
-            return f"{head}does not run: {self.why_not[:80]}>"
+            return f"{head}does not run: {shorten(in_short(self.why_not), 80, placeholder=' ...')}>"
         return f"{head}{self.step_s:.4g} s per step, {self.tokens_per_s:,.0f} tokens/s>"
 
 

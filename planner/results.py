@@ -12,6 +12,7 @@ from tierplan.hwmodels.shown import Shown
 from tierplan.planner.plan import Plan
 from tierplan.planner.prediction import Prediction
 from tierplan.sim.analysis.steady import SteadyState
+from tierplan.sim.output.text import in_short
 from tierplan.sim.schedule import Schedule
 
 Status = Literal["within-gap", "searched", "time-limit", "interrupted"]
@@ -123,7 +124,7 @@ class PlanResult(Shown):
         found: list[tuple[str, float | None, str]] = [("this plan", self.step_s, "")]
         found += [(name, self.same_work_s(policy), policy.reason) for name, policy in self.policies.items()]
         return [
-            {"system": name, "step_s": step_s, "times": step_s and step_s / self.step_s, "why_not": reason}
+            {"system": name, "step_s": step_s, "times": step_s and step_s / self.step_s, "why_not": in_short(reason)}
             for name, step_s, reason in sorted(found, key=lambda row: row[1] or float("inf"))
         ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from html import escape
 
 import tierplan as tp
@@ -32,6 +33,10 @@ def test_everything_that_people_look_at_fits_two_lines_of_a_terminal() -> None:
             assert all(row.keys() == rows[0].keys() for row in rows)
             assert thing.table().shape == (len(rows), len(rows[0]) if rows else 0)
     assert sum(isinstance(thing, Shown) for thing in shown) == len(shown) - 1, "all but the schedule"
+    refused = predict("in-memory", workload, toy_machine(device_bytes=3 * 2**20))
+    assert re.search(r"holds [\d.]+ MiB in tier 'gpu0'.* \.\.\.>$", repr(refused)), "as commands say it, in whole words"
+    small = tp.plan(workload, toy_machine(device_bytes=64 * 2**20), time_limit_s=1, policies=["in-memory"])
+    assert "need 308 MiB in tier 'gpu0', which has 64 MiB" in str(small.rows())
     assert "limited by" in repr(planned)
     assert f"{len(steady.trace.spans):,} ops" in repr(steady.trace)
     assert isinstance(steady.trace, Trace)
