@@ -74,7 +74,8 @@ def markdown(reports: Sequence[Report]) -> str:
             lines += ["Calibrated constants, the same for all rows of the machine:", ""]
             lines += [f"- `{constant}`" for constant in report.constants] + [""]
         if any(is_step_time(row) and row.value for row in report.rows):
-            lines += [f"![step times of {report.system}]({FIGURES}/reproduce-{report.system}.png)", ""]
+            shows = f"predicted over published step times of {report.system}, with lines at 20 %"
+            lines += [f"![{shows}]({FIGURES}/reproduce-{report.system}.png)", ""]
         last = "critical path by stream (s)" if any(row.path for row in report.rows) else "why not"
         of_rows = ("role", "quantity", "row", "published", "predicted", "error", last)
         lines += markdown_table(of_rows, [_row_cells(row) for row in report.rows], right=(3, 4, 5))
@@ -136,18 +137,20 @@ def plot(report: Report, path: str | os.PathLike[str]) -> None:
     height = max(5.0, LINE_INCHES * (listed.count("\n") + 3))
     figure = Figure(figsize=(9, height), layout="constrained")
     axes, list_of_points = figure.subplots(1, 2, width_ratios=(2, 1))
-    values = [row.value or 0.0 for row in rows]
+    values = [seconds or 0.0 for row in rows for seconds in (row.value, row.predicted)]
     low, high = 0.7 * min(values), 1.4 * max(values)
     axes.plot([low, high], [low, high], color="black", linewidth=1, label="equal")
     for factor in (0.8, 1.2):
         axes.plot([low, high], [factor * low, factor * high], color="black", linewidth=0.6, linestyle=":")
-    for role, (mark, colour) in MARKS.items():
+    for order, (role, (mark, colour)) in enumerate(MARKS.items()):  # the few of the first role lie above the others
         points = [(row.value, row.predicted) for row in rows if row.role == role]
         if points:
-            axes.scatter(*zip(*points, strict=True), marker=mark, color=colour, label=role, zorder=3)
+            axes.scatter(*zip(*points, strict=True), marker=mark, color=colour, label=role, zorder=4 - order)
     numbered: list[tuple[float, float]] = []
-    for k, row in enumerate(shown, 1):  # away from the others: beyond the lines, or below and above in turns
-        below = (row.error or 0.0) < 0 if about else k % 2
+    # away from the others: beyond the lines, or below and above in turns
+    ways = [(k, row, (row.error or 0.0) < 0 if about else k % 2 == 1) for k, row in enumerate(shown, 1)]
+    # below from the left, above from the right: so the numbers of neighbours stand in their order
+    for k, row, below in sorted(ways, key=lambda way: way[0] if way[2] else -way[0]):
         at, (right, up) = (row.value or 0.0, row.predicted or 0.0), (8, -9) if below else (-8, 9)
         near = [
             m for m in numbered if max(abs(log(a / b)) for a, b in zip(at, m, strict=True)) < 0.02 * log(high / low)

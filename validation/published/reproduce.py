@@ -30,6 +30,7 @@ from tierplan.planner.policies.zero_infinity import OPTIMIZER_BUFFERS, SUB_GROUP
 from tierplan.planner.prediction import Prediction, predict
 from tierplan.sim.analysis.steady import SteadyState
 from tierplan.sim.contents import parse_key
+from tierplan.sim.output.text import format_count
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace
@@ -233,7 +234,8 @@ def label_of(settings: Settings) -> str:
     for name in names:
         if name in settings:
             value, words = settings[name], name.replace("_", " ")
-            parts.append(str(value) if name in ("policy", "head", "model", "phase") else f"{words} {value:g}"
+            parts.append(str(value) if name in ("policy", "head", "model", "phase")
+                         else f"{format_count(value)} parameters" if name == "parameters" else f"{words} {value:g}"
                          if isinstance(value, (int, float)) else f"{words}: {value}")  # fmt: skip
     parts += [f"{name}={value}" for name, value in settings.get("options", {}).items()]
     parts += settings.get("set", [])

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import log
 from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from tierplan.cli import main
 from tierplan.hwmodels import load_machine
 from tierplan.planner.policies import NEED_SEVERAL_DEVICES
 from tierplan.validation.published import reproduce as reproduction
-from tierplan.validation.published.page import BEGIN, END, markdown, update_page
+from tierplan.validation.published.page import BEGIN, END, markdown, plot, update_page
 from tierplan.validation.published.reproduce import (
     Report,
     Row,
     constants_of,
     is_step_time,
+    label_of,
     published,
     reproduce,
     systems,
@@ -273,3 +276,26 @@ def test_compare_policies_lists_all_and_draws(tmp_path: Path, capsys: pytest.Cap
     assert not rows & NEED_SEVERAL_DEVICES  # on one GPU
     assert "does not fit: needs" in text
     assert picture.stat().st_size > 10_000
+
+
+def test_a_picture_has_every_point_and_the_numbers_of_neighbours_in_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many rows two that are too slow, side by side, and the quickest one predicted at half of its time."""
+    steps = [(1.0, 0.5), *((2.0 * 1.1**k, 2.0 * 1.1**k) for k in range(40)), (30.0, 42.0), (31.0, 38.0)]
+    rows = tuple(Row("x", "check", "step_s", f"row {a}", a, a, b) for a, b in steps)
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    plot(Report("x", "nobody", rows, ()), tmp_path / "x.png")
+    axes, listed = drawn[0].axes
+    (low, high), (lowest, highest) = axes.get_xlim(), axes.get_ylim()
+    assert all(low < a < high and lowest < b < highest for a, b in steps)
+    assert [line.split()[0] for line in listed.texts[0].get_text().splitlines()] == ["1", "2", "3"]
+    places = {text.get_text(): log(text.xy[0]) + text.xyann[0] / 100 for text in axes.texts}
+    assert places["1"] < places["2"] < places["3"]
+
+
+def test_parameters_of_a_row_are_told_as_people_say_them() -> None:
+    assert label_of({"policy": "fuyou", "parameters": 64.8e9, "hidden": 8192}) == (
+        "fuyou, 64.8 B parameters, hidden 8192"
+    )
