@@ -143,6 +143,8 @@ def train_plainly(
                             p.copy_(master)
             for p in (*parameters, *masters):
                 p.grad = None
+            gradients.clear()  # else they lie beside the next step's activations
+            apart.clear()
             losses.append(total)
             on_step(step, total)
     return losses

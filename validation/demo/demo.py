@@ -279,7 +279,8 @@ def about(result: DemoResult) -> dict[str, str]:
         "Batch": f"{training.per_device_train_batch_size} sequences of {training.sequence_length} bytes",
         "Text": "the sources of Python's standard library on this machine",
         "Device budget": f"{format_bytes(result.machine.tier(DEVICE).capacity_bytes)}; plain training in memory holds "
-        f"{format_bytes(result.in_memory_device_bytes)}",
+        f"{format_bytes(result.in_memory_measured_bytes)} (tracked), "
+        f"{format_bytes(result.in_memory_device_bytes)} (predicted)",
         "Host budget": format_bytes(result.machine.tier(HOST).capacity_bytes),
         "Plan": f"{result.planned.plan.policy}, gap to the lower bound {format_frac(result.planned.gap)}",
         "Date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",

@@ -11,14 +11,19 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.toys import toy_machine, toy_workload
+from tierplan import Training, load_machine, load_workload
 from tierplan.cli import main
 from tierplan.commands.evidence.demo import demo_lines
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.prediction import predict
+from tierplan.runtime.data.synthetic import seeded_model
 from tierplan.runtime.measure import machine
 from tierplan.runtime.measure.loads import Sizes
+from tierplan.runtime.reference import train_with_tracked_memory
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.validation.calibration import session
@@ -64,6 +69,20 @@ def test_too_few_steps_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit, match="2"):
         main(["demo", "--out", str(tmp_path), "--steps", "1"])
     assert "give a whole number of 4 or more" in capsys.readouterr().err
+
+
+def test_plain_training_is_tracked_without_the_gradients_of_the_step_before(tmp_path: Path) -> None:
+    """At its peak, the end of a forward, it holds what the simulator says: parameters, states and activations."""
+    config = {**json.loads(demo.demo_config().read_text()), "n_embd": 128, "n_layer": 4, "vocab_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    training = Training(per_device_train_batch_size=2, sequence_length=64, dtype="fp32", backend="cpu")
+    workload = load_workload(str(tmp_path), training)
+    model = seeded_model(config, training)
+    batches = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 512, (4, 2, 64))]
+    _, held = train_with_tracked_memory(model, batches, steps=4, num_threads=1, on_step=lambda step, loss: None)
+    steady = predict("in-memory", workload, load_machine("desktop-4090")).steady
+    assert steady is not None
+    assert held == pytest.approx(steady.peak_bytes["gpu0"], rel=0.05)
 
 
 def test_the_whole_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
