@@ -86,8 +86,11 @@ def plot_frontier(points: Sequence[FrontierPoint], path: str | os.PathLike[str],
     axes.plot([x for x, _ in planned], [y for _, y in planned], "o-", drawstyle="steps-post", label="planned")
     written_s = 0.0
     for x, step_s in planned:
-        if abs(step_s - written_s) > 0.02 * step_s:
-            axes.annotate(format_s(step_s), (x, step_s), xytext=(0, 6), textcoords="offset points", fontsize="small")
+        if abs(step_s - written_s) > 0.02 * step_s or x == _device_bytes(best) / GIB:
+            # aslant, so that neighbours do not write over each other
+            axes.annotate(
+                format_s(step_s), (x, step_s), xytext=(0, 5), textcoords="offset points", fontsize="small", rotation=30
+            )
             written_s = step_s
     axes.plot([x for x, _ in bounded], [y for _, y in bounded], "--", label="lower bound")
     for k, p in enumerate(p for p in points if p.step_s is None):
@@ -97,7 +100,7 @@ def plot_frontier(points: Sequence[FrontierPoint], path: str | os.PathLike[str],
         xlabel="device memory (GiB)",
         ylabel=f"time of {best.result.prediction.tokens:,} tokens, a step (s)",
         title=f"{best.workload.name} on {best.machine.name}: step time against device memory",
-        ylim=(0, 1.1 * max((step_s for _, step_s in planned), default=1.0)),
+        ylim=(0, 1.15 * max((step_s for _, step_s in planned), default=1.0)),
     )
     round_ticks(axes)
     axes.legend()

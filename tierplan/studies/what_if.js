@@ -198,7 +198,10 @@ function plot(all, best) {
   const dot = (m, r, fill) => make("circle", { cx: x(m.usd), cy: y(m.tokens), r, fill, onclick: () => go(m.place) },
     make("title", {}, `${nameOf(m.place)}: ${usd(m.usd)}, ${short(m.tokens)} tokens a day`));
   svg.append(...all.filter((m) => !best.includes(m)).map((m) => dot(m, 4, "#9aa4af")), ...best.map((m) => dot(m, 5, "#0b5cad")));
-  best.forEach((m, i) => svg.append(text(i + 1, { x: x(m.usd) - 4, y: y(m.tokens) - 9, "text-anchor": "end", fill: "#0b5cad" })));
+  best.forEach((m, i) => {
+    const off = same(m.place, chosen) ? 9 : 4;  // clear of the ring
+    svg.append(text(i + 1, { x: x(m.usd) - off, y: y(m.tokens) - off - 5, "text-anchor": "end", fill: "#0b5cad" }));
+  });
   const here = all.find((m) => same(m.place, chosen));
   if (here) {
     const late = x(here.usd) > width / 2;
