@@ -441,6 +441,9 @@ def test_text_page_and_json_say_the_same(advice: Advice, tmp_path: Path) -> None
     assert speed in page
     assert record["costs"] == asdict(advice.costs)  # type: ignore[call-overload]
     assert all(change.bought.what in page for change in advice.changes)
+    for change in advice.changes:  # the bar of a gain stands behind it
+        assert change.gain_frac is not None
+        assert f'<td>{100 * change.gain_frac:+.0f} %</td><td class="bar">' in page
 
 
 @pytest.mark.parametrize("rent", [0, 5])

@@ -75,10 +75,10 @@ def write_advice(path: str | os.PathLike[str], advice: Advice) -> None:
         missing = (paragraph(f"{row[0]}: {row[-1]}.") for row in systems[end:])
         answer, costs = advice.answer, advice.costs
         assert costs is not None
-        flops = format_count(answer["model_flops_per_s"])
+        flops = f"{answer['model_flops_per_s'] / 1e12:.1f} TFLOP/s of the model"
         figures = [
             ("Step", format_s(answer["step_s"]), question_text(advice.point, answer, answer["dtype"])),
-            ("Speed", f"{answer['tokens_per_s']:,.0f} tokens/s", f"{flops} model FLOP/s"),
+            ("Speed", f"{answer['tokens_per_s']:,.0f} tokens/s", flops),
             ("Limited by", str(answer["limited_by"]), limited_text(_limits(advice)).partition(": ")[2]),
             (f"{format_count(costs.tokens)} tokens", format_s(costs.seconds), costs.texts["cost"]),
         ]
@@ -92,8 +92,10 @@ def write_advice(path: str | os.PathLike[str], advice: Advice) -> None:
         parts.append(section("Figures", facts(_figures(advice))))
     if advice.changes:
         gains = bars([(c.gain_frac or 0.0) for c in advice.changes], more_is_better=True)
-        rows = [(*_cells(c), bar) for c, bar in zip(advice.changes, gains, strict=True)]
-        parts.append(section("What would help, most per price first", table((*CHANGE_COLUMNS, ""), rows)))
+        end = CHANGE_COLUMNS.index("gain") + 1  # each bar stands behind its figure
+        rows = [(*(row := _cells(c))[:end], bar, *row[end:]) for c, bar in zip(advice.changes, gains, strict=True)]
+        heads = (*CHANGE_COLUMNS[:end], "", *CHANGE_COLUMNS[end:])
+        parts.append(section("What would help, most per price first", table(heads, rows)))
     else:
         parts.append(section("What would help", paragraph(_nothing_helps(advice))))
     parts += [paragraph(text) for text in _left_out(advice)]

@@ -77,7 +77,7 @@ def bars(values: Sequence[float], *, more_is_better: bool = False) -> list[str]:
         x, w = (zero, value / width * 100) if value >= 0 else (zero + value / width * 100, -value / width * 100)
         colour = "#0b5cad" if (value > 0) is more_is_better else "#a33a00"
         cells.append(
-            '<td class="bar"><svg viewBox="0 0 100 10" preserveAspectRatio="none" role="img">'
+            '<td class="bar"><svg viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">'
             f'<rect x="{x:.2f}" y="1" width="{max(w, 0):.2f}" height="8" fill="{colour}"/>'
             f'<rect x="{zero:.2f}" y="0" width="0.5" height="10" fill="#59636e"/></svg></td>'
         )

@@ -100,7 +100,7 @@ def _key_figures(comparison: Comparison) -> str:
         ("Step, predicted", format_s(step.predicted), interval),
         ("Step, measured", format_s(step.measured), "one step" if len(steady) == 1 else scatter),
         ("Error", format_error(comparison.step_error_frac), "predicted / measured − 1"),
-        ("Busiest stream", busiest.stream, f"worked {format_frac(worked_frac)} of the step"),
+        ("Busiest stream", busiest.stream, f"worked {format_frac(worked_frac)} of the steps"),
     ]
     for tier in comparison.tiers:
         peak = tier.peak_bytes
@@ -116,7 +116,7 @@ def _timelines(steps: Mapping[str, Excerpt], schedule: Schedule | None) -> str:
         "One step, by stream",
         paragraph(
             "Of each stream's two lanes, the upper one is predicted and the lower one measured. A black mark ends the "
-            "step. At the right: how much of the step the stream worked. Below: what the tiers held.",
+            "step. At the right: how much of this step the stream worked. Below: what the tiers held.",
             "soft",
         ),
         timeline(steps, "ops by stream and bytes by tier over one step: predicted, measured", schedule=schedule),
@@ -154,7 +154,7 @@ def _streams(comparison: Comparison) -> str:
 
     return section(
         "Streams",
-        paragraph("Per step; the last three columns show predicted / measured.", "soft"),
+        paragraph("Mean of the steps; the last three columns show predicted / measured.", "soft"),
         table(
             ("stream", "busy, predicted", "busy, measured", "error", "waits for input", "for memory", "overhead"),
             map(row, comparison.streams),
@@ -174,7 +174,7 @@ def _kinds(comparison: Comparison) -> str:
     ]
     return section(
         "Kinds of op",
-        paragraph("Per step; the last three columns split measured minus predicted.", "soft"),
+        paragraph("Mean of the steps; the last three columns split measured minus predicted.", "soft"),
         table(("kind", "ops", "predicted", "measured", "error", "rate", "overhead", "contention"), rows),
     )
 
