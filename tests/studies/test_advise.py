@@ -31,7 +31,7 @@ from tierplan.studies.advise import (
     worth_telling,
     worthwhile,
 )
-from tierplan.studies.evaluate import machine_of, most_tokens_per_s
+from tierplan.studies.evaluate import QUICK, machine_of, most_tokens_per_s
 from tierplan.studies.purchases import PriceList, Purchase, costs_of, priced, purchases, worth_planning
 from tierplan.studies.study import Point
 
@@ -444,6 +444,15 @@ def test_text_page_and_json_say_the_same(advice: Advice, tmp_path: Path) -> None
     for change in advice.changes:  # the bar of a gain stands behind it
         assert change.gain_frac is not None
         assert f'<td>{100 * change.gain_frac:+.0f} %</td><td class="bar">' in page
+
+
+def test_a_short_search_that_the_clock_ended_is_no_ground_for_a_purchase(advice: Advice) -> None:
+    """On a busy computer `advise --quick` said +355 % for a drive that gains a quarter: its base was no plan at all."""
+    whole = replace(advice.point, policy="planner")
+    for point, status in ((advice.point, "searched"), (advice.point, "time-limit"), (whole, "time-limit")):
+        found = replace(advice, point=point, answer={**advice.answer, "status": status})
+        said = point.policy == QUICK and status == "time-limit"
+        assert ("The clock ended this short search" in "\n".join(advice_lines(found))) is said
 
 
 @pytest.mark.parametrize("rent", [0, 5])

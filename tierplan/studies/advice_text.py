@@ -131,8 +131,15 @@ def _why(advice: Advice) -> str:
 
 
 def _alarms(advice: Advice) -> list[str]:
-    """What is grave enough for the first lines: GPUs that are not used, drives that do not last."""
+    """What is grave enough for the first lines: GPUs that are not used, a search cut off, drives that do not last."""
     alarms = [note] if (note := advice.answer.get("devices_note")) else []
+    if advice.point.policy == QUICK and advice.answer.get("status") == "time-limit":
+        bound = format_s(advice.answer["lower_bound_s"])
+        alarms.append(
+            f"The clock ended this short search before its work was done: a plan may be far quicker (the bound is {bound}), "
+            "and then purchases gain far less than it says below. Leave out --quick, or ask again when the computer is "
+            "less busy."
+        )
     costs = advice.costs
     if costs is None or costs.drive_life_s is None or costs.drive_life_s > SOON_S:
         return alarms
