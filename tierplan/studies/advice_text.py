@@ -136,9 +136,9 @@ def _alarms(advice: Advice) -> list[str]:
     if advice.point.policy == QUICK and advice.answer.get("status") == "time-limit":
         bound = format_s(advice.answer["lower_bound_s"])
         alarms.append(
-            f"The clock ended this short search before its work was done: a plan may be far quicker (the bound is {bound}), "
-            "and then purchases gain far less than it says below. Leave out --quick, or ask again when the computer is "
-            "less busy."
+            "The clock ended this short search before its work was done: a plan may be far quicker (the bound is "
+            f"{bound}), and then purchases gain far less than it says below. Leave out --quick, or ask again when the "
+            "computer is less busy."
         )
     costs = advice.costs
     if costs is None or costs.drive_life_s is None or costs.drive_life_s > SOON_S:
