@@ -45,6 +45,7 @@ def plan(
     *,
     semantics: Semantics | None = None,
     time_limit_s: float | None = None,
+    by_clock: bool = True,
     seed: int = 0,
     policies: Iterable[str] | None = None,
     orders: Iterable[Order] | None = None,
@@ -71,6 +72,8 @@ def plan(
         `status` says if it did. By default a budget that is spent in 2 to 10 s, and as much time as a slow computer
         needs for it. A machine that has more than the catalog's of its name takes as much again for the lesser one,
         whose answer it then also has. Searching one order alone spends that order's share of it.
+    by_clock
+        Whether the clock ends it at the limit; if not, the work does that this usually buys.
     policies
         Names of the policies to compare with; all by default.
     orders
@@ -115,10 +118,11 @@ def plan(
     if unknown := sorted({*(orders or ())} - {*get_args(Order)}):
         raise PlanError(f"orders has {unknown[0]!r}; choose of {', '.join(get_args(Order))}")
     refuse_lacking(workload, machine)
-    started, budget = time.perf_counter(), budget_of(time_limit_s, is_of_several=machine.num_devices > 1)
+    limit: dict[str, Any] = {"time_limit_s": time_limit_s, "by_clock": by_clock}
+    started, budget = time.perf_counter(), budget_of(**limit, is_of_several=machine.num_devices > 1)
 
     def planned(less: Machine) -> tuple[Workload, PlanResult]:
-        return workload, plan(workload, less, time_limit_s=time_limit_s, like=like, **asked)
+        return workload, plan(workload, less, like=like, **limit, **asked)
 
     kind = None if like is None else repr(like)
     question = (digest(workload), budget.num_ops, budget.more_ops, kind, *asked.values())
@@ -198,8 +202,8 @@ def _keep(question: Question, answer: Known | None) -> None:
     _ANSWERS[question] = answer
 
 
-def budget_of(time_limit_s: float | None, *, is_of_several: bool) -> Budget:
+def budget_of(time_limit_s: float | None, *, by_clock: bool = True, is_of_several: bool) -> Budget:
     """Of a search with this limit. Raises `PlanError` where it is none."""
     if time_limit_s is not None and not 0 < time_limit_s < inf:
         raise PlanError(f"time_limit_s is {time_limit_s}; give a finite number of seconds above 0")
-    return Budget.of(time_limit_s, is_of_several=is_of_several)
+    return Budget.of(time_limit_s, is_of_several=is_of_several, by_clock=by_clock)

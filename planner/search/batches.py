@@ -75,6 +75,7 @@ def plan_sequences(
     sequences: int,
     semantics: Semantics | None = None,
     time_limit_s: float | None = None,
+    by_clock: bool = True,
     seed: int = 0,
     drive_lifetime_years: float | None = None,
     beat_s: float = inf,
@@ -84,7 +85,7 @@ def plan_sequences(
 
     On several devices, with micro-batches that they share, or with as many for each; `sequences` are those of all.
     `time_limit_s` is of all together. A machine that has more than the catalog's of its name has the answer of the
-    lesser one too; `known` is that, where it is at hand. `beat_s` is as for `plan`.
+    lesser one too; `known` is that, where it is at hand. `by_clock` and `beat_s` are as for `plan`.
     Raises `InfeasiblePlan` when no division fits, that of single sequences included; `PlanError` for no sequences.
     """
     if sequences < 1:
@@ -97,6 +98,7 @@ def plan_sequences(
     asked: dict[str, Any] = {
         "semantics": semantics,
         "time_limit_s": time_limit_s,
+        "by_clock": by_clock,
         "seed": seed,
         "drive_lifetime_years": drive_lifetime_years,
         "beat_s": beat_s,
@@ -108,7 +110,7 @@ def plan_sequences(
 
     one_by_one = make(1, sequences)
     refuse_lacking(one_by_one, machine)
-    budget = budget_of(time_limit_s, is_of_several=True)
+    budget = budget_of(time_limit_s, by_clock=by_clock, is_of_several=True)
     question = (digest(one_by_one), sequences, budget.num_ops, *asked.values())
     known = known_of_lesser(one_by_one, machine, question, planned_for, known)
     if known is not None:
@@ -124,7 +126,7 @@ def plan_sequences(
             workload = make(batch, own)
             to_the_end = not races(cut)
             own_known = known if known is not None and (known.batch, known.accumulation) == (batch, own) else None
-            own_budget = budget_of(time_limit_s, is_of_several=num > 1) if to_the_end else budget
+            own_budget = budget_of(time_limit_s, by_clock=by_clock, is_of_several=num > 1) if to_the_end else budget
             search = Search(workload, machine, semantics, own_budget, seed, kind, write_limit, beat_s, own_known)
             if compared:
                 search.beat_s = min(beat_s, *(s.best_s for s in searches))

@@ -16,6 +16,8 @@ limit: less than half of what a second buys, so that the clock ends only searche
 DEFAULT_TIME_LIMIT_S = (1 + MORE_TIMES) * DEFAULT_OPS / OPS_PER_S
 """Where nobody says, in Python and in every command: time for all ops of the default budget on a slow computer, too.
 With 10 s, one of half the usual speed found steps that were up to 6 % longer than those of another."""
+PATIENCE = 4
+"""How many times its seconds a short search may take that nobody has limited: its counted work ends it."""
 LEAST_S = 0.1
 """Seconds that whatever is begun has at least."""
 WALL_TIMES = 5
@@ -43,10 +45,11 @@ class Budget:
     """Seconds of computing that the last simulation took: no other is begun when that much is not left."""
 
     @classmethod
-    def of(cls, time_limit_s: float | None, *, is_of_several: bool = False) -> Budget:
-        """For a time limit that the user gives; None for the default."""
+    def of(cls, time_limit_s: float | None, *, is_of_several: bool = False, by_clock: bool = True) -> Budget:
+        """For a time limit that the user gives; None for the default. Not `by_clock`, it is for what that usually buys,
+        however slow the computer is."""
         if time_limit_s is not None:
-            return cls(time_limit_s)
+            return cls(time_limit_s if by_clock else PATIENCE * time_limit_s, time_limit_s * OPS_PER_S)
         more_times = MORE_TIMES_OF_SEVERAL if is_of_several else MORE_TIMES
         return cls(DEFAULT_TIME_LIMIT_S, DEFAULT_OPS, more_times * DEFAULT_OPS)
 

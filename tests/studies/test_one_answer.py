@@ -111,6 +111,17 @@ def test_the_commands_print_the_same(
     assert limits[0] == limits[1] == limits[2]
 
 
+def test_the_clock_ends_only_searches_whose_time_somebody_has_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a computer so slow that a short search takes half as long again as it has: its work ends it."""
+    asked = replace(question(random.Random(1), tmp_path / "0"), planner_s=0.5)
+    monkeypatch.setattr("tierplan.planner.search.budget.Budget.computed_s", property(lambda budget: 0.75))
+    assert best_plan(asked).result.status == "time-limit"
+    for counted in (replace(asked, policy=evaluate.QUICK), replace(asked, planner_s=None)):
+        assert best_plan(counted).result.status in ("searched", "within-gap")
+
+
 def test_what_is_used_in_full_is_no_part_of_the_answer(tmp_path: Path) -> None:
     """A quotient of two rates may be a little below 1."""
     best = best_plan(question(random.Random(1), tmp_path / "0"))

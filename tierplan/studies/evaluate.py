@@ -157,6 +157,7 @@ def _on_all(
         "drive_lifetime_years": point.drive_lifetime_years,
         "semantics": point.semantics or None,
         "time_limit_s": point.planner_s or None,
+        "by_clock": point.policy != QUICK,
         "known": known,
         "beat_s": beat_s,
     }
@@ -249,7 +250,7 @@ def _look_at_fewer(fewer: Point, best: BestPlan, wanted_per_s: float) -> float:
             workload = workload_in(place, fewer, times * known.batch, accumulation)
             near_s = workload.training.tokens_per_step * num * (1 + NEAR_FRAC) / max([wanted_per_s, *found])
             try:
-                result = plan(workload, place.machine, time_limit_s=LOOK_S, beat_s=near_s, **only)
+                result = plan(workload, place.machine, time_limit_s=LOOK_S, by_clock=False, beat_s=near_s, **only)
                 found.append(result.prediction.tokens_per_s or 0.0)
                 has_room = True
             except InfeasiblePlan as error:

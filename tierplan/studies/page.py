@@ -22,7 +22,7 @@ from tierplan.hwmodels.machine import MachineError
 from tierplan.hwmodels.names import NVME_WRITE
 from tierplan.planner.plan_rules import PLANNER
 from tierplan.planner.questions.endurance import life_text
-from tierplan.planner.search.budget import DEFAULT_TIME_LIMIT_S
+from tierplan.planner.search.budget import DEFAULT_OPS, OPS_PER_S
 from tierplan.sim.analysis.explain import Sensitivity
 from tierplan.sim.output.text import digits, format_bytes, format_count, format_s, in_short
 from tierplan.studies.advise import QUICKER_FRAC
@@ -173,7 +173,7 @@ def write_what_if(
 
 def _short_search(planner_s: float | None) -> str:
     """What the reader has to know of searches that were cut short."""
-    if planner_s is None or planner_s >= DEFAULT_TIME_LIMIT_S:
+    if planner_s is None or planner_s * OPS_PER_S >= DEFAULT_OPS:
         return ""
     return f"The planner had at most {planner_s:g} s for each: with more it finds quicker plans. "
 
