@@ -122,6 +122,11 @@ class Rate:
 
 
 NO_DEMAND: Mapping[str, float] = {}
+OF_OPTIMIZERS = (
+    "; where only the optimizer's update on a GPU is in bf16 (Muon's, GaLore's, APOLLO's), take another optimizer or a "
+    "policy that updates on the host"
+)
+"""What else a GPU without bf16 may lack its rate for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +265,7 @@ class Machine(Shown):
                 raise MachineError(
                     f"stream {stream_name!r} of machine {self.name!r} has no rate for {kind!r}; "
                     f"it has {', '.join(sorted(stream.rates)) or 'none'}; describe that rate of the machine, or "
-                    "train in a dtype that it has"
+                    f"train in a dtype that it has{OF_OPTIMIZERS if kind == 'matmul_bf16_flops' else ''}"
                 )
             for limit, weights in stream.takes.items():
                 if weight := weights.get(kind, 0.0):

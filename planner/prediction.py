@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from math import isclose
 from textwrap import shorten
 
-from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.hwmodels.names import NVME_READ, NVME_WRITE, parts_used
 from tierplan.hwmodels.shown import Shown
 from tierplan.planner.lowering import Lowering
@@ -263,7 +263,8 @@ class Prediction(Shown):
 def predict(
     policy: str, workload: Workload, machine: Machine, options: Mapping[str, object] | None = None
 ) -> Prediction:
-    """The prediction for a policy. One without a plan here (no drive, say) does not fit, with the reason.
+    """The prediction for a policy. One without a plan here (no drive, no rate for its work) does not fit, with the
+    reason.
 
     An unknown policy or option raises `PlanError`.
     """
@@ -273,7 +274,7 @@ def predict(
         plan = decide(policy, workload, machine, options)
     except OptionError:
         raise
-    except PlanError as error:
+    except (PlanError, MachineError) as error:
         facts = {"model": workload.name, "machine": machine.name, "hardware": machine, "reason": str(error)}
         return Prediction(policy=policy, plan=None, **facts)  # type: ignore[arg-type]
     return predict_plan(plan, workload, machine)
@@ -289,7 +290,7 @@ def predict_plan(plan: Plan, workload: Workload, machine: Machine) -> Prediction
     except OutOfMemory as error:
         shortage = error.with_traceback(None)  # which would keep all that was simulated
         return Prediction(**base, columns=columns, shortage=shortage)  # type: ignore[arg-type]
-    except (ScheduleError, PlanError) as error:
+    except (ScheduleError, PlanError, MachineError) as error:
         return Prediction(**base, reason=str(error))  # type: ignore[arg-type]
     return predicted(plan, columns, steady, workload, machine)
 

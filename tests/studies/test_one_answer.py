@@ -340,6 +340,25 @@ def test_systems_are_asked_for_the_same_drive_lifetime_as_the_planner() -> None:
         assert lasts or f"of the {years:g} years" in found.why_not
 
 
+def test_policies_without_a_rate_leave_the_others_their_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    """Muon's products on a GPU are bf16: on a V100, the first policy that updates there was the end of the table."""
+    asked = ["--model", "gpt-0.1b", "--machine", "zero-offload-v100", "--seq", "64", "--optimizer", "muon"]
+    policies = ["in-memory", "zero-offload", "full-recompute"]
+    assert main(["compare-policies", *asked, "--json", "--policies", *policies]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {name: found[name]["fits"] for name in policies} == {
+        "in-memory": False,
+        "zero-offload": True,
+        "full-recompute": False,
+    }
+    for name in ("in-memory", "full-recompute"):
+        why = found[name]["why_not"]
+        assert "no rate for 'matmul_bf16_flops'" in why
+        assert "take another optimizer or a policy that updates on the host" in why
+    assert main(["simulate", *asked, "--policy", "in-memory", "--json"]) == 3
+    assert json.loads(capsys.readouterr().out)["why_not"] == found["in-memory"]["why_not"]
+
+
 @pytest.mark.parametrize(
     ("asked", "refused"),
     [

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 
 import pytest
 
 from tierplan.hwmodels import load_machine
-from tierplan.hwmodels.machine import MachineError
 from tierplan.planner.prediction import Prediction, predict
 from tierplan.planner.questions.largest import largest_model
 from tierplan.sim.workloads.models import load_workload
@@ -69,5 +69,5 @@ def test_more_device_memory_never_fits_a_smaller_model(policy: str, machine: str
 
 
 def test_a_card_without_half_precision_says_what_to_do() -> None:
-    with pytest.raises(MachineError, match=r"no rate for 'matmul_fp16_flops'.*train in a dtype that it has"):
-        ask("zero-infinity", "gpt-6.7b", "harmony-4x1080ti", 1)
+    found = ask("zero-infinity", "gpt-6.7b", "harmony-4x1080ti", 1)
+    assert re.search(r"no rate for 'matmul_fp16_flops'.*train in a dtype that it has$", found.why_not)
