@@ -21,6 +21,7 @@ from tierplan.planner.milp.rates import (
     STATE_SHARDS,
     Rates,
     coded_frac_of,
+    has_rates,
     host_update_s,
     limit_loads,
     limit_seconds,
@@ -77,6 +78,8 @@ class UnitAmounts:
     bwd_s: float
     update_s: float
     """Of the update on the device."""
+    updates_on_device: bool
+    """Whether the device has rates for that (cards without bf16 have none for Muon's products)."""
     host_update_s: float
     """Of the update on the host's cores, in the shards in which it takes least."""
     accumulate_s: float
@@ -226,28 +229,28 @@ class Problem:
     def modes(self, unit: int) -> Sequence[int]:
         """Numbers of the placements that this unit may have."""
         u = self.units[unit]
-        kind = u.frozen_gb > 0.0, u.gparams > 0.0, self.has_room_for_update(unit)
+        kind = u.frozen_gb > 0.0, u.gparams > 0.0, u.updates_on_device, self.has_room_for_update(unit)
         if kind not in self._modes:
             self._modes[kind] = tuple(k for k, mode in enumerate(MODES) if self._allows(mode, *kind))
         return self._modes[kind]
 
     @cached_property
-    def _modes(self) -> dict[tuple[bool, bool, bool], tuple[int, ...]]:
+    def _modes(self) -> dict[tuple[bool, bool, bool, bool], tuple[int, ...]]:
         """Those of units that are alike, as they are asked for."""
         return {}
 
-    def _allows(self, mode: Mode, has_frozen: bool, is_trained: bool, has_room: bool) -> bool:
+    def _allows(self, mode: Mode, has_frozen: bool, is_trained: bool, has_rates: bool, has_room: bool) -> bool:
         """Whether a unit may have a placement, by what it has, what there is for it, and when it is updated."""
         if (mode.frozen is not None) != has_frozen or (mode.frozen == "host" and not self.host_gb):
             return False
         if "nvme" in (mode.params, mode.states, mode.grads, mode.frozen) and not self.has_nvme:
             return False
         if not is_trained or mode.states == "device":
-            return mode.states == "device" and not (is_trained and self.semantics == "delayed-1")
+            return mode.states == "device" and not (is_trained and (self.semantics == "delayed-1" or not has_rates))
         if not self.rates.adam or not self.host_gb:
             return False
         if mode.updated == "brought":
-            return self.brings_states and has_room and (self.returns_grads or not mode.returns_grads)
+            return self.brings_states and has_rates and has_room and (self.returns_grads or not mode.returns_grads)
         if (mode.grads == "device") != (self.turn > 1) and len(self.blocks) == 1:
             return False  # one micro-batch: the same thing twice; a vertical turn accumulates on the device
         return mode.grads != "nvme" or self.semantics == "exact-clip"
@@ -352,6 +355,7 @@ def _unit(unit: Unit, workload: Workload, machine: Machine, names: Mapping[str, 
         fwd_s=seconds_alone(machine, COMPUTE, unit.forward),
         bwd_s=seconds_alone(machine, COMPUTE, unit.backward),
         update_s=seconds_alone(machine, COMPUTE, t.update_work(unit)),
+        updates_on_device=has_rates(machine, COMPUTE, t.update_work(unit)),
         host_update_s=host_update_s(unit, t, machine),
         accumulate_s=seconds_alone(machine, HOST_ADAM, {"elementwise_bytes": 3 * n * t.grad_bytes}),
         norm_s=seconds_alone(machine, HOST_ADAM, {"elementwise_bytes": n * t.grad_bytes})

@@ -147,10 +147,12 @@ def _optimum(problem: Problem, solver: Solver, *, narrower: Solver | None = None
 
 def alone_s(problem: Problem) -> float:
     """Seconds of computing where no other stream works in the step; infinite where it takes as long beside others, or
-    where parameters and states do not all have room on the device."""
+    where parameters and states do not all have room on the device, or it has no rate for an update."""
     machine, training, workload = problem.machine, problem.workload.training, problem.workload
     homes_gb = sum(u.params_gb + u.frozen_gb + u.states_gb for u in problem.units)
     if machine.num_devices > 1 or not machine.stream(COMPUTE).beside_s or homes_gb > problem.device_gb:
+        return inf
+    if not all(u.updates_on_device for u in problem.units):
         return inf
     seconds = partial(seconds_alone, machine, COMPUTE, is_alone=True)
     passes_s = sum(seconds(u.forward) + seconds(u.backward) for u in workload.units)

@@ -42,6 +42,15 @@ def seconds_alone(machine: Machine, stream: str, work: Mapping[str, float], *, i
         return 0.0
 
 
+def has_rates(machine: Machine, stream: str, work: Mapping[str, float]) -> bool:
+    """Whether a stream of the machine does work of these kinds."""
+    try:
+        machine.cost(stream, work)
+    except MachineError:
+        return False
+    return True
+
+
 def limit_seconds(machine: Machine, stream: str, work: Mapping[str, float]) -> dict[str, float]:
     """Seconds at full use of each shared limit that work on a stream takes."""
     cost = machine.cost(stream, work)
