@@ -388,6 +388,27 @@ def test_what_does_not_fit_says_why_and_what_would(point: Point) -> None:
     assert re.search(r"1 B tokens +not on this machine +or rented .* USD, .* \(cloud-h100", text)
 
 
+def test_the_cheapest_with_which_it_runs_is(point: Point, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card of 8,565 USD was, where one of 1,999 has room: bounds of speed said that those with none give more for
+    their price."""
+    small = replace(point, overrides={**TIGHT, "gpu.capacity": "1 MiB"}, planner_s=0.5)
+    sizes = {"1.1 MiB": 100, "1.2 MiB": 150, "1.3 MiB": 170, "30 MiB": 800, "40 MiB": 900, "60 MiB": 4000}
+    cards = [
+        Purchase(what=size, overrides={"gpu.capacity": size, "gpu.memory_bandwidth": f"{k + 10} GB/s"}, price_usd=usd)
+        for k, (size, usd) in enumerate(sizes.items())
+    ]
+    monkeypatch.setattr("tierplan.studies.advise.purchases", lambda d, p: cards)
+    found = advise(small, quick=True, num_workers=1)
+    runs = [card.what for card in cards if answer_point(card.applied(small))["fits"]]
+    assert runs == ["30 MiB", "40 MiB", "60 MiB"], "by `plan`, each by itself"
+    assert {change.bought.what for change in found.changes} == {"30 MiB", "60 MiB"}
+    text = " ".join(" ".join(advice_lines(found)).split())
+    assert "The cheapest with which it runs is 30 MiB." in text
+    assert found.left_out.keys() == {"40 MiB"}
+    assert "or something of the kind that costs no more runs: 40 MiB (" in text
+    assert found.num_tried == 5
+
+
 def test_what_fits_and_wears_the_drives_is_not_said_not_to_fit(point: Point) -> None:
     asked = replace(point, drive_lifetime_years=500.0)
     found = advise(asked, quick=True, num_workers=1)

@@ -63,7 +63,10 @@ def _left_out(advice: Advice) -> list[str]:
         return f"{gain} at most" if most else "does not fit"
 
     named = (f"{what} ({said(most)})" for what, most in advice.left_out.items())
-    return [f"Not planned, since by bounds others give more for their price, or more in all: {', '.join(named)}."]
+    why = "by bounds others give more for their price, or more in all"
+    if not advice.fits:
+        why = "by bounds they do not fit, or something of the kind that costs no more runs"
+    return [f"Not planned, since {why}: {', '.join(named)}."]
 
 
 def write_advice(path: str | os.PathLike[str], advice: Advice) -> None:

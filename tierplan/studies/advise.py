@@ -186,8 +186,19 @@ def advise(
         gpus = [_num_gpus(b, load_description(b.machine) if b.machine else description) for b in bought]
         ranks = [(-n, *(b.kind != kind for kind in longest), -b.price_usd) for n, b in zip(gpus, bought, strict=True)]
         asked = [bought[k] for k in sorted(range(len(bought)), key=ranks.__getitem__)]
-        rows = [ask([b.applied(like if b.machine else changed)], anew if b.machine else how)[0] for b in asked]
-        row_of = dict(zip([b.what for b in asked], rows, strict=True))
+
+        def asked_of(b: Purchase) -> Callable[[], Row]:
+            return ask([b.applied(like if b.machine else changed)], anew if b.machine else how)[0]
+
+        row_of = {b.what: asked_of(b) for b in asked}
+        # where nothing runs yet, the cheapest that does is wanted, and bounds of speed say little of room
+        able = [b for b in some if left_out.get(b.what)] if answer.get("fits") is False else []
+        for b in sorted(able, key=lambda b: (b.price_usd, -left_out[b.what])):
+            no_dearer = [row_of[o.what] for o in bought if o.kind == b.kind and o.price_usd <= b.price_usd]
+            if not any(row().get("fits") for row in no_dearer):
+                del left_out[b.what]
+                bought.append(b)
+                row_of[b.what] = asked_of(b)
         answers = [row_of[b.what]() for b in bought]
         rental = rental_of(rented[0](), tokens) if rented else None
         largest_model = "".join(worth_telling(row(), answer) for row in largest)
