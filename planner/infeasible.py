@@ -19,6 +19,7 @@ from tierplan.planner.plan_rules import Order, PlanError
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.several_devices.sharded import sharded
 from tierplan.sim.output.text import format_bytes, format_s
+from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import Workload
 
 SUB_BATCHES = (2, 4, 8, 16)
@@ -154,51 +155,58 @@ def logits_note(workload: Workload, of_bytes: int, *, parts: int = 1) -> str:
     return f"{note}, and so does a loss in chunks (--loss-chunks {8 * chunks})" if chunks < 64 else note
 
 
+def has_room(workload: Workload, machine: Machine, semantics: Semantics | None = None) -> bool:
+    """Whether a plan may fit, by the bounds: where not, there is none; of several devices, none of units."""
+    if lacking_in_all(workload, machine):
+        return False
+    training = workload.training
+    batch = training.per_device_train_batch_size
+    parts: set[tuple[Order, int]] = {("vertical", t) for t in (*SUB_BATCHES, batch) if batch % t == 0}
+    posed = partial(problem, workload, machine, semantics=semantics or plain_semantics(training))
+    whole = [posed(order=order, sub_batches=t) for order, t in (("horizontal", 1), *parts)]
+    in_shards = (sharded(p, machine.num_devices, "nothing") for p in whole if machine.num_devices > 1)
+    return any(lower_bound(p, beat_s=0.0).feasible for p in (*in_shards, *whole))
+
+
+def found_shortly(
+    workload: Workload,
+    machine: Machine,
+    semantics: Semantics | None = None,
+    write_limit_bytes_per_s: float = inf,
+) -> bool | None:
+    """Whether a plan is found that fits, of a policy or by a short search: `plan`, which tries more, finds one then.
+    None where the clock ended that search."""
+    from tierplan.planner.compared import Compared
+    from tierplan.planner.loop import Search  # whose error this module has
+    from tierplan.planner.search.candidates import PlanSimulator
+
+    budget = Budget(TRY_S, TRY_OPS)
+    simulate_plan = PlanSimulator(workload, machine, budget, write_limit_bytes_per_s=write_limit_bytes_per_s)
+    starts = Compared(workload, machine, semantics, None, simulate_plan).plans(TRIED)
+    if any(simulate_plan(start).fits for _, start, _ in starts):
+        return True
+    if not has_room(workload, machine, semantics):
+        return False
+    budget = Budget(TRY_S, TRY_OPS)
+    search = Search(workload, machine, semantics, budget, seed=0, write_limit_bytes_per_s=write_limit_bytes_per_s)
+    search.begin(policies=())
+    search.go_on()
+    return True if search.best_s < inf else None if budget.is_out_of_time else False
+
+
 def largest_batch(make: Callable[[int], Workload], machine: Machine, *, below: int) -> LargestBatch:
     """The largest micro-batch, up to `below` and `MANY`, that a plan was found for.
 
     Bit by bit from the highest: what fits does not always with one sequence less, which cannot be cut as evenly.
     """
-    from tierplan.planner.compared import Compared
-    from tierplan.planner.loop import Search  # whose error this belongs to
-    from tierplan.planner.search.candidates import PlanSimulator
-    from tierplan.planner.search.moves import untied
-
-    is_cut = False
-
-    def has_room(workload: Workload) -> bool:
-        """By the bounds."""
-        if lacking_in_all(workload, machine):
-            return False
-        batch = workload.training.per_device_train_batch_size
-        parts: set[tuple[Order, int]] = {("vertical", t) for t in (*SUB_BATCHES, batch) if batch % t == 0}
-        posed = partial(problem, workload, machine, semantics=plain_semantics(workload.training))
-        whole = [posed(order=order, sub_batches=t) for order, t in (("horizontal", 1), *parts)]
-        in_shards = (sharded(p, machine.num_devices, "nothing") for p in whole if machine.num_devices > 1)
-        return any(lower_bound(p, beat_s=0.0).feasible for p in (*in_shards, *whole))
-
-    def fits(batch: int) -> bool:
-        nonlocal is_cut
-        workload = make(batch)
-        simulate_plan = PlanSimulator(workload, machine, Budget(TRY_S, TRY_OPS))
-        starts = map(Compared(workload, machine, None, None, simulate_plan).start, TRIED)
-        if any(simulate_plan(one).fits for start in starts if not isinstance(start, str) for one in untied(start)):
-            return True  # as `plan` does
-        if not has_room(workload):
-            return False
-        search = Search(workload, machine, None, Budget(TRY_S, TRY_OPS), seed=0)
-        search.begin(policies=())
-        search.go_on()
-        has_found = search.best_s < inf
-        is_cut = is_cut or (not has_found and search.budget.is_out_of_time)
-        return has_found
-
-    if not has_room(make(1)):
+    if not has_room(make(1), machine):
         return LargestBatch(0)  # nor have more sequences, however they are cut
-    largest = 0
+    largest, is_cut = 0, False
     below = min(below, MANY)
     for bit in reversed(range(below.bit_length())):
         batch = largest + 2**bit
-        if batch <= below and fits(batch):
+        fits = batch <= below and found_shortly(make(batch), machine)
+        is_cut = is_cut or fits is None
+        if fits:
             largest = batch
     return LargestBatch(largest, is_least=is_cut or largest == below)

@@ -18,8 +18,6 @@ from tierplan.hwmodels.catalog import load_part
 from tierplan.hwmodels.machine import MachineError
 from tierplan.planner.questions.endurance import SECONDS_PER_YEAR
 from tierplan.sim.output.text import format_s
-from tierplan.sim.workloads.models import load_workload
-from tierplan.sim.workloads.workload import Training
 from tierplan.studies.advice_text import advice_lines, write_advice
 from tierplan.studies.advise import (
     Advice,
@@ -420,14 +418,41 @@ def test_what_fits_and_wears_the_drives_is_not_said_not_to_fit(point: Point) -> 
     assert "e+0" not in text
 
 
-def test_the_largest_model_fits_and_the_next_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tierplan.studies.advise.ROOMY", ("fuyou",))
-    some = [load_workload(name, Training()) for name in ("gpt-6.7b", "gpt-135b", "gpt-175b")]
-    monkeypatch.setattr("tierplan.studies.advise.family", lambda _: some)
-    found = largest_model_of(Point(model="gpt-6.7b", machine="desktop-4090"))
-    assert found["largest_model"] == "gpt-135b"
-    smaller, larger = ({"fits": True, "num_parameters": count} for count in (8e9, 140e9))
-    assert worth_telling(found, smaller) == worth_telling(found, {"fits": False}) == "gpt-135b"
+@pytest.mark.parametrize(
+    ("machine", "changes", "largest", "larger"),
+    [
+        ("laptop", {}, "gpt-100b", "gpt-135b"),  # by a policy 30b
+        ("desktop-4090", {"host.capacity": "32 GiB"}, "gpt-135b", "gpt-175b"),  # by a policy 65b
+        ("zero-offload-v100", {}, "gpt-100b", "gpt-135b"),
+        ("fsdp-qlora-2x4090", {}, "gpt-10b-zero-offload", "gpt-13b"),
+        ("cloud-h100", {}, "gpt-276b", ""),
+    ],
+)
+def test_the_largest_model_is_the_largest_that_plan_has_a_plan_for(
+    machine: str, changes: dict[str, object], largest: str, larger: str
+) -> None:
+    """It was the largest by five of the published systems, a half or a third of that."""
+    point = Point(model="gpt-0.1b", machine=machine, batch=4, seq=1024, overrides=changes)
+    found = largest_model_of(point)
+    assert (found["largest_model"], found["larger_model_may_fit"]) == (largest, not larger)
+    one = replace(point, model=largest, batch=1, planner_s=0.5)
+    assert answer_point(one)["fits"]
+    assert not larger or not answer_point(replace(one, model=larger))["fits"]
+
+
+def test_a_larger_model_that_no_bound_excludes_is_said_to_be_possible(
+    advice: Advice,
+) -> None:
+    found = largest_model_of(Point(model="gpt-0.1b", machine="laptop", semantics="delayed-1"))
+    assert (found["largest_model"], found["larger_model_may_fit"]) == ("gpt-2.7b", True)
+    for may_fit in (False, True):
+        told = replace(advice, largest_model="gpt-2.7b", larger_model_may_fit=may_fit)
+        text = " ".join(" ".join(advice_lines(told)).split())
+        assert ("one sequence at a time; none larger was found, and no bound excludes one" in text) == may_fit
+        assert told.record()["larger_model_may_fit"] is may_fit
+    assert advice.record()["larger_model_may_fit"] is None, "nobody looked"
+    smaller, larger = ({"fits": True, "num_parameters": count} for count in (1e9, 140e9))
+    assert worth_telling(found, smaller) == worth_telling(found, {"fits": False}) == "gpt-2.7b"
     assert not worth_telling(found, larger)
 
 

@@ -2,7 +2,8 @@
 
 The best plan for the machine as it is, as `tierplan plan` finds it, and again with one thing bought at a time: DRAM,
 drives, another GPU. Lists what makes training quicker. Says time, energy and money, how long the drives live, and the
-largest model that fits.
+largest model of the GPT-3 family that `tierplan plan` has a plan for with these settings and one sequence at a time
+(and where a larger one may fit, since none was found in a short search, but no bound excludes it, that it is so).
 
     tierplan advise --model gpt-6.7b --machine desktop-4090
     tierplan advise --model gpt-6.7b --machine desktop-4090 --set gpu.part=rtx-3090 --tokens 10M -o advice.html

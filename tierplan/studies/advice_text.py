@@ -179,7 +179,8 @@ def _figures(advice: Advice) -> list[tuple[str, str]]:
     elif advice.rented is not None:
         figures += [(f"{format_count(advice.rented.tokens)} tokens", "not on this machine"), *_rent(advice)]
     if advice.largest_model:
-        figures.append(("largest model", f"{advice.largest_model}, by a published system, one sequence at a time"))
+        larger = "; none larger was found, and no bound excludes one" if advice.larger_model_may_fit else ""
+        figures.append(("largest model", f"{advice.largest_model}, one sequence at a time{larger}"))
     if advice.fits:
         figures.append(("rates", str(answer["basis"])))
     return figures

@@ -11,19 +11,29 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from math import inf
 from typing import Any
 
 from tierplan.hwmodels import Description, load_description
 from tierplan.hwmodels.catalog import load_part
 from tierplan.hwmodels.description import PARTS
+from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import NVME_WRITE
-from tierplan.planner.infeasible import InfeasiblePlan
-from tierplan.planner.questions.endurance import UNKNOWN_LIFE, life_text
+from tierplan.planner.infeasible import InfeasiblePlan, found_shortly, has_room
+from tierplan.planner.questions.endurance import UNKNOWN_LIFE, allowed_bytes_per_s, life_text
 from tierplan.planner.questions.largest import family
 from tierplan.planner.search.lesser import Known
 from tierplan.sim.workloads.workload import Workload
 from tierplan.studies.answer import answer_record, impossible_record
-from tierplan.studies.evaluate import QUICK, best_plan, machine_of, most_tokens_per_s, predict_point, training_of
+from tierplan.studies.evaluate import (
+    QUICK,
+    best_plan,
+    machine_of,
+    most_tokens_per_s,
+    place_of,
+    training_of,
+    workload_in,
+)
 from tierplan.studies.purchases import (
     MOST_OF_A_KIND,
     TOKENS,
@@ -41,8 +51,6 @@ from tierplan.studies.study import Point
 from tierplan.studies.sweep import Row, asking
 
 Ask = Callable[..., dict[str, object]]
-ROOMY = ("fuyou", "sliding-window", "zero-infinity", "zero-offload", "full-recompute")
-"""Policies that make room, on one device or several, for the same."""
 RENTED = "cloud-h100"
 """The machine of the catalog that is compared with, paid by the hour."""
 FIGURES = ("fits", "step_s", "tokens_per_s", "micro_batch", "accumulation", "policy", "limited_by")
@@ -111,7 +119,9 @@ class Advice:
     left_out: Mapping[str, float] = field(default_factory=dict)
     """Others, by what they are: tokens per second that their bounds promise, of which plans reach a part."""
     largest_model: str = ""
-    """The largest named configuration that fits with one sequence, under any policy."""
+    """The largest of the GPT-3 family that a plan is found for with one sequence."""
+    larger_model_may_fit: bool = False
+    """A larger one may fit: none was found, and no bound excludes it."""
     costs: Costs | None = None
     """Of the job; None where nothing fits."""
     rented: Rental | None = None
@@ -131,6 +141,7 @@ class Advice:
             "costs": None if self.costs is None else asdict(self.costs),
             "rented": None if self.rented is None else asdict(self.rented),
             "largest_model": self.largest_model or None,
+            "larger_model_may_fit": self.larger_model_may_fit if self.largest_model else None,
             "changes": [change.record() for change in self.changes],
             "purchases_tried": self.num_tried,
             "purchases_left_out": dict(self.left_out),
@@ -201,7 +212,7 @@ def advise(
                 row_of[b.what] = asked_of(b)
         answers = [row_of[b.what]() for b in bought]
         rental = rental_of(rented[0](), tokens) if rented else None
-        largest_model = "".join(worth_telling(row(), answer) for row in largest)
+        largest_row = largest[0]() if largest else {}
     answer.pop("known", None)
     if "error" in answer:
         raise ValueError(answer["error"])
@@ -217,7 +228,8 @@ def advise(
         num_tried=len(bought),
         left_out=left_out,
         rented=rental,
-        largest_model=largest_model,
+        largest_model=worth_telling(largest_row, answer),
+        larger_model_may_fit=bool(largest_row.get("larger_model_may_fit")),
         costs=costs_of(answer, description, prices, tokens) if answer["fits"] else None,
         assumptions=(
             *([SHORT_SEARCH + no_gain] if quick else []),
@@ -322,16 +334,37 @@ def worth_telling(largest: Row, answer: Row) -> str:
 
 
 def largest_model_of(point: Point) -> dict[str, object]:
-    """The largest of a family that fits with one sequence, by bisection: a larger one never needs less memory."""
+    """The largest of a family that a policy or a short search has a plan for with one sequence, by bisection: a larger
+    one never needs less memory. And whether a larger one may fit: no bound excludes the next, or none is named."""
     one = replace(point, sequences=0, batch=1, accumulation=1)
     models = family(training_of(one, machine_of(one)))
+    semantics: Any = point.semantics or None
 
-    def does_not_fit(model: Workload) -> bool:
-        return not any(predict_point(replace(one, model=model.name, policy=policy)).fits for policy in ROOMY)
+    def asked(model: Workload) -> tuple[Workload, Machine]:
+        of_model = replace(one, model=model.name)
+        place = place_of(of_model)
+        return workload_in(place, of_model), place.machine
 
-    if not (num := bisect_left(models, True, key=does_not_fit)):
+    def is_not_found(model: Workload) -> bool:
+        workload, machine = asked(model)
+        years = point.drive_lifetime_years
+        most_per_s = inf if years is None else allowed_bytes_per_s(machine, years)
+        return not found_shortly(workload, machine, semantics, most_per_s)
+
+    if not (num := bisect_left(models, True, key=is_not_found)):
         return {"largest_model": ""}
-    return {"largest_model": models[num - 1].name, "num_parameters": models[num - 1].num_parameters}
+    may_fit = num == len(models)
+    if not may_fit:
+        workload, machine = asked(models[num])
+        may_fit = has_room(workload, machine, semantics) or (
+            machine.num_devices > 1 and most_tokens_per_s(replace(one, model=workload.name)) > 0
+        )
+    largest = models[num - 1]
+    return {
+        "largest_model": largest.name,
+        "num_parameters": largest.num_parameters,
+        "larger_model_may_fit": may_fit,
+    }
 
 
 def _assumptions(
