@@ -105,13 +105,16 @@ class InfeasiblePlan(PlanError):
     """Policies that fit, and train other numbers."""
     is_slower: bool = False
     """Whether memory may do for some that was left out, since its bound is above the step that is known."""
+    semantics: Semantics | None = None
+    """That were asked for."""
 
     @cached_property
     def largest_batch(self) -> LargestBatch:
         """Sequences per micro-batch that would fit. Found when first asked for, which takes a while."""
         training = self.workload.training  # in steps of one, all sequences of a step may be in it
         below = training.per_device_train_batch_size * training.gradient_accumulation_steps
-        return largest_batch(lambda batch: with_batch(self.workload, batch), self.machine, below=below)
+        make = partial(with_batch, self.workload)
+        return largest_batch(make, self.machine, below=below, semantics=self.semantics)
 
     @property
     def what(self) -> str:
@@ -194,18 +197,20 @@ def found_shortly(
     return True if search.best_s < inf else None if budget.is_out_of_time else False
 
 
-def largest_batch(make: Callable[[int], Workload], machine: Machine, *, below: int) -> LargestBatch:
+def largest_batch(
+    make: Callable[[int], Workload], machine: Machine, *, below: int, semantics: Semantics | None = None
+) -> LargestBatch:
     """The largest micro-batch, up to `below` and `MANY`, that a plan was found for.
 
     Bit by bit from the highest: what fits does not always with one sequence less, which cannot be cut as evenly.
     """
-    if not has_room(make(1), machine):
+    if not has_room(make(1), machine, semantics):
         return LargestBatch(0)  # nor have more sequences, however they are cut
     largest, is_cut = 0, False
     below = min(below, MANY)
     for bit in reversed(range(below.bit_length())):
         batch = largest + 2**bit
-        fits = batch <= below and found_shortly(make(batch), machine)
+        fits = batch <= below and found_shortly(make(batch), machine, semantics)
         is_cut = is_cut or fits is None
         if fits:
             largest = batch

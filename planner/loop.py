@@ -463,7 +463,8 @@ class Search:
         nearest = max(failed, key=lambda c: min(c.room_gb.values(), default=-inf), default=None)
         reason = "" if lacking or nearest is None else nearest.reason
         others = tuple(name for name, result in self.compared.items() if result(is_best=False).step_s is not None)
-        return InfeasiblePlan(self.workload, self.machine, lacking, reason, others=others)
+        asked = self.asked_semantics
+        return InfeasiblePlan(self.workload, self.machine, lacking, reason, others=others, semantics=asked)
 
     def _result(self, best: Candidate[Plan], bound: Bound, status: Status) -> PlanResult:
         assert best.step_s is not None

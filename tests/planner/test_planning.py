@@ -259,6 +259,16 @@ def test_what_does_not_fit_says_the_largest_batch_that_does():
         assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
+def test_the_largest_batch_is_for_the_updates_that_were_asked_for():
+    """That one sequence does not fit was said beside "1 or more", which fit with other updates."""
+    asked = Point(model="gpt-6.7b", machine="laptop", seq=1024)
+    workload, machine = workload_at(asked, machine_of(asked)), machine_of(asked)
+    with pytest.raises(InfeasiblePlan) as caught:
+        plan(workload, machine, semantics="delayed-1", time_limit_s=3)
+    assert str(caught.value).endswith("; sequences per micro-batch that fit: none, not even one")
+    assert plan(workload, machine, time_limit_s=1).step_s > 0
+
+
 def test_in_steps_of_one_micro_batch_more_sequences_may_fit_than_in_each_of_many():
     """Micro-batches of one that lack room for their gradients say nothing of a larger one alone."""
     machine = small_machine(device_mb=100, host_mb=60, nvme_mb=0)
