@@ -34,9 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     scenario.add_settings(fixed)
     option(fixed, "--tokens N", "of the job whose time and cost are shown (default 1B)", amount)
     add_set(fixed)
-    option(
-        fixed, "--time-limit S", "seconds of a search, as for `plan` (default: counted work, 2 to 10)", finite(above=0)
-    )
+    option(fixed, "--time-limit S", "seconds of a search, as for `plan` (default: by counted work)", finite(above=0))
     option(parser, "--quick", "a small grid, and searches for a moment only")
     option(parser, "--keep DIR", "folder of the answers (default: beside the page, with its name)", new_folder)
     option(parser, "--workers N", "processes (default: one per core)", whole(1))

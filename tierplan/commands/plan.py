@@ -25,9 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     scenario.add_arguments(parser)
     option(parser, "-o --output FILE", "write plan and schedule, for `tierplan run`", new_file())
     add_timeline(parser)
-    option(
-        parser, "--time-limit S", "seconds of each division's search (default: counted work, 2 to 10)", finite(above=0)
-    )
+    option(parser, "--time-limit S", "seconds of each division's search (default: by counted work)", finite(above=0))
     option(parser, "--seed N", "of the search's random changes", seed, 0)
     option(
         parser, "--drive-lifetime-years Y", "the drives are to last this long, training without pause, by their rated "
