@@ -56,6 +56,7 @@ def test_it_asks_and_answers(path: Path) -> None:
 )
 def test_it_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib").use("Agg")
+    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 200_000)
     monkeypatch.chdir(tmp_path)
     import matplotlib.pyplot as plt
 

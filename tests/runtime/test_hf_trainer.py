@@ -476,6 +476,7 @@ def test_plain_arguments_are_taken() -> None:
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning")
 def test_the_example_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 20_000)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     here_path().parent.mkdir(parents=True)

@@ -141,6 +141,7 @@ def test_13b_in_all_divisions_is_planned_about_as_well_as_in_the_best_alone() ->
 def test_far_from_the_bound_the_race_goes_on(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With all that it has found: more work is never worse. With a lesser machine's answer it does not."""
     monkeypatch.setattr(budget, "DEFAULT_OPS", 50_000)
+    monkeypatch.setattr(budget, "OPS_PER_S", 500)
     monkeypatch.setattr(batches, "SEARCHED_TO_THE_END", 0)
     make = question(rng := random.Random(seed))
     machine = random_machine(rng, make(4, 1))
