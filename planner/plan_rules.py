@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from tierplan.hwmodels.records import check_record
 from tierplan.sim.step import Action
+from tierplan.sim.workloads.models import sizes_of
 from tierplan.sim.workloads.workload import Training, Unit, Workload
 
 if TYPE_CHECKING:
@@ -74,6 +75,26 @@ def refuse_clipping(whose: str, training: Training) -> None:
         )
 
 
+def refuse_uneven(whose: str, workload: Workload, devices: int) -> None:
+    """For plans that cut operators, by Megatron-LM's rule: whole heads on each device, and as many columns."""
+    if why := _uneven(workload, devices):
+        *able, last = (str(num) for num in range(devices - 1, 0, -1) if not _uneven(workload, num))
+        raise PlanError(
+            f"{whose} cuts operators over {devices} devices, but {workload.name!r} has {why}; Megatron-LM refuses to "
+            f"train so: take {', '.join(able)}{' or ' * bool(able)}{last} of them (option 'devices'), or another policy"
+        )
+
+
+def _uneven(workload: Workload, num: int) -> str:
+    """Why operators cannot be cut into so many shares, as far as the config says; empty where they can."""
+    heads, groups, width = sizes_of(workload.config)
+    if heads % num:
+        return f"{heads} attention heads, which {num} does not divide"
+    if groups % num and num % groups:
+        return f"{groups} heads of keys and values, which {num} neither divides nor is a multiple of"
+    return f"a feed-forward width of {width}, which {num} does not divide" if width % num else ""
+
+
 def check_unitwise(plan: UnitwisePlan, workload: Workload) -> None:
     """Raises `PlanError` if the plan contradicts itself, or does not fit the workload or what training asks for."""
     for decided in (plan, plan.sharing):
@@ -104,6 +125,7 @@ def check_unitwise(plan: UnitwisePlan, workload: Workload) -> None:
             _check_update(plan, unit, choice)
     if plan.devices > 1 and plan.sharing.divided == "tensors":
         refuse_codes(f"plan {plan.policy!r} cuts operators over devices", workload.training)
+        refuse_uneven(f"plan {plan.policy!r}", workload, plan.devices)
     _check_semantics(plan, workload.training)
     _check_pieces(plan, workload)
     _check_turns(plan, workload)

@@ -289,6 +289,15 @@ def text_of(raw: Mapping[str, object]) -> Mapping[str, object]:
     return nested if isinstance(nested, Mapping) else raw
 
 
+def sizes_of(raw: Mapping[str, object]) -> tuple[int, int, int]:
+    """Heads of attention, those of keys and values, and the width of feed-forward; 0 for what a config does not say."""
+    text = text_of(raw)
+    heads, groups, width = (
+        next((size for name in SIZES[k] if isinstance(size := text.get(name), int)), 0) for k in (1, 2, 5)
+    )
+    return heads, groups, width
+
+
 def family_of(raw: Mapping[str, object]) -> Family:
     model_type = raw.get("model_type")
     if model_type not in SUPPORTED:

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import PackPlan, Packs, Sharing, UnitPlan, UnitwisePlan
-from tierplan.planner.plan_rules import PlanError, Runs
+from tierplan.planner.plan_rules import PlanError, Runs, refuse_uneven
 from tierplan.planner.policies.options import Options, Policy, data_parallel
 from tierplan.sim.workloads.workload import Workload
 
@@ -26,6 +26,7 @@ OPTIONS: Mapping[str, object] = {"checkpointing": "on", "semantics": None}
 def _tensor_parallel(workload: Workload, machine: Machine, given: Mapping[str, object]) -> UnitwisePlan:
     name = "megatron-tp"
     options = Options(name, OPTIONS, given)
+    refuse_uneven(f"policy {name!r}", workload, options.num_devices(machine))
     sharing = Sharing(divided="tensors", waits=True)
     return data_parallel(options, workload, machine, UnitPlan(), sharing=sharing)
 

@@ -17,9 +17,9 @@ from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.policies import decide
 from tierplan.planner.policies.options import OptionError
 from tierplan.planner.policies.several import harmony
-from tierplan.planner.prediction import predict_plan
+from tierplan.planner.prediction import predict, predict_plan
 from tierplan.sim.schedule import Schedule
-from tierplan.sim.workloads.models import load_workload
+from tierplan.sim.workloads.models import load_workload, workload_of
 from tierplan.sim.workloads.workload import Training, Workload
 
 
@@ -180,3 +180,45 @@ def test_host_memory_holds_deepspeeds_buffers_too(
         decide(policy, workload, with_capacity(less, {"host": need // 2}), places)
     if policy == "zero-offload":
         assert decide(policy, workload, less, {"gradients": "streamed"}), "no buffers of DeepSpeed's"
+
+
+@pytest.mark.parametrize(
+    ("model", "num", "why"),
+    [
+        ("qwen2.5-0.5b", 2, ""),
+        ("qwen2.5-0.5b", 3, "14 attention heads, which 3 does not divide; .* take 2 or 1 of them"),
+        ("qwen2.5-0.5b", 7, "2 heads of keys and values, which 7 neither divides nor is a multiple of; .* 2 or 1 of"),
+        ("qwen2.5-0.5b", 8, "14 attention heads, which 8 does not divide; .* take 2 or 1 of them"),
+        ("qwen2.5-1.5b", 4, ""),
+        ("qwen2.5-1.5b", 6, "a feed-forward width of 8960, which 6 does not divide; .* take 4, 2 or 1 of them"),
+        ("llama-3.2-1b", 8, ""),
+        ("llama-3.2-1b", 6, "32 attention heads, which 6 does not divide; .* take 4, 2 or 1 of them"),
+        ("gpt2-xl", 5, ""),
+        ("gpt2-xl", 2, "25 attention heads, which 2 does not divide; .* take 1 of them"),
+    ],
+)
+def test_operators_are_cut_where_megatron_can_cut_them(model: str, num: int, why: str) -> None:
+    """Its rule, by its words: `num_attention_heads must be a multiple of tensor_model_parallel_size`,
+    `num_query_groups must be a multiple or divisor of` it, and `ensure_divisibility` of the width. 14 heads were cut
+    over 8 devices, and that was the answer."""
+    workload = load_workload(model, Training(sequence_length=512))
+    machine = load_machine("dgx-8xa100-80gb", [f"gpu.count={num}"])
+    if not why:
+        assert predict("megatron-tp", workload, machine).fits
+        return
+    with pytest.raises(PlanError, match=f"'megatron-tp' cuts operators over {num} devices, but '{model}' has {why}"):
+        decide("megatron-tp", workload, machine)
+    assert f"over {num} devices, but '{model}' has" in predict("megatron-tp", workload, machine).why_not
+    on_one = decide("megatron-tp", workload, machine, {"devices": 1})
+    with pytest.raises(PlanError, match=f"cuts operators over {num} devices, but '{model}' has {why}"):
+        lower(replace(on_one, devices=num), workload, machine)  # as a plan file may have it, or the planner
+
+
+def test_operators_of_a_model_that_says_nothing_of_its_heads_are_cut_as_asked() -> None:
+    """And of one with a text model inside, its own heads count."""
+    machine = load_machine("dgx-8xa100-80gb", ["gpu.count=3"])
+    assert predict("megatron-tp", toy_workload(), machine).fits
+    inside = {**load_workload("gpt2", Training()).config, "n_head": 4}
+    workload = replace(workload_of("gpt2", inside, Training()), config={"text_config": inside})
+    with pytest.raises(PlanError, match="'gpt2' has 4 attention heads, which 3 does not divide"):
+        decide("megatron-tp", workload, machine)
