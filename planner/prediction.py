@@ -110,14 +110,18 @@ class Prediction(Shown):
 
     @cached_property
     def limits(self) -> tuple[Sensitivity, ...]:
-        """What each stream, shared limit, part and memory would save if it were twice as good, most first."""
-        if self.hardware is None or self.columns is None or self.step_s is None:
+        """What each stream, shared limit, part and memory would save if it were twice as good, most first.
+
+        Ops are listed anew for each, as the plan's are where it is simulated on such a machine.
+        """
+        if self.hardware is None or self.columns is None or self.step_s is None or self.plan is None:
             return ()
+        order = partial(refine_columns, overtakes=self.plan.overtaking)
         if self.of_first is not None:
             columns, machine = self.of_first()
             if isclose(steady_state(columns, machine).period_s, self.step_s, rel_tol=SAME_FRAC):
-                return sensitivities(columns, machine)
-        return sensitivities(self.columns, self.hardware)
+                return sensitivities(columns, machine, order=order)
+        return sensitivities(self.columns, self.hardware, order=order)
 
     @cached_property
     def phases(self) -> Phases | None:

@@ -275,7 +275,11 @@ def limited_by(tried: Sequence[Sensitivity]) -> str:
 
 
 def sensitivities(
-    schedule: Schedule | ScheduleColumns, machine: Machine, *, factor: float = 2.0
+    schedule: Schedule | ScheduleColumns,
+    machine: Machine,
+    *,
+    factor: float = 2.0,
+    order: Callable[[ScheduleColumns, Machine], ScheduleColumns] = lambda columns, machine: columns,
 ) -> tuple[Sensitivity, ...]:
     """What limits this schedule: each stream, shared limit, part and memory, the largest gain first.
 
@@ -283,11 +287,20 @@ def sensitivities(
     as it would on a better machine (`UnitwisePlan.parts`), and nothing is gained. A factor below 1 says what a worse
     machine takes, and nothing is left out.
 
-    Streams, limits and parts are `factor` times as fast, memories `factor` times as large; the rest is as it is, and so
-    are latencies and the plan. What all devices have is better on all of them. A stream alone cannot exceed the limits
-    that it shares (but for cores and kernels, of which a faster one takes no more), nor a limit alone the streams.
-    So where all takers of a limit belong to one part (`nvme.read` and `nvme.write` share what the drives do), that
-    part is there as a whole too.
+    Latencies and the plan stay as they are. What all devices have is better on all of them. A stream alone cannot
+    exceed the limits that it shares (but for cores and kernels, of which a faster one takes no more), nor a limit alone
+    the streams. So where all takers of a limit belong to one part (`nvme.read` and `nvme.write` share what the drives
+    do), that part is there as a whole too.
+
+    Parameters
+    ----------
+    schedule, machine
+        What is executed, and where.
+    factor
+        Streams, limits and parts are so many times as fast, memories so many times as large; the rest is as it is.
+    order
+        Lists the ops for a better machine. Without it they keep their list, in which quick ones may stand behind slow
+        ones (rule 3).
     """
     if not factor > 0:
         raise ValueError(f"factor is {factor}; it must be above 0, and 2 means twice as fast")
@@ -319,14 +332,17 @@ def sensitivities(
         gain_frac = 1.0 - step_s / now.period_s if now.period_s else 0.0
         tried.append(Sensitivity(name=name, kind=kind, busy_frac=busy_frac, step_s=step_s, gain_frac=gain_frac))
 
+    def period_s(columns: ScheduleColumns, machine: Machine) -> float:
+        return steady_state(order(columns, machine), machine).period_s
+
     for kind, name, changed in cases:
-        step_s = steady_state(columns, with_faster(machine, changed, factor)).period_s
+        step_s = period_s(columns, with_faster(machine, changed, factor))
         add(name, kind, max((busy.get(n, 0.0) for n in changed), default=0.0), step_s)
     for name, alike in grouped(columns.tiers, lambda tier: one_name(tier.name)).items():
         others = (replace(t, capacity_bytes=int(t.capacity_bytes * factor)) if t in alike else t for t in columns.tiers)
         full = max(now.peak_bytes.get(t.name, 0) / max(t.capacity_bytes, 1) for t in alike)
         try:
-            step_s = steady_state(replace(columns, tiers=tuple(others)), machine).period_s
+            step_s = period_s(replace(columns, tiers=tuple(others)), machine)
         except OutOfMemory:
             step_s = inf
         add(f"{name} memory", "memory", full, step_s)

@@ -20,7 +20,7 @@ from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream, TierSp
 from tierplan.hwmodels.scaling import with_faster
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
-from tierplan.planner.prediction import predict
+from tierplan.planner.prediction import predict, predict_plan
 from tierplan.sim.analysis.explain import (
     busy_fracs,
     cause_graph,
@@ -208,6 +208,29 @@ def test_what_makes_a_step_longer_runs_as_slow_as_before() -> None:
     quicker_s = steady_state(fuyou.columns, with_faster(machine, ["host.adam"], 2.0)).period_s
     assert quicker_s > 1.01 * fuyou.step_s  # type: ignore[operator]  # it fits
     assert (by_name["host.adam"].step_s, by_name["host.adam"].gain_frac) == (fuyou.step_s, 0.0)
+
+
+@pytest.mark.parametrize("policy", ["zenflow", "zero-3", "vertical", "harmony"])
+def test_what_twice_as_good_saves_is_what_the_plan_saves_on_such_a_machine(policy: str) -> None:
+    """40 % were said of ZenFlow's updates where half is saved, which alone are busy all the time: in the list of a slow
+    host they stood behind work of the GPU that quick ones need not wait for."""
+    point = Point(model="gpt-1.3b", machine="ssdtrain-a100", batch=2, accumulation=2)
+    point = replace(point, overrides={"gpu.capacity": "16 GB", "gpu.count": 1})
+    machine = machine_of(point)
+    workload = workload_at(point, machine)
+    found = predict(policy, workload, machine, {"optimizer": "host", "params": "host"} if policy == "zero-3" else {})
+    assert found.plan is not None
+    assert found.step_s is not None
+    tried = {limit.name: limit for limit in found.limits if limit.kind in ("stream", "limit")}
+    for name, limit in tried.items():
+        better_s = predict_plan(found.plan, workload, with_faster(machine, [name], 2.0)).step_s
+        assert better_s is not None
+        assert (name, limit.step_s) == (name, pytest.approx(min(better_s, found.step_s), rel=1e-4))
+    if policy == "zenflow":
+        updates = tried["host.adam"]
+        assert (updates.busy_frac, updates.gain_frac) == pytest.approx((1.0, 0.5), abs=1e-3)
+    fixed = sensitivities(found.columns, machine)  # type: ignore[arg-type]  # it fits
+    assert {s.name: s.step_s for s in fixed} != {s.name: s.step_s for s in found.limits}, "a list is kept as it is"
 
 
 def test_what_all_devices_have_is_better_on_all_of_them() -> None:
