@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from tierplan.hwmodels.machine import Machine, MachineError
-from tierplan.planner.plan import Plan, UnitwisePlan, plain_semantics
+from tierplan.planner.plan import Plan, UnitwisePlan, other_numbers, plain_semantics
 from tierplan.planner.plan_rules import PLANNER, PlanError, undivided
 from tierplan.planner.policies import ESTIMATES, NEED_SEVERAL_DEVICES, POLICIES, SHARED
 from tierplan.planner.results import PolicyResult
@@ -120,14 +120,11 @@ class Compared:
         if not is_best and self.batches is not None and (plan.num_batches == 1) != (self.batches == "shared"):
             return of_work  # other work than was asked for; another search has it
         found = (self.simulate_plan.in_full if is_best else self.simulate_plan)(plan)
-        same = is_same(plan, self.semantics)
-        if plan.sums_tied and found.fits:  # no rival where only this makes room
-            same = same and self.simulate_plan(next(untied(plan))).fits
         return replace(
             of_work,
             step_s=found.step_s,
             reason=found.reason if is_best else "",
             lacks_memory=bool(found.short_tier),
-            same_numbers=same,
+            same_numbers=is_same(plan, self.semantics) and not other_numbers(plan, self.semantics),
             num_batches=plan.num_batches,
         )

@@ -472,9 +472,10 @@ def plain_semantics(training: Training) -> Semantics:
     return "in-backward" if training.max_grad_norm is None else "exact-clip"
 
 
-def other_numbers(plan: Plan) -> str:
-    """Why the plan's numbers are not those of plain training; empty where they are, in some micro-batches."""
-    if plan.semantics == "delayed-1":
+def other_numbers(plan: Plan, asked: str = "") -> str:
+    """Why the plan's numbers are not those of plain training, or of delayed updates that were `asked` for; empty where
+    they are, in some micro-batches."""
+    if plan.semantics == "delayed-1" != asked:
         return "updates come a step late"
     if plan.sums_tied:
         return "a tied head's gradients are summed before the embedding's, which changes last bits"

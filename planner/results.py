@@ -34,7 +34,8 @@ class PolicyResult:
     num_batches: int = 1
     """How many times these micro-batches its step trains on."""
     same_numbers: bool = True
-    """Whether it trains the numbers that were asked for; only then it is a candidate."""
+    """Whether it trains the numbers that were asked for. Only then it is a candidate; where tied gradients are summed
+    apart, the plan is that sums them as plain training does."""
 
     @property
     def num_sequences(self) -> int:

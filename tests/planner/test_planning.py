@@ -322,6 +322,7 @@ def test_what_a_policy_fits_by_summing_tied_gradients_apart_fits_in_plain_number
     assert isinstance(result.plan, UnitwisePlan)
     assert not result.plan.sums_tied
     assert result.step_s <= result.policies["fuyou"].step_s  # type: ignore[operator]
+    assert not result.policies["fuyou"].same_numbers
     assert largest_batch(lambda batch: with_batch(workload, batch), machine, below=13).num_sequences == 13
 
 
