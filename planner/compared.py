@@ -120,11 +120,15 @@ class Compared:
         if not is_best and self.batches is not None and (plan.num_batches == 1) != (self.batches == "shared"):
             return of_work  # other work than was asked for; another search has it
         found = (self.simulate_plan.in_full if is_best else self.simulate_plan)(plan)
+        is_rival = is_same(plan, self.semantics)
+        if plan.sums_tied and found.fits:  # where only this makes room it is none
+            is_rival = is_rival and self.simulate_plan(next(untied(plan))).fits
         return replace(
             of_work,
             step_s=found.step_s,
             reason=found.reason if is_best else "",
             lacks_memory=bool(found.short_tier),
             same_numbers=is_same(plan, self.semantics) and not other_numbers(plan, self.semantics),
+            is_rival=is_rival,
             num_batches=plan.num_batches,
         )

@@ -34,8 +34,9 @@ class PolicyResult:
     num_batches: int = 1
     """How many times these micro-batches its step trains on."""
     same_numbers: bool = True
-    """Whether it trains the numbers that were asked for. Only then it is a candidate; where tied gradients are summed
-    apart, the plan is that sums them as plain training does."""
+    """Whether it trains the numbers that were asked for, to the bit."""
+    is_rival: bool = True
+    """Whether it is the same algorithm, and has room where tied gradients are summed as in plain training, too."""
 
     @property
     def num_sequences(self) -> int:
@@ -116,8 +117,8 @@ class PlanResult(Shown):
 
     @property
     def best_policy(self) -> str | None:
-        """The policy that fits, trains the same numbers, and takes least for the same work."""
-        fitting = {k: p.per_sequence_s for k, p in self.policies.items() if p.step_s is not None and p.same_numbers}
+        """The policy that fits, is a rival, and takes least for the same work."""
+        fitting = {k: p.per_sequence_s for k, p in self.policies.items() if p.step_s is not None and p.is_rival}
         return min(fitting, key=lambda k: (fitting[k], k)) if fitting else None
 
     def rows(self) -> list[dict[str, object]]:

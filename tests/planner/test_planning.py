@@ -50,7 +50,7 @@ def compare_with(monkeypatch: pytest.MonkeyPatch, policies: dict[str, Any]) -> N
 def test_never_slower_than_a_policy(device_mib, accumulation):
     workload = toy_workload(4, gradient_accumulation_steps=accumulation)
     result = plan(workload, toy_machine(device_bytes=device_mib * MIB), time_limit_s=1)
-    fitting = [p.step_s for p in result.policies.values() if p.step_s is not None and p.same_numbers]
+    fitting = [p.step_s for p in result.policies.values() if p.step_s is not None and p.is_rival]
     assert fitting
     assert result.step_s <= min(fitting)
     assert result.lower_bound_s <= result.step_s
@@ -322,7 +322,7 @@ def test_what_a_policy_fits_by_summing_tied_gradients_apart_fits_in_plain_number
     assert isinstance(result.plan, UnitwisePlan)
     assert not result.plan.sums_tied
     assert result.step_s <= result.policies["fuyou"].step_s  # type: ignore[operator]
-    assert not result.policies["fuyou"].same_numbers
+    assert not result.policies["fuyou"].is_rival
     assert largest_batch(lambda batch: with_batch(workload, batch), machine, below=13).num_sequences == 13
 
 

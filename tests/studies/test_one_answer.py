@@ -156,7 +156,7 @@ def test_on_two_gpus_no_policy_is_quicker_in_any_division(tmp_path: Path) -> Non
     for name, policy in result.policies.items():
         alone = predict_point(replace(point, policy=name))
         assert (name, result.same_work_s(policy)) == (name, alone.step_s)
-        if alone.step_s is not None and policy.same_numbers:
+        if alone.step_s is not None and policy.is_rival:
             assert (name, alone.step_s) >= (name, result.step_s)
 
 

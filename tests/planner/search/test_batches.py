@@ -100,7 +100,7 @@ def test_divisions_that_race_leave_little(seed: int, monkeypatch: pytest.MonkeyP
     alone = {batch: plan(make(batch, 4 // batch), machine) for batch in (1, 2, 4)}
     assert found.planned_s.keys() == alone.keys()
     assert found.result.step_s <= 1.01 * min(result.step_s for result in alone.values())
-    policies_s = [p.step_s for result in alone.values() for p in result.policies.values() if p.same_numbers]
+    policies_s = [p.step_s for result in alone.values() for p in result.policies.values() if p.is_rival]
     assert found.result.step_s <= min(step_s for step_s in policies_s if step_s is not None)
 
 
