@@ -171,33 +171,49 @@ def _on_all(
     return BestPlan(workload=workload, machine=machine, result=result)
 
 
+def fewer_devices(num: int, sequences: int) -> list[int]:
+    """Numbers of devices below `num` that may be quicker, the largest first: half of them, the most that have equal
+    parts of the sequences of a step where these are given, and one."""
+    even = max((n for n in range(1, num) if sequences and sequences % n == 0), default=1)
+    return sorted({-(-num // 2), even, 1} - {num}, reverse=True)
+
+
 def _or_on_fewer(
     best: BestPlan, point: Point, place: CalibratedPlace, known: Known | None, beat_s: float, only: Mapping[str, Any]
 ) -> BestPlan:
-    """The answer for several devices, or where it is no slower for the same work the one for half of them, which may be
-    that for a half of these, or for one of them."""
-    result = best.result
-    fewer = replace(point, devices=-(-best.machine.num_devices // 2))
-    wanted_per_s = max(result.prediction.tokens_per_s or 0.0, point.sequences * point.seq / beat_s)
-    if most_tokens_per_s(fewer) <= wanted_per_s:
-        return best
-    if known is None or not known.is_of(place_of(fewer).machine):
-        if _look_at_fewer(fewer, best, wanted_per_s) * (1 + NEAR_FRAC) < wanted_per_s:
-            fewer = replace(point, devices=1)
-            if most_tokens_per_s(fewer) <= wanted_per_s:
-                return best
-            near_s = point.sequences * point.seq * (1 + NEAR_FRAC) / wanted_per_s if point.sequences else inf
-            if _look_by_search(fewer, beat_s=near_s) * (1 + NEAR_FRAC) < wanted_per_s:
-                return best
+    """The answer for several devices, or where one for fewer is quicker, that one. Fewer may ask still fewer."""
+    answer, asked_in_turn = best, set[int]()
+    for num in fewer_devices(best.machine.num_devices, point.sequences):
+        fewer = replace(point, devices=num)
+        wanted_per_s = max(answer.result.prediction.tokens_per_s or 0.0, point.sequences * point.seq / beat_s)
+        if num in asked_in_turn or most_tokens_per_s(fewer) <= wanted_per_s:
+            continue
+        own = known if known is not None and known.is_of(place_of(fewer).machine) else None
+        if own is None and not _comes_near(fewer, best, wanted_per_s):
+            continue
+        asked_in_turn.update(fewer_devices(num, point.sequences))
         # one step is the same work for all and for fewer where its sequences are given
-        beat_s = min(beat_s, result.step_s) if point.sequences else inf
+        step_s = min(beat_s, answer.result.step_s) if point.sequences else inf
         try:
-            known = best_plan(fewer, beat_s=beat_s, **only).known
+            found = own or best_plan(fewer, beat_s=step_s, **only).known
         except InfeasiblePlan:
-            return best
-    idling = _leaving_idle(best, point, place, known)
-    slower = idling.result.prediction.tokens_per_s <= result.prediction.tokens_per_s  # type: ignore[operator]  # both fit
-    return best if slower else idling
+            continue
+        idling = _leaving_idle(best, point, place, found)
+        answer = max(answer, idling, key=lambda one: one.result.prediction.tokens_per_s or 0.0)
+    return answer
+
+
+def _comes_near(fewer: Point, best: BestPlan, wanted_per_s: float) -> bool:
+    """Whether a look at fewer GPUs comes near what is wanted: several with plans like the best one on all, one with
+    any, by a short search."""
+    num, near_per_s = fewer.devices or 1, wanted_per_s / (1 + NEAR_FRAC)
+    if num > 1 or best.machine.num_devices == 2:
+        if _look_at_fewer(fewer, best, wanted_per_s) >= near_per_s:
+            return True
+        if num > 1 or not isinstance(best.result.plan, UnitwisePlan):
+            return False
+    near_s = fewer.sequences * fewer.seq / near_per_s if fewer.sequences else inf
+    return _look_by_search(fewer, beat_s=near_s) >= near_per_s
 
 
 def _leaving_idle(best: BestPlan, point: Point, place: CalibratedPlace, known: Known | None = None) -> BestPlan:
