@@ -255,6 +255,23 @@ def test_more_gpus_are_not_slower_where_fewer_divide_the_sequences(
     assert (answer.devices, plain.devices) == (fewer, fewer)
 
 
+def test_more_gpus_are_not_slower_where_fewer_do_better_with_another_kind_of_plan(model: str) -> None:
+    """Four exchange gradients, since two micro-batches do not fill a pipeline of four stages. Two are stages that send
+    activations alone. A look at two with the plan of four said that they are slower."""
+    point = Point(
+        model="gpt-1.3b",
+        machine="ssdtrain-a100",
+        seq=512,
+        batch=2,
+        accumulation=2,
+        overrides={"gpu.part": "h100-sxm-80gb", "host.capacity": "256GiB", "gpu.count": 4},
+    )
+    two, four = (predict_point(replace(point, devices=num)).tokens_per_s for num in (2, 4))
+    assert two is not None
+    assert four is not None
+    assert four >= two * (1 - 1e-9)
+
+
 @pytest.mark.parametrize(("gib", "found"), [(64, "2 layers with 38 blocks"), (0.0088, "2 layers with 12 blocks")])
 def test_beyond_the_largest_of_a_family_depth_grows(
     gib: float, found: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -244,11 +244,20 @@ def test_fewer_gpus_are_asked_only_for_what_all_cannot(monkeypatch: pytest.Monke
         asked.append(machine.num_devices)
         return plan_sequences(make, machine, **more)
 
-    looks = [1.0, 0.99, 0.9]
     monkeypatch.setattr(evaluate, "most_tokens_per_s", lambda p: promised[p.devices])
     monkeypatch.setattr(evaluate, "plan_sequences", noted)
-    for look, devices in zip(looks, ([4, 2], [4, 2], [4]), strict=True):  # a look says whether they come near
+    # how near a look with the plan of all comes, then a short search, and what the bound promises
+    for look, searched, most, devices in (
+        (1.0, 0.0, 2.0, [4, 2]),
+        (0.99, 0.0, 2.0, [4, 2]),
+        (0.9, 0.9, 2.0, [4]),
+        (0.9, 0.99, 2.0, [4, 2]),
+        (0.9, 0.99, 1.2, [4]),
+        (0.99, 0.99, 1.0, [4]),
+    ):
+        promised[2] = most * all_per_s
         monkeypatch.setattr(evaluate, "_look_at_fewer", lambda *_, found=look * all_per_s: found)
+        monkeypatch.setattr(evaluate, "_look_by_search", lambda *_, found=searched * all_per_s, **__: found)
         assert best_plan(point).result.prediction.tokens_per_s == all_per_s
         assert asked == devices
         asked.clear()

@@ -58,9 +58,10 @@ class BestPlan:
         return Known.of(self.machine, self.workload, self.result)
 
 
-LOOK_S, SEARCH_S, NEAR_FRAC = 3.0, 0.5, 0.02
+LOOK_S, SEARCH_S, NEAR_FRAC, ROOM_TIMES = 3.0, 0.5, 0.02, 1.25
 """Fewer GPUs are asked where a look at them, of so many seconds with plans like the best one on all, or with a short
-search, comes so near what is known; it mostly takes less."""
+search, comes so near what is known; it mostly takes less. Several are searched after a look where their bound is so
+many times what is known."""
 QUICK = "planner, for a moment"
 """In place of a policy: a quick answer."""
 
@@ -204,13 +205,14 @@ def _or_on_fewer(
 
 
 def _comes_near(fewer: Point, best: BestPlan, wanted_per_s: float) -> bool:
-    """Whether a look at fewer GPUs comes near what is wanted: several with plans like the best one on all, one with
-    any, by a short search."""
+    """Whether a look at fewer GPUs comes near what is wanted: with plans like the best one on all, then with any, by a
+    short search, where their bound leaves much room. One of more than two is searched at once."""
     num, near_per_s = fewer.devices or 1, wanted_per_s / (1 + NEAR_FRAC)
     if num > 1 or best.machine.num_devices == 2:
         if _look_at_fewer(fewer, best, wanted_per_s) >= near_per_s:
             return True
-        if num > 1 or not isinstance(best.result.plan, UnitwisePlan):
+        is_searched = not isinstance(best.result.plan, UnitwisePlan)
+        if is_searched or (num > 1 and most_tokens_per_s(fewer) < wanted_per_s * ROOM_TIMES):
             return False
     near_s = fewer.sequences * fewer.seq / near_per_s if fewer.sequences else inf
     return _look_by_search(fewer, beat_s=near_s) >= near_per_s
