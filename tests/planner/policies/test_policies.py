@@ -18,7 +18,6 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.lowering.tiling import cut_batches
 from tierplan.planner.plan import Plan, UnitwisePlan
 from tierplan.planner.plan_rules import PlanError
-from tierplan.planner.planning import plan as best_plan
 from tierplan.planner.policies import POLICIES, decide
 from tierplan.planner.policies.options import OptionError
 from tierplan.planner.policies.zero_infinity import startup_bytes
@@ -444,21 +443,6 @@ def test_whose_numbers_are_others_is_marked_with_the_reason() -> None:
     assert "not of plain training: a tied head's gradients" in prediction_text(tied)
     assert "not of plain training: updates come a step late" in prediction_text(late)
     assert "numbers " not in prediction_text(plain)
-
-
-def test_plan_and_compare_policies_say_of_the_same_systems_that_their_numbers_are_others() -> None:
-    """Megatron's stages with a tied head were marked by one and not by the other."""
-    training = Training(per_device_train_batch_size=2, gradient_accumulation_steps=2, sequence_length=512)
-    machine = load_machine("server-8xh100", ["gpu.count=2"])
-    names = ["megatron-pp", "megatron-tp", "roundpipe", "ddp"]
-    for model, others in (("gpt2", {"megatron-pp", "roundpipe"}), ("llama-3.1-8b", {"roundpipe"})):
-        workload = load_workload(model, training)
-        table = compare_policies.policy_table([predict(name, workload, machine) for name in names])
-        assert {name for name in names if f"{name}*" in table} == others
-        found = best_plan(workload, machine, batches="shared", policies=names, time_limit_s=0.2)
-        assert {name for name, reached in found.policies.items() if not reached.same_numbers} == others
-    late = predict("roundpipe", workload, machine)
-    assert "*" not in compare_policies.policy_table([late], "delayed-1"), "as it was asked for"
 
 
 @pytest.mark.parametrize("value", ["1.5", 2.5, "inf", "-1", "", None])

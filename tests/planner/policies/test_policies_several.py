@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from tests.toys import toy_machine, toy_workload
+from tierplan.commands import compare_policies
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import PackPlan, UnitwisePlan
 from tierplan.planner.plan_rules import PlanError
+from tierplan.planner.planning import plan as best_plan
 from tierplan.planner.policies import decide
 from tierplan.planner.policies.options import OptionError
 from tierplan.planner.policies.several import harmony
@@ -222,3 +224,18 @@ def test_operators_of_a_model_that_says_nothing_of_its_heads_are_cut_as_asked() 
     workload = replace(workload_of("gpt2", inside, Training()), config={"text_config": inside})
     with pytest.raises(PlanError, match="'gpt2' has 4 attention heads, which 3 does not divide"):
         decide("megatron-tp", workload, machine)
+
+
+def test_plan_and_compare_policies_say_of_the_same_systems_that_their_numbers_are_others() -> None:
+    """Megatron's stages with a tied head were marked by one and not by the other."""
+    training = Training(per_device_train_batch_size=2, gradient_accumulation_steps=2, sequence_length=512)
+    machine = load_machine("server-8xh100", ["gpu.count=2"])
+    names = ["megatron-pp", "megatron-tp", "roundpipe", "ddp"]
+    for model, others in (("gpt2", {"megatron-pp", "roundpipe"}), ("llama-3.1-8b", {"roundpipe"})):
+        workload = load_workload(model, training)
+        table = compare_policies.policy_table([predict(name, workload, machine) for name in names])
+        assert {name for name in names if f"{name}*" in table} == others
+        found = best_plan(workload, machine, batches="shared", policies=names, time_limit_s=0.2)
+        assert {name for name, reached in found.policies.items() if not reached.same_numbers} == others
+    late = predict("roundpipe", workload, machine)
+    assert "*" not in compare_policies.policy_table([late], "delayed-1"), "as it was asked for"
