@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -59,17 +60,16 @@ class Compared:
             self._decided[name, nearly] = plan
         return self._decided[name, nearly]
 
-    def start(self, name: str) -> Plan | str:
+    def start(self, name: str) -> Plan | None:
         """As a policy decides. Where it lacks room for buffers that only DeepSpeed has, as it would without, which then
-        is a plan of the planner's: what a search begins with is no worse for less room.
+        is a plan of the planner's: what a search begins with is no worse for less room. None where it has no plan.
         """
-        if isinstance(plan := self.decided(name), str):
-            try:
-                plan = POLICIES[name](self.workload, self.machine, {**self.options, "host_buffers": "none"})
-            except (PlanError, MachineError, WorkloadError):
-                return ""
+        if not isinstance(plan := self.decided(name), str):
+            return plan
+        with suppress(PlanError, MachineError, WorkloadError):
+            plan = POLICIES[name](self.workload, self.machine, {**self.options, "host_buffers": "none"})
             return replace(plan, policy=PLANNER, options={})
-        return plan
+        return None
 
     @property
     def names(self) -> Iterable[str]:
@@ -88,8 +88,8 @@ class Compared:
         """Plans of these policies, of plain training's bits where those fit; and whether they are for other work than
         was asked for, as plans of one device are for devices that share micro-batches."""
         for name in names:
-            plan = "" if self._is_no_start(name) else self.start(name)
-            if isinstance(plan, str) or not is_same(plan, self.semantics):
+            plan = None if self._is_no_start(name) else self.start(name)
+            if plan is None or not is_same(plan, self.semantics):
                 continue
             is_other_work = self.batches == "shared" and plan.num_batches > 1
             if is_other_work and name in NEED_SEVERAL_DEVICES:
