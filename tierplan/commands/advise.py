@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(job, "--years YEARS", "over which the machine is written off", finite(above=0), 3.0)
     option(job, "--drive-lifetime-years Y", "leave out plans that wear drives out sooner", finite(above=0))
     option(parser, "--quick", "search for a moment only: seconds, and a rougher answer")
-    option(parser, "--time-limit S", "seconds of a search, as for `plan` (default: by counted work)", finite(above=0))
+    what = "seconds of a search, as for `plan` (default: by counted work); with --quick, what they buy usually"
+    option(parser, "--time-limit S", what, finite(above=0))
     option(parser, "--workers N", "processes (default: one per core)", whole(1))
     option(parser, "-o --output --out PAGE.html", "also write it as a page", new_file(), dest="out")
 
