@@ -80,6 +80,7 @@ def _cut(unit: Unit, parts: int, times: int = 1, sequences: int | None = None) -
         backward=work(unit.backward),
         recompute=None if unit.recompute is None else work(unit.recompute),
         saved=tuple(tensor(t) for t in unit.saved),
+        common=tuple(replace(common, work=work(common.work)) for common in unit.common),
         input_bytes=size(unit.input_bytes),
         output_bytes=size(unit.output_bytes),
         forward_work_bytes=size(unit.forward_work_bytes),

@@ -51,7 +51,7 @@ from tierplan.sim.contents import (
     recompute_key,
 )
 from tierplan.sim.workloads.formats import CODED_AT_ONCE, CODING_WORK_BYTES
-from tierplan.sim.workloads.workload import Amounts, total_work
+from tierplan.sim.workloads.work import Amounts
 
 TIER_OF = {"device": DEVICE, "host": HOST, "nvme": NVME}
 USES = (
@@ -219,10 +219,10 @@ def remake(s: Sketch) -> None:
 
 def _recompute(s: Sketch, inputs: list[int | None], acts: list[int | None], outputs: list[int]) -> None:
     unit = s.unit
-    dropped = [unit.saved[k] for k in s.spec.recomputed]
+    dropped = s.spec.recomputed
     # What needs random numbers drawn again is made by running the whole unit again.
-    whole = len(dropped) == len(unit.saved) or not all(t.replayable for t in dropped)
-    work = (unit.recompute or unit.forward) if whole else total_work(t.recompute for t in dropped)
+    whole = len(dropped) == len(unit.saved) or not all(unit.saved[k].replayable for k in dropped)
+    work = (unit.recompute or unit.forward) if whole else unit.work_again(dropped)
     made = s.put("remade", s.buffer(RecomputedActs(unit.name, s.m), DEVICE, s.spec.bytes_of("recompute"), "acts"))
     reads, key = inputs if whole else inputs + acts, recompute_key(unit.name, s.m)
     _compute(s, key, "recompute", work, reads, [made, *outputs], unit.forward_work_bytes)

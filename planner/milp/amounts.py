@@ -30,8 +30,9 @@ from tierplan.planner.milp.rates import (
 )
 from tierplan.planner.plan import Keeps
 from tierplan.planner.plan_rules import Order
-from tierplan.sim.step import Semantics
-from tierplan.sim.workloads.workload import SavedTensor, Unit, Workload, first_alike, total_work
+from tierplan.sim.step import Action, Semantics
+from tierplan.sim.workloads.work import total_work
+from tierplan.sim.workloads.workload import SavedTensor, Unit, Workload, first_alike
 
 SMALL_FRAC = 0.02
 """Slots below this share of a unit's saved bytes are planned together: moving them one by one is not worth an op."""
@@ -50,14 +51,25 @@ class SlotGroup:
     """Saved tensors of one unit that share a decision."""
 
     slots: tuple[int, ...]
-    """Slot numbers; empty for the unit's input. One that autograd does not save is `recomputable`: backward needs it
-    only where something is made again from it, and else it is dropped."""
+    """Slot numbers, the largest tensor's first; empty for the unit's input. One that autograd does not save is
+    `recomputable`: backward needs it only where something is made again from it, and else it is dropped."""
     gb: float
     recompute_s: float
     recompute_load: Mapping[str, float]
     """Seconds at full use of each shared limit."""
     recomputable: bool
     movable: bool
+    beside: tuple[int, ...] = ()
+    """Slots that stay where the others leave: too small for a copy of their own."""
+
+    def acts(self, action: Action) -> dict[int, Action]:
+        """By slot, what an action on the group is."""
+        stays: Action = "keep" if action in ("host", "nvme") else action
+        return {k: stays if k in self.beside else action for k in self.slots}
+
+
+_Key = tuple[int | None, bool]
+"""Of a group while it is made up: its large slot, if it has one, and whether it may be made again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,30 +391,60 @@ def _unit(unit: Unit, workload: Workload, machine: Machine, names: Mapping[str, 
 
 
 def _groups(unit: Unit, machine: Machine, is_first: bool) -> tuple[SlotGroup, ...]:
-    """The input first (if backward may read it), then large slots one by one, then the small ones together."""
+    """The input first (if backward may read it), then large slots one by one, each with what the same operations make,
+    then the small ones together. What groups come from in common costs each its share: together they cost it once."""
     found = []
     is_block = unit.kind == "block"  # the runtime runs blocks again, nothing else
     if (unit.saves_input or (is_block and unit.saved)) and unit.input_bytes and not is_first:
         found.append(SlotGroup((), unit.input_bytes / GB, 0.0, {}, not unit.saves_input, True))
-    members: dict[tuple[int | None, bool], list[SavedTensor]] = {}
+    members: dict[_Key, list[SavedTensor]] = {}
     least_bytes = SMALL_FRAC * unit.saved_bytes
+    together = _made_together(unit)
     for t in unit.saved:
-        members.setdefault((t.index if t.size_bytes >= least_bytes else None, t.replayable and is_block), []).append(t)
-    works = {key: total_work(t.recompute for t in tensors) for key, tensors in members.items()}
-    apart_s = sum(seconds_alone(machine, COMPUTE, work) for work in works.values())
-    together_s = seconds_alone(machine, COMPUTE, unit.recompute or unit.forward)
+        large = max(together[t.index], key=lambda k: unit.saved[k].size_bytes)
+        key = large if unit.saved[large].size_bytes >= least_bytes else None, t.replayable and is_block
+        members.setdefault(key, []).append(t)
+    works = _works_of(unit, members)
+    # All that is made again is one op: it has one latency (which is left out), and the rate of a large amount.
+    whole = {k: v for k, v in total_work(works.values()).items() if has_rates(machine, COMPUTE, {k: v})}
+    each_s = {kind: machine.cost(COMPUTE, {kind: amount}).work_s / amount for kind, amount in whole.items()}
+    seconds = {key: sum(each_s.get(k, 0.0) * v for k, v in work.items()) for key, work in works.items()}
+    apart_s, together_s = sum(seconds.values()), seconds_alone(machine, COMPUTE, unit.recompute or unit.forward)
     frac = min(1.0, together_s / apart_s) if apart_s else 1.0  # of the whole unit, run again at once, it may be less
-    for (index, again), tensors in sorted(
-        members.items(), key=lambda item: (item[0][0] is None, item[0][0] or 0, item[0][1])
-    ):
+    for key in sorted(members, key=lambda key: (key[0] is None, key[0] or 0, key[1])):
+        by_size = sorted(members[key], key=lambda t: -t.size_bytes)
         found.append(
             SlotGroup(
-                slots=tuple(t.index for t in tensors),
-                gb=sum(t.size_bytes for t in tensors) / GB,
-                recompute_s=frac * seconds_alone(machine, COMPUTE, works[index, again]),
-                recompute_load={k: frac * v for k, v in limit_seconds(machine, COMPUTE, works[index, again]).items()},
-                recomputable=again,
-                movable=index is not None,
+                slots=tuple(t.index for t in by_size),
+                gb=sum(t.size_bytes for t in members[key]) / GB,
+                recompute_s=frac * seconds[key],
+                recompute_load={k: frac * v for k, v in limit_seconds(machine, COMPUTE, works[key]).items()},
+                recomputable=key[1],
+                movable=key[0] is not None,
+                beside=tuple(t.index for t in by_size if key[0] is not None and t.size_bytes < least_bytes),
             )
         )
     return tuple(found)
+
+
+def _made_together(unit: Unit) -> list[tuple[int, ...]]:
+    """By saved tensor, those that the very same operations make: an output and its statistics."""
+    found: list[tuple[int, ...]] = [(t.index,) for t in unit.saved]
+    for common in unit.common:
+        if all(unit.saved[k].recompute == common.work for k in common.tensors):
+            found = [common.tensors if k in common.tensors else alike for k, alike in enumerate(found)]
+    return found
+
+
+def _works_of(unit: Unit, members: Mapping[_Key, Sequence[SavedTensor]]) -> dict[_Key, dict[str, float]]:
+    """What each group's tensors take to be made again, with its share of what others come from, too."""
+    found = {}
+    for key, tensors in members.items():
+        indices = {t.index for t in tensors}
+        works = [unit.work_again(indices)]
+        for common in unit.common:
+            num = sum(any(t.index in common.tensors for t in others) for others in members.values())
+            if num > 1 and not indices.isdisjoint(common.tensors):
+                works.append({kind: amount * (1 / num - 1) for kind, amount in common.work.items()})
+        found[key] = total_work(works)
+    return found

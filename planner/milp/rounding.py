@@ -113,7 +113,7 @@ def _unit_plan(problem: Problem, u: int, mode: int, actions: Sequence[str]) -> U
     for group, action in zip(unit.groups, actions, strict=True):
         if not group.slots and action != "recompute":
             x = action
-        for slot in group.slots:
-            acts[slot] = action  # type: ignore[call-overload]
+        for slot, act in group.acts(action).items():  # type: ignore[arg-type]
+            acts[slot] = act
     same = acts[0] if acts else "keep"
     return replace(MODES[mode], input=x, acts=tuple(acts) if len(set(acts)) > 1 else same)  # type: ignore[arg-type]

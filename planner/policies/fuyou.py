@@ -135,9 +135,10 @@ def iteration_s(workload: Workload, machine: Machine, swapped: Sequence[Slot], d
         acts += sum(t.moved_bytes(unit, tensor) for tensor in unit.saved if (kind, tensor.index) in leaving)
     forward = batches * sum(computing_s(u.forward) for u in workload.units)
     backward = batches * sum(computing_s(u.backward) for u in workload.units)
-    for unit in workload.blocks:
-        again = (unit.saved[k].recompute for k in _large(unit) if (kinds[unit.name], k) not in leaving)
-        backward += batches * sum(computing_s(work) for work in again)
+    for kind in set(kinds.values()):
+        block = workload.blocks[kind]
+        again = block.work_again([k for k in _large(block) if (kind, k) not in leaving])
+        backward += batches * list(kinds.values()).count(kind) * seconds(COMPUTE, again)
     down, up = {"bytes": float(batches * acts)}, {"bytes": batches * acts + share["bytes"]}
     states = {"bytes": float(workload.states_bytes)}
     drive = seconds(NVME_READ, {"bytes": params["bytes"] + states["bytes"]})

@@ -266,8 +266,8 @@ def acting(choice: UnitPlan, problem: Problem, u: int, g: int, action: str) -> U
     if not group.slots:
         return choice if action == "recompute" else replace(choice, input=action)  # type: ignore[arg-type]
     actions = [choice.action(k) for k in range(sum(len(other.slots) for other in problem.units[u].groups))]
-    for k in group.slots:
-        actions[k] = action  # type: ignore[call-overload]
+    for k, act in group.acts(action).items():  # type: ignore[arg-type]
+        actions[k] = act
     return replace(choice, acts=tuple(actions) if len(set(actions)) > 1 else actions[0])
 
 

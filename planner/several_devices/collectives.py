@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from tierplan.hwmodels.names import HOPS, collective, device, ring
 from tierplan.sim.builder import Builder, Said
-from tierplan.sim.workloads.workload import Amounts
+from tierplan.sim.workloads.work import Amounts
 
 PASSES = {"gather": 1, "reduce": 1, "all_reduce": 2}
 

@@ -31,7 +31,8 @@ from tierplan.sim.contents import (
     micro_batch_name,
     op_key,
 )
-from tierplan.sim.workloads.workload import Amounts, Unit, Workload, total_work
+from tierplan.sim.workloads.work import Amounts, total_work
+from tierplan.sim.workloads.workload import Unit, Workload
 
 Numbers = tuple[int, ...]
 Used = Mapping[str, Unit]

@@ -25,7 +25,8 @@ from tierplan.runtime.memory.store import Extent, Store, measure_weights
 from tierplan.runtime.optim.adam import OptimizerSettings, update_states
 from tierplan.runtime.optim.states import View, layout_of
 from tierplan.sim.workloads.models import workload_of
-from tierplan.sim.workloads.workload import Training, total_work
+from tierplan.sim.workloads.work import total_work
+from tierplan.sim.workloads.workload import Training
 
 BLOCK = "blocks"
 """Work kind of the load that runs a whole block."""

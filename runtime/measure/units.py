@@ -200,7 +200,7 @@ def with_times(
             drift = median(_seconds(again, forward_key, names)) / median(times_of["forward"])
             total_s = median(_seconds(again, recompute_key, names)) / drift
             times = {t.index: [x for name in names for x in replays.get(name, {}).get(t.index, ())] for t in unit.saved}
-            unit = replace(unit, recompute={"s": total_s}, saved=_times_of_slots(before, times, total_s))
+            unit = replace(unit, recompute={"s": total_s}, common=(), saved=_times_of_slots(before, times, total_s))
         units.append(unit)
     return replace(workload, units=tuple(units))
 

@@ -108,7 +108,14 @@ def _compiled(block: Unit, parts: tuple[_Part, ...], t: Training, saved: tuple[S
         for work, n in ((block.forward, 1), (block.backward, 2))
     )
     return replace(
-        block, forward=forward, backward=backward, recompute=None, num_kernels=0, num_elementwise=0, saved=saved
+        block,
+        forward=forward,
+        backward=backward,
+        recompute=None,
+        num_kernels=0,
+        num_elementwise=0,
+        saved=saved,
+        common=(),
     )
 
 

@@ -260,7 +260,7 @@ def by_operator(workload: Workload) -> Workload:
         return workload
     plain = workload_of(workload.name, workload.config, replace(workload.training, torch_compile=False))
     pairs = zip(workload.units, plain.units, strict=True)
-    return replace(workload, units=tuple(replace(unit, saved=own.saved) for unit, own in pairs))
+    return replace(workload, units=tuple(replace(unit, saved=own.saved, common=own.common) for unit, own in pairs))
 
 
 def check_settings(name: str, raw: Mapping[str, object], training: Training) -> None:

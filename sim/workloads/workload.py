@@ -6,7 +6,7 @@ norm, output projection and loss). The planner decides what happens to each amou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import prod
 from typing import Annotated, Literal, get_args
@@ -28,9 +28,8 @@ from tierplan.sim.workloads.optimizers import (
     states_bytes,
     update_flops,
 )
+from tierplan.sim.workloads.work import Amounts, CommonWork, flops_of, total_work
 
-Amounts = Mapping[str, float]
-"""Of work, by its kind."""
 DType = Literal["fp32", "bf16", "fp16"]
 MAX_SEQUENCES = 2**16
 """In one step: beyond any batch in use."""
@@ -311,6 +310,8 @@ class Unit:
     shapes: tuple[Shape, ...] = ()
     """Of the parameters that are trained, in flat order; empty where nobody knows them."""
     saved: tuple[SavedTensor, ...] = ()
+    common: tuple[CommonWork, ...] = ()
+    """Of `saved`: the outputs of one operation (attention has four), and what several tensors come from."""
     input_bytes: int = 0
     """Activations that the unit before hands over (token ids for `embed`: 0)."""
     output_bytes: int = 0
@@ -341,6 +342,14 @@ class Unit:
     @property
     def saved_bytes(self) -> int:
         return sum(t.size_bytes for t in self.saved)
+
+    def work_again(self, indices: Collection[int]) -> Amounts:
+        """Of making these saved tensors again, each operation once, where the others are there."""
+        works = [self.saved[k].recompute for k in indices]
+        for common in self.common:
+            times = len(set(indices).intersection(common.tensors))
+            works += [{kind: -amount for kind, amount in common.work.items()}] * (times - 1)
+        return {kind: amount for kind, amount in total_work(works).items() if amount}
 
     @property
     def owned(self) -> Owned:
@@ -476,18 +485,3 @@ class Workload(Shown):
         tokens = f"{t.per_device_train_batch_size} x {t.gradient_accumulation_steps} x {t.sequence_length} tokens"
         head = f"<Workload {self.name}: {self.num_parameters / 1e9:.3g} B parameters in {len(self.units)} units"
         return f"{head}; {tokens}, {t.precision}>"
-
-
-def flops_of(work: Amounts) -> float:
-    """Of all kinds of products."""
-    return sum(amount for kind, amount in work.items() if kind.endswith("_flops"))
-
-
-def total_work(works: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The sum of amounts of work, kind by kind; kinds with nothing are left out."""
-    total: dict[str, float] = {}
-    for work in works:
-        for kind, amount in work.items():
-            if amount:
-                total[kind] = total.get(kind, 0) + amount
-    return total

@@ -19,7 +19,8 @@ from tierplan.commands.options import scenario
 from tierplan.commands.options.arguments import actions, existing_file, option
 from tierplan.commands.options.terminal import tell, working
 from tierplan.sim.output.text import columns, digits, format_bytes, format_count, wrapped
-from tierplan.sim.workloads.workload import Training, Unit, Workload, WorkloadError, flops_of
+from tierplan.sim.workloads.work import flops_of
+from tierplan.sim.workloads.workload import Training, Unit, Workload, WorkloadError
 from tierplan.studies.study import OF_TRAINING, Point
 
 

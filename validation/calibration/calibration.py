@@ -298,6 +298,7 @@ def _timed(unit: Unit, fit: UnitFit, machine: Machine) -> Unit:
         backward={"s": fit.backward * modelled["backward"]},
         recompute={"s": fit.recompute * modelled["recompute"]} if unit.saved else None,
         saved=tuple(replace(t, recompute={"s": factor * s}) for t, factor, s in saved),
+        common=(),
         spread=fit.spread,
     )
 

@@ -26,7 +26,8 @@ from tierplan.planner.plan_rules import PlanError, Runs
 from tierplan.planner.policies.options import Options, Policy
 from tierplan.planner.policies.several.harmony import backward_bytes
 from tierplan.planner.several_devices.packs.estimate import PackSizes
-from tierplan.sim.workloads.workload import Unit, Workload, total_work
+from tierplan.sim.workloads.work import total_work
+from tierplan.sim.workloads.workload import Unit, Workload
 
 SHARES_BATCHES = True
 """Its devices share the micro-batches of one step."""

@@ -50,7 +50,8 @@ from tierplan.sim.contents import (
     recompute_key,
 )
 from tierplan.sim.step import StepSpec
-from tierplan.sim.workloads.workload import Amounts, Unit, Workload
+from tierplan.sim.workloads.work import Amounts
+from tierplan.sim.workloads.workload import Unit, Workload
 
 
 def pack_columns(plan: PackPlan, workload: Workload, machine: Machine) -> ScheduleColumns:

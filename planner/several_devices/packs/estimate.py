@@ -24,7 +24,8 @@ from tierplan.planner.several_devices.alike import first_for_all
 from tierplan.planner.several_devices.collectives import collective_work
 from tierplan.sim.columns import Float64, Int64
 from tierplan.sim.compiled.compiler import compiled
-from tierplan.sim.workloads.workload import Amounts, Unit, Workload, total_work
+from tierplan.sim.workloads.work import Amounts, total_work
+from tierplan.sim.workloads.workload import Unit, Workload
 
 INFINITE = float("inf")
 STEPS = 3

@@ -42,7 +42,8 @@ from tierplan.sim.contents import (
 )
 from tierplan.sim.ranks import SEND
 from tierplan.sim.step import StepSpec, unit_spec
-from tierplan.sim.workloads.workload import Amounts, Unit, Workload
+from tierplan.sim.workloads.work import Amounts
+from tierplan.sim.workloads.workload import Unit, Workload
 
 
 def unitwise_pack_columns(plan: PackPlan, workload: Workload, machine: Machine) -> ScheduleColumns:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tierplan.sim.workloads.workload import SavedTensor, Training, Workload, total_work
+from tierplan.sim.workloads.work import CommonWork, total_work
+from tierplan.sim.workloads.workload import SavedTensor, Training, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +94,7 @@ class Recording:
             num_kernels=self.num_kernels,
             num_elementwise=self.num_elementwise,
             num_modules=self.num_modules,
-            saved=saved_tensors(self.operations, self.saves),
+            **saved_tensors(self.operations, self.saves),
             saves_input=self.saves_input,
             saves_parameters=self.saves_parameters,
             backward_work_bytes=max(0, peak_bytes - granted_bytes),
@@ -101,14 +102,15 @@ class Recording:
         )
 
 
-def saved_tensors(operations: Sequence[Operation], saves: Mapping[int, Save]) -> tuple[SavedTensor, ...]:
-    """The saved tensors with names, slices and costs. Slices start at other saved tensors, input or parameters."""
+def saved_tensors(operations: Sequence[Operation], saves: Mapping[int, Save]) -> dict[str, Any]:
+    """A unit's `saved`, with names, slices and costs, and the `common` work of slices. These start at other saved
+    tensors, input or parameters."""
     writers: dict[int, list[int]] = {}
     for i, operation in enumerate(operations):
         for storage in operation.writes:
             writers.setdefault(storage, []).append(i)
     index_of = {storage: k for k, storage in enumerate(saves)}
-    result = []
+    result, in_slices = [], [list[int]() for _ in operations]
     for k, (kept, save) in enumerate(saves.items()):
         wanted, needs, seen, work_list = set[int](), set[int](), {kept}, [kept]
         while work_list:
@@ -125,6 +127,8 @@ def saved_tensors(operations: Sequence[Operation], saves: Mapping[int, Save]) ->
                         seen.add(source)
                         work_list.append(source)
         part = [operations[i] for i in sorted(wanted)]
+        for i in wanted:
+            in_slices[i].append(k)
         made_by = writers.get(kept)
         result.append(
             SavedTensor(
@@ -137,7 +141,12 @@ def saved_tensors(operations: Sequence[Operation], saves: Mapping[int, Save]) ->
                 replayable=bool(made_by) and not any(operation.random for operation in part),
             )
         )
-    return tuple(result)
+    works: dict[tuple[int, ...], list[Mapping[str, float]]] = {}
+    for operation, slices in zip(operations, in_slices, strict=True):
+        if len(slices) > 1 and any(operation.work.values()):
+            works.setdefault(tuple(slices), []).append(operation.work)
+    common = tuple(CommonWork(tensors=tensors, work=total_work(each)) for tensors, each in works.items())
+    return dict(saved=tuple(result), common=common)
 
 
 def with_sizes_of_one(workload: Workload, at: Callable[[Training], Workload]) -> Workload:

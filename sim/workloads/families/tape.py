@@ -16,7 +16,8 @@ from math import prod
 from tierplan.sim.workloads.families.slices import Meter, Operation, Recording
 from tierplan.sim.workloads.formats import format_of
 from tierplan.sim.workloads.optimizers import Shape, in_flat_order
-from tierplan.sim.workloads.workload import DTYPE_BYTES, Amounts, Training
+from tierplan.sim.workloads.work import Amounts
+from tierplan.sim.workloads.workload import DTYPE_BYTES, Training
 
 ITEM_BYTES = {**DTYPE_BYTES, "bool": 1, "uint8": 1, "int64": 8, "uint64": 8, "fp64": 8}
 

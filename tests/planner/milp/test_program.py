@@ -13,9 +13,13 @@ import pulp
 import pytest
 
 from tests.planner.instances import random_chain, random_machine
+from tierplan.hwmodels import load_machine
+from tierplan.hwmodels.names import COMPUTE
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.model import Margins, build
 from tierplan.planner.milp.program import Draft, Program, Solver, extended
+from tierplan.sim.workloads.models import load_workload
+from tierplan.sim.workloads.workload import Training
 
 
 def best_by_cbc(program: Program, *, integral: bool) -> float | None:
@@ -183,3 +187,17 @@ def test_a_repeated_column_is_summed():
     x = draft.column(cost=-1)
     draft.row([(1.0, x), (1.0, x)], high=4.0, family="twice")
     assert Solver().solve(draft.program()).objective == pytest.approx(-2.0)
+
+
+def test_what_one_operation_makes_is_decided_together_and_costs_its_work_once() -> None:
+    """Attention's output, its statistics and its seeds; and no set of groups costs more than its operations."""
+    workload, machine = load_workload("llama-3.1-8b", Training(sequence_length=4096)), load_machine("desktop-4090")
+    block = workload.units[3]
+    groups = [g for g in problem(workload, machine, semantics="exact-clip").units[3].groups if g.slots]
+    attention = {t.index for t in block.saved if "attention_bf16_flops" in t.recompute}
+    assert len(attention) == 4
+    assert [set(g.slots) & attention for g in groups if attention & set(g.slots)] == [attention]
+    for chosen in itertools.chain.from_iterable(itertools.combinations(groups, n) for n in (1, 2, 3, len(groups))):
+        work = block.work_again([k for g in chosen for k in g.slots])
+        assert sum(g.recompute_s for g in chosen) <= machine.cost(COMPUTE, work).work_s * (1 + 1e-9)
+    assert sum(g.recompute_s for g in groups) == pytest.approx(machine.cost(COMPUTE, work).work_s)

@@ -28,6 +28,7 @@ from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.sim.analysis.completion import smallest_capacity_bytes
 from tierplan.sim.step import Semantics
+from tierplan.sim.workloads.work import CommonWork
 from tierplan.sim.workloads.workload import Unit, Workload
 
 ROOMY_MB = 100_000
@@ -40,7 +41,9 @@ def varied(rng: random.Random, accumulation: int) -> Workload:
     chain = random_chain(rng, rng.choice((2, 3, 5)), accumulation=accumulation)
     units = [_varied_unit(rng, unit) for unit in chain.units]
     if rng.random() < 0.6:
-        units[0] = replace(units[0], kind="embed", saved=(), saves_input=False, saves_parameters=rng.random() < 0.5)
+        units[0] = replace(
+            units[0], kind="embed", saved=(), common=(), saves_input=False, saves_parameters=rng.random() < 0.5
+        )
         units[-1] = replace(units[-1], kind="head")
         if rng.random() < 0.7:
             units[-1] = replace(units[-1], shares=units[0].name, num_parameters=rng.choice((1000, MB)))
@@ -53,9 +56,13 @@ def varied(rng: random.Random, accumulation: int) -> Workload:
 def _varied_unit(rng: random.Random, unit: Unit) -> Unit:
     work_bytes = rng.choice((0, 2 * MB, 10 * MB))
     saved = tuple(replace(t, replayable=rng.random() < 0.8) for t in unit.saved)
+    indices = tuple(sorted(rng.sample(range(len(saved)), rng.randint(0, len(saved)))))
+    least_s = min((saved[k].recompute["s"] for k in indices), default=0.0)
+    common = CommonWork(tensors=indices, work={"s": rng.choice((0.5, 1.0)) * least_s})
     return replace(
         unit,
         saved=saved,
+        common=(common,) if len(indices) > 1 else (),
         forward_work_bytes=rng.choice((0, 5 * MB)),
         backward_work_bytes=work_bytes,
         accumulating_work_bytes=work_bytes + rng.choice((0, 4 * MB)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.runtime.models import VOCABULARY, bind_all, make_batches, make_model, observed_workload
 from tests.runtime.test_trainer import CPU, machine
@@ -72,7 +74,7 @@ def gradients(
         for i in range(len(units)):
             batch_run.run_forward(i)
         for i in reversed(range(len(units))):
-            if i == 2:
+            if i == 2 and dropped:
                 batch_run.run_again(i)
             batch_run.run_backward(i)
         out.append([p.grad.clone() for _, p in units[2].parameters if p.grad is not None])
@@ -97,6 +99,37 @@ def test_each_slot_alone_and_all_together_are_the_same_bits(family: str, dtype: 
         for repetition in found:  # the first runs the block again, the second replays
             assert len(repetition) == len(plain)
             assert all(torch.equal(a, b) for a, b in zip(repetition, plain, strict=True)), dropped
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_what_is_made_again_together_runs_each_operation_once(family: str) -> None:
+    """And costs no more: attention makes four tensors (two here), several tensors come from one norm."""
+    model, ids = make_model(family), torch.randint(0, VOCABULARY, (2, 16))
+    block = trace_module(model, {"input_ids": ids, "labels": ids}, CPU).blocks[1]
+    of_attention = next(c.tensors for c in block.common if any("attention" in kind for kind in c.work))
+    assert len(of_attention) > 1
+    draw = random.Random(7)
+    sets = [frozenset(draw.sample(range(len(block.saved)), num)) for num in (2, 4, 6, 9, len(block.saved) - 1)]
+    for dropped in (frozenset(of_attention), *sets):
+        counted, recipe = replayed(family, dropped)
+        work = block.work_again(dropped)
+        assert work.get("matmul_fp32_flops", 0) == counted
+        num = sum("attention" in call.func._schema.name for call in recipe.calls)  # which the counter does not know
+        assert work.get("attention_fp32_flops", 0) == num * block.forward["attention_fp32_flops"]
+        assert all(amount <= block.forward[kind] for kind, amount in work.items())
+
+
+def replayed(family: str, dropped: frozenset[int]) -> tuple[int, Recipe]:
+    """Operations of matrix products in a replay, by PyTorch's counter, and what is replayed."""
+    counted = {}
+    for tensors in (frozenset[int](), dropped):
+        for num in (1, 2):  # the first run is another one
+            with FlopCounterMode(display=False) as counter:
+                _, recipe = gradients(family, tensors, repeats=num)
+            counted[len(tensors), num] = counter.get_total_flops()
+    assert recipe is not None
+    with_them, without = (counted[num, 2] - counted[num, 1] for num in (len(dropped), 0))
+    return with_them - without, recipe
 
 
 def test_only_what_is_needed_is_replayed() -> None:

@@ -23,7 +23,8 @@ from tierplan.runtime.measure.machine import MeasurementError, measure_descripti
 from tierplan.runtime.measure.timing import LEAST_SPREAD, OtherPrograms, StreamThreads, summary
 from tierplan.runtime.tracing.trace import trace_module
 from tierplan.sim.trace import write_atomically
-from tierplan.sim.workloads.workload import Training, total_work
+from tierplan.sim.workloads.work import total_work
+from tierplan.sim.workloads.workload import Training
 
 TINY = Sizes(
     copy_bytes=(4096, 1 << 16, 1 << 18),

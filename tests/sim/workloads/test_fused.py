@@ -15,7 +15,8 @@ from tierplan.planner.prediction import predict
 from tierplan.runtime.tracing.trace import trace_config, trace_module
 from tierplan.sim.workloads.fused import with_fused
 from tierplan.sim.workloads.models import load_workload
-from tierplan.sim.workloads.workload import NotCovered, Training, WorkloadError, flops_of, total_work
+from tierplan.sim.workloads.work import flops_of, total_work
+from tierplan.sim.workloads.workload import NotCovered, Training, WorkloadError
 
 WIDTH, WORDS = 64, 20000
 IDS = torch.zeros(2, 32, dtype=torch.int64)
