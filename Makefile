@@ -4,6 +4,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 TESTERS ?= 2
+# Modules are compiled behind it, on all cores: pip does that on one.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 # One thread in each process: two that wait for each other's threads are slower than one.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TESTERS) --dist worksteal
 
@@ -25,8 +27,9 @@ install: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("tierplan needs Python 3.11 or newer, but $(PYTHON) is " + sys.version.split()[0] + "; set PYTHON=/path/to/python3.11") if sys.version_info < (3, 11) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[runtime,cluster,docs,dev]'
+	$(INSTALL) torch==2.13.0
+	$(INSTALL) -e '.[runtime,cluster,docs,dev]'
+	PYTHONWARNINGS=ignore $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true # what no Python can read is left
 	@touch $(STAMP)
 
 GPU_OUT ?= gpu-results

@@ -113,15 +113,15 @@ def train_twice(seed: int, *, stops: bool = False) -> None:
 
 
 def train_until_found(*, stops: bool) -> None:
-    for seed in range(60):  # nearly all show in the first two
-        train_twice(seed, stops=stops)
+    for seed in range(60):  # nearly all show in the first two, most with little lateness
+        train_twice(seed ^ 1, stops=stops)
 
 
 @pytest.mark.parametrize("race", [None, *RACES])
 def test_planted_races_are_found(race: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     stops = race == "memory is unpinned while it is copied"
     if race is None:
-        for seed in range(3):
+        for seed in range(2):
             train_twice(seed)
         train_twice(0, stops=True)
         return
