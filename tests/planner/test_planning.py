@@ -436,7 +436,7 @@ def test_where_little_has_room_plans_that_hold_least_fit(batch: int, accumulatio
 def test_clipped_gradients_wait_on_the_drive_where_memory_has_no_room() -> None:
     """Those of 13 billion parameters, until their norm is known: they come to the device for the update."""
     overrides = {"host.capacity": "24 GiB"}
-    point = Point(model="gpt-13b", machine="desktop-4090", accumulation=16, max_grad_norm=1.0, overrides=overrides)
+    point = Point(model="gpt-13b", machine="desktop-4090", accumulation=4, max_grad_norm=1.0, overrides=overrides)
     machine = machine_of(point)
     workload = workload_at(point, machine)
     found = plan(workload, machine, time_limit_s=0.2, policies=())
