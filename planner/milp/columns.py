@@ -16,7 +16,10 @@ from tierplan.planner.milp.program import Draft, Terms
 
 TRANSFER_COST = 3e-6
 """Seconds of objective per GB moved, against pointless transfers. `Model.step_bound_s` takes them out again."""
-BROUGHT = ("uS", "dS", "uQ", "dQ", "uG", "rS", "wS", "aD")
+PASSING = ("aQ", "uN", "dN", "uM", "dM")
+"""Parts of other flows: of `aD`, GB of parameters that are not at home on the device; of `uS`, `dS`, what comes from
+NVMe and goes there, and of `uQ`, `dQ`. With clipping such updates are made all at once, and that waits somewhere."""
+BROUGHT = ("uS", "dS", "uQ", "dQ", "uG", "rS", "wS", "aD", *PASSING)
 """Flows that only updates have on the device of what comes there."""
 BLOCK_LAYERS = 6
 """Identical neighbouring units whose activation choices are counted together in integers."""
@@ -162,12 +165,15 @@ class Columns:
         names += ["uG"] if p.returns_grads else []
         if p.has_nvme and p.host_gb:
             names += ["rS", "wS"] if p.brings_states else []
+            names += PASSING[1:] if p.brings_states and p.semantics == "exact-clip" else ()
             names += ["rA", "wA", "rW", "rO", "wO", "wP"]
         may_update = p.semantics == "delayed-1" or (block.first and window.phase == "fwd")
         may_update = may_update or (p.semantics == "in-backward" and block.last and window.phase == "bwd")
         if p.rates.adam and may_update:
             names += ["aH", "aN", "aL", "uP", "dP", "rP", "acc"]
-            names += ["aD"] if p.brings_states else []
+            waits = p.semantics == "exact-clip"  # all are made when all norms are there, and before any forward
+            if p.brings_states and not (waits and window.first):
+                names += ["aD", "aQ"] if waits else ["aD"]
         elif p.rates.adam and block.last:
             names += ["dP", "rP", "acc"]
         elif p.rates.adam:
@@ -175,9 +181,9 @@ class Columns:
         if not p.has_nvme:
             names = [n for n in names if n not in ("aN", "rP")]
         if p.workload.training.has_master:
-            names = [n for n in names if n not in ("dP", "rP", "uQ")]
-        cost = charged * TRANSFER_COST * block.copies
-        self.flows.append({n: lp.column(cost=cost if n != "aD" else 0.0, optional=n in BROUGHT) for n in names})
+            names = [n for n in names if n not in ("dP", "rP", "uQ", "uM")]
+        cost, costs = charged * TRANSFER_COST * block.copies, dict.fromkeys(("aD", *PASSING), 0.0)
+        self.flows.append({n: lp.column(cost=costs.get(n, cost), optional=n in BROUGHT) for n in names})
         self.early.append({n: lp.column() for n in ("uA", "uW", "d") if p.host_gb})
 
     def block_windows(self, b: int) -> list[int]:

@@ -173,9 +173,12 @@ def _updates(cols: Columns, held: Held) -> None:
         for flows in cols.flows:
             flows[name] = lp.column(cost=TRANSFER_COST)
     param_gb = float(p.workload.training.param_bytes)
-    link = _BlockLink(cols, 6, num_optional=(3 if p.brings_states else 0) + p.returns_grads)
+    num_passing = (4 if p.has_nvme else 2) if "aQ" in cols.flows[0] else 0
+    num_brought = (3 if p.brings_states else 0) + p.returns_grads
+    link = _BlockLink(cols, 6, num_optional=num_brought + num_passing)
     for b in range(len(p.blocks)):
-        leaving, due, waiting, read, written, new, *brought = link.start(b)
+        leaving, due, waiting, read, written, new, *optional = link.start(b)
+        brought, passing = optional[:num_brought], optional[num_brought:]
         for s in cols.block_windows(b):
             window = cols.windows[s]
             each = [_gradients_made(cols, window, u) for u in window.units]
@@ -185,6 +188,8 @@ def _updates(cols: Columns, held: Held) -> None:
             held.at_start[s] += leaving
             if brought:
                 brought = _brought(cols, s, held, brought, (due_here, stay), each[-1][2:])
+            if passing:
+                passing = _passing(cols, s, held, passing)
             updated = cols.updates(s)
             leaving = cols.queue(leaving, made, cols.flow(s, "dG"), "gradients leaving")
             others = [*leaving, *minus(made_last)]
@@ -208,7 +213,7 @@ def _updates(cols: Columns, held: Held) -> None:
             going = [*cols.flow(s, "uP"), *cols.flow(s, "wP")]
             new = cols.queue(new, homeless, going, "new parameters")
             held.on_host[s] += new
-        link.end(b, [leaving, due, waiting, read, written, new, *brought])
+        link.end(b, [leaving, due, waiting, read, written, new, *brought, *passing])
     link.close()
     _once_per_step(cols, parked)
 
@@ -246,6 +251,36 @@ def _brought(
     return [due, come, left, *gradients]
 
 
+def _passing(cols: Columns, s: int, held: Held, queues: list[Terms]) -> list[Terms]:
+    """Beside such updates with clipping: on the device, old parameters that have come and new ones that leave; in host
+    memory what has been read from NVMe for them and what is to be written there, after window s."""
+    come, left, *staged = queues
+    made, has_old = cols.flow(s, "aQ"), bool(cols.flow(s, "uQ"))
+    param_gb = max((u.params_gb / u.gparams for u in cols.units if u.gparams), default=0.0)
+    parts: list[tuple[Terms, Terms]] = [(cols.flow(s, "aD", param_gb), made)]
+    held.at_start[s] += [*left, *minus(cols.flow(s, "dQ"))]
+    left = cols.queue(left, made, cols.flow(s, "dQ"), "parameters brought")
+    if has_old:
+        held.at_start[s] += [*come, *minus(made)]
+        come = cols.queue(come, cols.flow(s, "uQ"), made, "parameters brought")
+    held.at_end[s] += [*left, *(come if has_old else [])]
+    if staged:
+        read, written = staged
+        gone, came = ([*cols.flow(s, way + "N"), *cols.flow(s, way + "M")] for way in "ud")
+        read = cols.queue(read, cols.flow(s, "rS"), gone, "states brought")
+        written = cols.queue(written, came, cols.flow(s, "wS"), "states brought")
+        held.on_host[s] += [*read, *written]
+        staged = [read, written]
+        parts += [
+            (cols.flow(s, whole), cols.flow(s, part))
+            for whole, part in (("uS", "uN"), ("dS", "dN"), ("uQ", "uM"), ("dQ", "dM"))
+        ]
+    for whole, part in parts:
+        if part:
+            cols.lp.row([*whole, *minus(part)], low=0.0, family="states brought")
+    return [come, left, *staged]
+
+
 def _gradients_made(cols: Columns, window: Window, u: int) -> tuple[Terms, Terms, Terms, Terms]:
     """GB of gradients that a unit's turn makes and that leave, and 1e9 parameters whose update becomes due then: on the
     host; on the device with states that come there; and of these, with gradients that have stayed there."""
@@ -276,7 +311,8 @@ def _once_per_step(cols: Columns, parked: Terms) -> None:
     uploaded, to_drive = params("host", "device"), params("host", "nvme")
     moved = params("brought", "host", "nvme")
     states = total(lambda u: cols.share(u, units[u].states_gb, lambda m: m.updated == "brought" and m.states == "nvme"))
-    stored = [*states, *params("brought", "nvme")]
+    on_drives = params("brought", "nvme")
+    stored = [*states, *on_drives]
     arrivals = training.gradient_accumulation_steps - 1 if len(p.blocks) > 1 else 0
     totals = [
         ("aN", updated(lambda m: m.states == "nvme"), "updates of states on NVMe"),
@@ -289,7 +325,8 @@ def _once_per_step(cols: Columns, parked: Terms) -> None:
     added = total(lambda u: cols.away(u, "grads", arrivals * units[u].accumulate_s))
     totals.append(("acc", added, "gradients added on the host"))
     brought = (("uQ", moved), ("dQ", moved), ("rS", states if training.has_master else stored), ("wS", stored))
-    totals += [(name, amount, "states brought") for name, amount in brought if name in cols.flows[0]]
+    passing = (("aQ", moved), ("uN", states), ("dN", states), ("uM", on_drives), ("dM", on_drives))
+    totals += [(name, amount, "states brought") for name, amount in (*brought, *passing) if name in cols.flows[0]]
     totals += [(name, parked, "gradients on NVMe") for name in ("wG", "rG") if parked]
     for name, amount, family in totals:
         cols.lp.row([*cols.over_step(name), *minus(amount)], low=0.0, high=0.0, family=family)
