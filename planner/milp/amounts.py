@@ -35,7 +35,10 @@ from tierplan.sim.workloads.work import total_work
 from tierplan.sim.workloads.workload import SavedTensor, Unit, Workload, first_alike
 
 SMALL_FRAC = 0.02
-"""Slots below this share of a unit's saved bytes are planned together: moving them one by one is not worth an op."""
+"""Slots below this share of a unit's saved bytes, and of the time to make all of them again, are planned together:
+moving them one by one is not worth an op."""
+TINY_FRAC = 0.001
+"""Below this share of bytes, together, too, whatever they cost: they nearly always stay."""
 
 ALIKE = 1.1
 """Times the quickest unit's seconds per parameter, up to which updates are alike."""
@@ -68,8 +71,9 @@ class SlotGroup:
         return {k: stays if k in self.beside else action for k in self.slots}
 
 
-_Key = tuple[int | None, bool]
-"""Of a group while it is made up: its large slot, if it has one, and whether it may be made again."""
+_Key = tuple[int, bool]
+"""Of a group while it is made up: its large slot (beyond the unit's, one for small and one for tiny ones), and whether
+it may be made again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,27 +395,34 @@ def _unit(unit: Unit, workload: Workload, machine: Machine, names: Mapping[str, 
 
 
 def _groups(unit: Unit, machine: Machine, is_first: bool) -> tuple[SlotGroup, ...]:
-    """The input first (if backward may read it), then large slots one by one, each with what the same operations make,
-    then the small ones together. What groups come from in common costs each its share: together they cost it once."""
+    """The input first (if backward may read it), then slots that are large or take long to make again, one by one, each
+    with what the same operations make; then the small ones together, and the tiny ones. What groups come from in common
+    costs each its share: together they cost it once."""
     found = []
     is_block = unit.kind == "block"  # the runtime runs blocks again, nothing else
     if (unit.saves_input or (is_block and unit.saved)) and unit.input_bytes and not is_first:
         found.append(SlotGroup((), unit.input_bytes / GB, 0.0, {}, not unit.saves_input, True))
-    members: dict[_Key, list[SavedTensor]] = {}
-    least_bytes = SMALL_FRAC * unit.saved_bytes
-    together = _made_together(unit)
-    for t in unit.saved:
-        large = max(together[t.index], key=lambda k: unit.saved[k].size_bytes)
-        key = large if unit.saved[large].size_bytes >= least_bytes else None, t.replayable and is_block
-        members.setdefault(key, []).append(t)
-    works = _works_of(unit, members)
     # All that is made again is one op: it has one latency (which is left out), and the rate of a large amount.
-    whole = {k: v for k, v in total_work(works.values()).items() if has_rates(machine, COMPUTE, {k: v})}
+    whole = {k: v for k, v in unit.work_again(range(len(unit.saved))).items() if has_rates(machine, COMPUTE, {k: v})}
     each_s = {kind: machine.cost(COMPUTE, {kind: amount}).work_s / amount for kind, amount in whole.items()}
-    seconds = {key: sum(each_s.get(k, 0.0) * v for k, v in work.items()) for key, work in works.items()}
+
+    def seconds_of(work: Mapping[str, float]) -> float:
+        return sum(each_s.get(kind, 0.0) * amount for kind, amount in work.items())
+
+    least_bytes, least_s = SMALL_FRAC * unit.saved_bytes, SMALL_FRAC * seconds_of(whole)
+    members, small = dict[_Key, list[SavedTensor]](), len(unit.saved)
+    for alike in _made_together(unit):
+        first = max((unit.saved[k] for k in alike), key=lambda t: t.size_bytes)
+        again = first.replayable and is_block
+        is_tiny = first.size_bytes < TINY_FRAC * unit.saved_bytes
+        is_large = first.size_bytes >= least_bytes or (again and seconds_of(first.recompute) > least_s)
+        which = small + 1 if is_tiny else first.index if is_large else small
+        members.setdefault((which, again), []).extend(unit.saved[k] for k in alike)
+    works = _works_of(unit, members)
+    seconds = {key: seconds_of(work) for key, work in works.items()}
     apart_s, together_s = sum(seconds.values()), seconds_alone(machine, COMPUTE, unit.recompute or unit.forward)
     frac = min(1.0, together_s / apart_s) if apart_s else 1.0  # of the whole unit, run again at once, it may be less
-    for key in sorted(members, key=lambda key: (key[0] is None, key[0] or 0, key[1])):
+    for key in sorted(members):
         by_size = sorted(members[key], key=lambda t: -t.size_bytes)
         found.append(
             SlotGroup(
@@ -420,19 +431,20 @@ def _groups(unit: Unit, machine: Machine, is_first: bool) -> tuple[SlotGroup, ..
                 recompute_s=frac * seconds[key],
                 recompute_load={k: frac * v for k, v in limit_seconds(machine, COMPUTE, works[key]).items()},
                 recomputable=key[1],
-                movable=key[0] is not None,
-                beside=tuple(t.index for t in by_size if key[0] is not None and t.size_bytes < least_bytes),
+                movable=key[0] < small,
+                beside=tuple(t.index for t in by_size[1:] if key[0] < small and t.size_bytes < least_bytes),
             )
         )
     return tuple(found)
 
 
 def _made_together(unit: Unit) -> list[tuple[int, ...]]:
-    """By saved tensor, those that the very same operations make: an output and its statistics."""
+    """The saved tensors, those in one that the very same operations make: an output and its statistics."""
     found: list[tuple[int, ...]] = [(t.index,) for t in unit.saved]
     for common in unit.common:
         if all(unit.saved[k].recompute == common.work for k in common.tensors):
-            found = [common.tensors if k in common.tensors else alike for k, alike in enumerate(found)]
+            found = [alike for alike in found if alike[0] not in common.tensors]
+            found.append(common.tensors)
     return found
 
 

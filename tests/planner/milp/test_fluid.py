@@ -73,11 +73,13 @@ def test_what_an_op_has_on_the_device_whatever_is_decided() -> None:
 
 
 def test_small_tensors_are_planned_together_and_large_ones_alone() -> None:
-    """100 MB: the slots of 1 MB are below one fiftieth of it, those of 2 MB are not."""
-    workload = chain(forward_s=[1.0] * 3, parameters=[0] * 3, saved_mb=[[94, 1, 2, 1, 2]] * 3)
+    """100 MB: the slots of 1 MB are below one fiftieth of it, those of 2 MB are not. One that takes long to make again
+    is alone too, but where it is tiny."""
+    saved_mb, again_s = [93.92, 1, 2, 1, 2, 0.04, 0.04], [0.9, 0.001, 0.001, 0.03, 0.001, 0.06, 0.001]
+    workload = chain(forward_s=[1.0] * 3, parameters=[0] * 3, saved_mb=[saved_mb] * 3, recompute_s=[again_s] * 3)
     groups = problem(workload, MACHINE, semantics="in-backward").units[1].groups
-    assert [g.slots for g in groups] == [(), (0,), (2,), (4,), (1, 3)]
-    assert [g.movable for g in groups] == [True, True, True, True, False]
+    assert [g.slots for g in groups] == [(), (0,), (2,), (3,), (4,), (1,), (5, 6)]
+    assert [g.movable for g in groups] == [True, True, True, True, True, False, False]
     assert sum(g.gb for g in groups if g.slots) == pytest.approx(0.1)
 
 
