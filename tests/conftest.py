@@ -61,4 +61,4 @@ def _searches_end_by_count(monkeypatch: pytest.MonkeyPatch) -> None:
     test says nothing of that, it is a ninth of what users have."""
     monkeypatch.setattr(budget, "computing_s", lambda: 0.0)
     monkeypatch.setattr(budget, "wall_s", lambda: 0.0)
-    monkeypatch.setattr(budget, "DEFAULT_OPS", 200_000)
+    monkeypatch.setattr(budget, "DEFAULT_OPS", min(budget.DEFAULT_OPS, 200_000))

@@ -36,7 +36,7 @@ def test_what_would_be_as_quick_without_drives_is_planned_without(monkeypatch: p
 
     Host memory has room for what is there, but not for all that a step makes."""
     workload = load_workload("gpt2", Training(per_device_train_batch_size=8, sequence_length=1024))
-    machine = load_machine("desktop-4090", ["host.capacity=12 GB"])
+    machine = load_machine("desktop-4090", ["host.capacity=10 GB"])
     spared = plan(workload, machine)
     monkeypatch.setattr(loop.Search, "_spares_drives", lambda search, best: best)
     found = plan(workload, machine)
