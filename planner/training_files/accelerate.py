@@ -13,8 +13,9 @@ from tierplan.planner.training_files.configured import (
     unused_note,
     with_compiled_blocks,
 )
-from tierplan.planner.training_files.deepspeed import with_deepspeed
+from tierplan.planner.training_files.deepspeed import CLIPPING, with_deepspeed
 from tierplan.planner.training_files.fsdp import of_fsdp_config
+from tierplan.planner.training_files.keys import AUTO
 from tierplan.planner.training_files.reading import count, flat, section_of
 from tierplan.sim.workloads.workload import Training, WorkloadError
 
@@ -58,6 +59,14 @@ def _read(raw: Mapping[str, object], base: Training, path: Path, devices: int) -
     return replace(found, devices=num, why_devices=f"num_processes {num}")
 
 
+def _clipping(found: Configured) -> Configured:
+    """With accelerate's own norm where DeepSpeed's is `auto`, and nobody else says one."""
+    if found.says[CLIPPING] != AUTO or found.training.max_grad_norm:
+        return found
+    note = f"{CLIPPING} is auto, which accelerate makes 1.0, and the Trainer its max_grad_norm (--max-grad-norm)"
+    return replace(found, training=replace(found.training, max_grad_norm=1.0)).noting(note)
+
+
 def _of_accelerate(raw: Mapping[str, object], base: Training, path: Path, devices: int) -> Configured:
     if count(raw, "num_machines", 1) != 1:
         raise WorkloadError(f"{path}: num_machines is {raw['num_machines']!r}; steps are explained on one machine")
@@ -76,14 +85,15 @@ def _of_accelerate(raw: Mapping[str, object], base: Training, path: Path, device
                         "refuses; leave one of them out"
                     )
                 theirs = ours["deepspeed_config_file"]
-                return with_deepspeed(theirs, base, path, raw, mixed=precision, devices=devices)
+                return _clipping(with_deepspeed(theirs, base, path, raw, mixed=precision, devices=devices))
             zero: dict[str, object] = {"stage": ours.get("zero_stage", 2)}
             for name in ("optimizer", "param"):
                 if device := ours.get(f"offload_{name}_device"):
                     zero[f"offload_{name}"] = {"device": device, "nvme_path": ours.get(f"offload_{name}_nvme_path")}
-            same = ("gradient_accumulation_steps", "gradient_clipping")
-            content = {"zero_optimization": zero, **{key: ours[key] for key in same if key in ours}}
-            return with_deepspeed(content, base, path, raw, mixed=precision)
+            same = ("gradient_accumulation_steps", CLIPPING)
+            said = {key: ours[key] for key in same if ours.get(key) is not None}
+            content = {"zero_optimization": zero, CLIPPING: AUTO, **said}
+            return _clipping(with_deepspeed(content, base, path, raw, mixed=precision))
         case "FSDP":
             found = of_fsdp_config(section_of(raw, "fsdp_config"), base, raw, path, recompute=None)
             return found.noting(*notes)

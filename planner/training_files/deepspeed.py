@@ -17,6 +17,9 @@ OFFLOAD_PLACES = {"cpu": "host", "nvme": "nvme", "none": "device"}
 PER_GPU = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 """DeepSpeed's names of `OF_STEP`."""
 
+CLIPPING = "gradient_clipping"
+"""By DeepSpeed's default gradients are not clipped. Trainers fill in what is `auto` alone, and leave clipping to it."""
+
 DEEPSPEED_ONLY = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"}
 
 
@@ -24,6 +27,7 @@ def of_deepspeed(
     raw: Mapping[str, object], base: Training, path: str, of_trainer: bool | None = None, devices: int = 1
 ) -> Configured:
     """The Trainer recomputes by its own setting, `of_trainer`, and never looks at DeepSpeed's."""
+    raw = {CLIPPING: 0.0, **raw}
     says = flat(raw)
     made = {} if of_trainer is not None else _left_out(raw, base, devices, path)
     raw = {**raw, **made}
@@ -51,7 +55,7 @@ def of_deepspeed(
         trained_dtype=base.trained_dtype or (dtype if base.lora else None),  # it casts the whole model
         master_weights=True,
         optimizer=_optimizer(section_of(raw, "optimizer"), base),
-        max_grad_norm=norm(raw, "gradient_clipping", base),
+        max_grad_norm=norm(raw, CLIPPING, base),
     )
     batch = count(raw, "train_batch_size", 0) or None
     of_file = training.per_device_train_batch_size * training.gradient_accumulation_steps
@@ -167,7 +171,7 @@ def _on_or_off(option: str, said: bool | None) -> dict[str, str]:
 SAME: Mapping[str, str] = {
     "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "max_grad_norm": "gradient_clipping",
+    "max_grad_norm": CLIPPING,
     "bf16": "bf16.enabled",
     "fp16": "fp16.enabled",
 }
@@ -211,6 +215,9 @@ def with_deepspeed(
                 f"{path} asks for {mixed}, but DeepSpeed's {name}.enabled is {section['enabled']!r}; make them agree"
             )
     found = of_deepspeed(content, base, str(path), recompute, devices)
+    if recompute is not None and base.max_grad_norm and CLIPPING not in content:
+        why = f"DeepSpeed's configuration has no {CLIPPING}, and nothing is clipped (auto takes the Trainer's)"
+        found = found.noting(f"max_grad_norm {base.max_grad_norm} is not used: {why}")
     if "optim" in raw and found.training.optimizer != base.optimizer:
         found = found.noting(f"DeepSpeed's optimizer.type {theirs['optimizer.type']} runs, not optim {raw['optim']}")
     return replace(found, says={**flat(raw), **found.says})
