@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tierplan.studies.slow_step.measured import MeasuredStepError, read_kineto, read_log
+from tierplan.cli import main
+from tierplan.studies.slow_step.measured import MeasuredStepError, micro_batches_of, read_kineto, read_log
 
 
 def event(cat: str, name: str, ts: float, dur: float, **args: object) -> dict[str, object]:
@@ -20,6 +21,98 @@ def trace_of(events: list[dict[str, object]], folder: Path) -> str:
     with gzip.open(path := folder / "trace.json.gz", "wt") as file:
         json.dump({"traceEvents": events}, file)
     return str(path)
+
+
+def logged(num: int, steps: int, *, whole: bool = True, cut: int = 0, ranks: tuple[str, ...] = ("[Rank 0] ",)) -> str:
+    """What DeepSpeed writes of steps of so many micro-batches: a line after each, and one after each step."""
+    lines = []
+    for step in range(steps):
+        for k in range(num):
+            times = f"fwd_microstep: 60.12 | bwd_microstep: 120.5 | step_microstep: {900 if k == num - 1 else 0.03}"
+            lines += [times] * (step > 0 or k >= cut)
+        lines += [
+            f"fwd: {60.12 * num:.2f} | bwd: {120.5 * num:.2f} | bwd_inner: 1.0 | step: {900 + 0.03 * (num - 1)}"
+        ] * whole
+    return "\n".join(f"{rank}time (ms) | {line}" for line in lines for rank in ranks)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(("num", "cut"), [(1, 0), (2, 0), (4, 0), (4, 2)])
+def test_a_log_says_how_many_micro_batches_a_step_has(num: int, cut: int, whole: bool, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    for ranks in (("",), ("[Rank 0] ",), ("rank=0 ", "rank=1 ")):
+        log.write_text(logged(num, 5, whole=whole, cut=cut, ranks=ranks))
+        assert micro_batches_of(str(log)) == num
+        found = read_log(str(log), num)
+        assert found.step_s == pytest.approx(0.18062 * num + 0.9, rel=1e-3)
+        assert found.phases is not None
+        assert found.phases.update_s == pytest.approx(0.9, rel=1e-3)
+        with pytest.raises(MeasuredStepError, match=rf"has {num} micro-batch.* in a step, but .* has {num + 1}"):
+            read_log(str(log), num + 1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        logged(4, 5, ranks=("", "")),  # two processes, or one log in two places
+        logged(4, 1, cut=2),
+        logged(4, 1, whole=False),
+        "time (ms) | fwd: 5 | bwd: 20 | step: 1\n" * 3,
+        "loss 3.2",
+    ],
+)
+def test_a_log_that_does_not_say_it_leaves_it_open(text: str, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(text)
+    assert micro_batches_of(str(tmp_path / "log")) is None
+
+
+def test_micro_batches_that_update_nothing_are_no_steps(tmp_path: Path) -> None:
+    """Their median said that an update takes 0.03 ms."""
+    (tmp_path / "log").write_text(logged(4, 1, whole=False))
+    with pytest.raises(MeasuredStepError, match=r"micro-batches that update nothing.*--accumulation"):
+        read_log(str(tmp_path / "log"), 1)
+    assert read_log(str(tmp_path / "log"), 4).step_s == pytest.approx(1.6226, rel=1e-3)
+
+
+AUTO = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": "auto"}
+
+
+@pytest.mark.parametrize(
+    ("content", "argv", "message"),
+    [
+        (AUTO, [], ""),
+        ({"output_dir": "x", "deepspeed": AUTO}, [], ""),
+        ({"output_dir": "x", "deepspeed": AUTO, "gradient_accumulation_steps": 4}, [], ""),
+        (AUTO, ["--accumulation", "4"], ""),
+        (None, [], ""),
+        ({**AUTO, "gradient_accumulation_steps": 2}, [], "in a step of log is 4, but c.json says 2"),
+        (AUTO, ["--accumulation", "2"], "log has 4 micro-batches in a step, but "),
+        (None, ["--accumulation", "2"], "log has 4 micro-batches in a step, but "),
+    ],
+)
+def test_the_accumulation_is_that_of_the_log_where_nothing_else_says_it(
+    content: object,
+    argv: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tierplan.studies.slow_step.explain._best", lambda *_: None)
+    Path("log").write_text(logged(4, 3))
+    Path("c.json").write_text(json.dumps(content))
+    config = [] if content is None else ["--config", "c.json"]
+    asked = ["explain-run", "--model", "gpt2", "--machine", "desktop-4090", "--log", "log", *config, *argv, "--json"]
+    assert main(asked) == (1 if message else 0)
+    told = capsys.readouterr()
+    assert message in told.err
+    if not message:
+        record = json.loads(told.out)
+        assert record["setup"]["training"]["gradient_accumulation_steps"] == 4
+        noted = " ".join(record["notes"])
+        assert "--accumulation 1" not in noted
+        assert ("the log shows 4 micro-batches in a step" in noted) == ("--accumulation" not in argv)
 
 
 def test_micro_batches_of_a_log_are_summed_and_the_first_step_is_left_out(tmp_path: Path) -> None:
@@ -97,6 +190,18 @@ def test_a_trace_without_marks_is_of_one_step_or_refused(tmp_path: Path) -> None
             MeasuredStepError, match=rf"marks no steps and .* {times} times --step-s.*profiler\.step\(\)"
         ):
             read_kineto(trace_of(steps(num), tmp_path), 0.4)
+
+
+@pytest.mark.parametrize(("step_s", "fine"), [(0.3, True), (0.25, True), (0.4, True), (1.2, False), (0.1, False)])
+def test_marks_that_contradict_the_step_are_refused(step_s: float, fine: bool, tmp_path: Path) -> None:
+    """Marks after each micro-batch booked the seconds of one to the whole step."""
+    events = [event("user_annotation", f"ProfilerStep#{k}", k * 3e5, 3e5) for k in range(4)]
+    path = trace_of([*events, event("kernel", "gemm", 4e5, 1e5)], tmp_path)
+    if fine:
+        assert read_kineto(path, step_s).step_s == step_s
+        return
+    with pytest.raises(MeasuredStepError, match=r"marks steps of 300 ms, but --step-s is .*after each optimizer step"):
+        read_kineto(path, step_s)
 
 
 def test_a_damaged_trace_is_refused_wherever_the_damage_is(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     from tierplan.planner.policies import check_name
     from tierplan.studies.evaluate import machine_of, training_of
     from tierplan.studies.slow_step.explain import explain_run
-    from tierplan.studies.slow_step.measured import MeasuredStep, read_kineto, read_log
+    from tierplan.studies.slow_step.measured import MeasuredStep, micro_batches_of, read_kineto, read_log
     from tierplan.studies.slow_step.text import explanation_lines
 
     if args.log and args.trace:
@@ -46,6 +46,10 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("no measured step was given; use --step-s, --log or --trace")
     if args.config and args.policy:
         raise ValueError("--config and --policy both say how it is trained; give one of them")
+    shown = micro_batches_of(args.log) if args.log and args.accumulation is None else None
+    if shown:
+        said_by = {"accumulation": f"the number of micro-batches in a step of {args.log}"}
+        args = argparse.Namespace(**{**vars(args), "accumulation": shown, "said_by": said_by})
     point = scenario.read_point(args)
     machine = machine_of(point)
     base = training_of(point, machine)
@@ -60,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
         if not args.policy:
             how = "in-memory, with everything on the GPU and nothing made again"
             configured = configured.noting(f"neither --config nor --policy says how it is trained: taken as {how}")
+    if shown and shown > 1:
+        configured = configured.noting(f"the log shows {shown} micro-batches in a step (--accumulation)")
     if args.log:
         measured = read_log(args.log, configured.training.gradient_accumulation_steps, args.step_s)
     elif args.trace:

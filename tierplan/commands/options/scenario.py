@@ -183,12 +183,12 @@ def _completed(args: argparse.Namespace, file: str, found: Configured) -> Config
 
 
 def _check_agreement(args: argparse.Namespace, file: str, training: Training) -> None:
-    """Refuses an option that contradicts what a configuration file says."""
+    """Refuses an option that contradicts what a configuration file says; `said_by` names who says it, if no option."""
     for name in OF_FILES:
         said = getattr(training, OF_TRAINING[name])
         if (given := getattr(args, name)) not in (None, "auto", said):
-            flag = name.replace("_", "-")
-            raise ValueError(f"--{flag} is {given}, but {file} says {said or 'none'}; leave one of them out")
+            flag = vars(args).get("said_by", {}).get(name, f"--{name.replace('_', '-')}")
+            raise ValueError(f"{flag} is {given}, but {file} says {said or 'none'}; leave one of them out")
     if args.torch_compile and not training.torch_compile:
         raise ValueError(f"--torch-compile is given, but {file} says not to; leave one of them out")
     if args.no_master_weights and training.master_weights:

@@ -6,8 +6,9 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,18 +36,24 @@ class MeasuredStep:
 def read_log(path: str, accumulation: int, step_s: float | None = None) -> MeasuredStep:
     """The median step of a DeepSpeed log with `wall_clock_breakdown`, without the first; `step_s` where it is known.
 
-    Lines on whole steps are taken, or those on `accumulation` micro-batches summed where only they are there.
+    Lines on whole steps are taken, or those on `accumulation` micro-batches summed where only they are there. Refused
+    where it has another number of them in a step.
     """
-    whole: list[dict[str, float]] = []
-    micro: list[dict[str, float]] = []
-    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
-        if "time (ms)" in line:
-            ms = {name: float(value) for name, value in re.findall(r"(\w+): (\d+\.?\d*)", line.split("time (ms)")[1])}
-            for suffix, found in (("", whole), ("_microstep", micro)):
-                parts = [ms.get(f"{long}{suffix}", ms.get(f"{short}{suffix}")) for long, short in TIMERS]
-                if None not in parts:
-                    found.append(dict(zip(("forward_s", "backward_s", "update_s"), parts, strict=True)))  # type: ignore[arg-type]
+    whole, micro, shown = _timed(path)
+    if shown not in (None, accumulation):
+        batches = "1 micro-batch" if shown == 1 else f"{shown} micro-batches"
+        raise MeasuredStepError(
+            f"{path} has {batches} in a step, but the training that is asked about has {accumulation}; leave "
+            "--accumulation out, or give the log and the configuration of one run"
+        )
     if not whole:
+        updates = _updates(micro)
+        if accumulation == 1 and len(updates) < len(micro):
+            raise MeasuredStepError(
+                f"{path} has micro-batches that update nothing, so a step has several; say how many (--accumulation), "
+                "or give the log of a few steps"
+            )
+        micro = micro[(updates[0] + 1) % accumulation :] if shown else micro
         groups = [micro[k : k + accumulation] for k in range(0, len(micro) - accumulation + 1, accumulation)]
         whole = [{name: sum(part[name] for part in group) for name in group[0]} for group in groups]
     if not whole:
@@ -62,6 +69,47 @@ def read_log(path: str, accumulation: int, step_s: float | None = None) -> Measu
     if not whole_s:
         raise MeasuredStepError(f"{path} has steps of 0 ms; give the log of a run, or --step-s")
     return MeasuredStep(step_s=whole_s, phases=phases)
+
+
+def micro_batches_of(path: str) -> int | None:
+    """How many micro-batches a step of a DeepSpeed log has; None where it does not show several steps of one size."""
+    return _timed(path)[2]
+
+
+def _timed(path: str) -> tuple[list[dict[str, float]], list[dict[str, float]], int | None]:
+    """Milliseconds of whole steps, and of micro-batches, by the first rank that writes, and how many a step has."""
+    whole: list[dict[str, float]] = []
+    micro: list[dict[str, float]] = []
+    first, since, sizes = "", 0, set[int]()
+    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+        head, _, times = line.partition("time (ms)")
+        rank = re.search(r"rank[ =](\d+)", head, re.IGNORECASE)
+        if times and rank and (first := first or rank[1]) != rank[1]:
+            continue
+        ms = {name: float(value) for name, value in re.findall(r"(\w+): (\d+\.?\d*)", times)}
+        for suffix, found in (("_microstep", micro), ("", whole)):
+            parts = [ms.get(f"{long}{suffix}", ms.get(f"{short}{suffix}")) for long, short in TIMERS]
+            if None in parts:
+                continue
+            found.append(dict(zip(("forward_s", "backward_s", "update_s"), parts, strict=True)))  # type: ignore[arg-type]
+            if found is whole:  # those of a step that is cut, or that two processes write, do not add up to it
+                forward_ms = sum(part["forward_s"] for part in micro[since:])
+                if 0.9 * forward_ms <= whole[-1]["forward_s"] <= 1.1 * forward_ms and since < len(micro):
+                    sizes.add(len(micro) - since)
+                since = len(micro)
+    if not whole:
+        sizes = {after - before for before, after in pairwise(_updates(micro))}
+    return whole, micro, sizes.pop() if len(sizes) == 1 else None
+
+
+EMPTY_MS, EMPTY_FRAC = 1.0, 0.1
+"""What a step takes at most after a micro-batch that updates nothing: DeepSpeed's logs have 0.03 to 0.08 ms there."""
+
+
+def _updates(micro: Sequence[Mapping[str, float]]) -> list[int]:
+    """Those of the micro-batches after which there is an update."""
+    least = min(EMPTY_MS, EMPTY_FRAC * max((part["update_s"] for part in micro), default=0.0))
+    return [k for k, part in enumerate(micro) if part["update_s"] >= least]
 
 
 MOST_OF_ONE = 1.5
@@ -94,6 +142,12 @@ def read_kineto(path: str, step_s: float | None = None) -> MeasuredStep:
         raise MeasuredStepError(f"{path} is no trace of torch.profiler, as export_chrome_trace writes it") from error
     steps = sorted({(e["ts"], e["ts"] + e["dur"]) for e in events if _is_step(e)})
     steps = steps[1:] if len(steps) > 2 else steps
+    marked_s = (steps[-1][1] - steps[0][0]) / len(steps) / 1e6 if steps else 0.0
+    if step_s and marked_s and not 1 / MOST_OF_ONE <= marked_s / step_s <= MOST_OF_ONE:
+        raise MeasuredStepError(
+            f"{path} marks steps of {format_s(marked_s)}, but --step-s is {format_s(step_s)}; call profiler.step() "
+            "after each optimizer step alone (not after each micro-batch), or leave --step-s out"
+        )
     device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if not device or not (steps or step_s):
         lacks = "events of a GPU" if not device else "steps (call profiler.step(), or give --step-s)"
@@ -118,7 +172,7 @@ def read_kineto(path: str, step_s: float | None = None) -> MeasuredStep:
                 copied_bytes += e["bytes"]
                 pageable_bytes += e["bytes"] if "Pageable" in e["name"] else 0.0
     busy_s = {kind: _union(spans) / len(steps) / 1e6 for kind, spans in by_kind.items()}
-    whole_s = step_s or (window[1] - window[0]) / len(steps) / 1e6
+    whole_s = step_s or marked_s
     return MeasuredStep(
         step_s=whole_s, busy_s=busy_s, pageable_frac=pageable_bytes / copied_bytes if copied_bytes else 0.0
     )
