@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,10 @@ from tests.studies.test_costs import row
 from tierplan.cli import main
 from tierplan.hwmodels import load_description
 from tierplan.hwmodels.catalog import load_part
+from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.sim.output.text import format_s
+from tierplan.sim.workloads.models import load_workload
+from tierplan.sim.workloads.workload import Training
 from tierplan.studies.advice_text import advice_lines, write_advice
 from tierplan.studies.advise import (
     Advice,
@@ -27,7 +31,7 @@ from tierplan.studies.advise import (
     worth_telling,
     worthwhile,
 )
-from tierplan.studies.evaluate import QUICK, machine_of, most_tokens_per_s
+from tierplan.studies.evaluate import QUICK, BestPlan, best_plan, machine_of, most_tokens_per_s
 from tierplan.studies.purchases import PriceList, Purchase, costs_of, purchases, worth_planning
 from tierplan.studies.study import Point
 
@@ -262,6 +266,35 @@ def test_drives_of_unknown_endurance_are_said_to_be_so_wherever_they_are_written
     ]
     assert main(["page", "-o", str(tmp_path / "p.html"), *page, "--workers", "1"]) == 0
     assert f'"lasts":"not known","life":"{text}"' in (tmp_path / "p.html").read_text(encoding="utf-8")
+
+
+STICKER = Purchase(what="a sticker", overrides={"host.power": "151 W"}, price_usd=1.0)
+
+
+@pytest.mark.parametrize("found_late", [False, True])
+def test_what_this_machine_does_as_well_is_no_ground_for_a_purchase(
+    point: Point, monkeypatch: pytest.MonkeyPatch, found_late: bool
+) -> None:
+    """A drive was the first thing to buy, for a plan that used none: purchases alone were asked in micro-batches of
+    twice the size. A sticker on the case changes nothing that a plan can meet."""
+    asked = replace(point, sequences=4)
+    found = best_plan
+
+    def poor(one: Point, **only: Any) -> BestPlan:
+        if one.sequences:
+            return found(replace(one, sequences=0, batch=1, accumulation=4))
+        if found_late and one.overrides == asked.overrides:
+            raise InfeasiblePlan(load_workload("gpt2", Training()), machine_of(one), ())
+        return found(one, **only)
+
+    before = poor(replace(asked, policy=QUICK, planner_s=2.0)).result.prediction.tokens_per_s or 0.0
+    monkeypatch.setattr("tierplan.studies.advise.purchases", lambda d, p: [STICKER])
+    monkeypatch.setattr("tierplan.studies.advise.best_plan", poor)
+    advice = advise(asked, quick=True, num_workers=1)
+    assert not advice.changes
+    assert advice.answer["micro_batch"] > 1
+    assert advice.answer["tokens_per_s"] > 1.01 * before
+    assert advice.answer["gap"] >= 0
 
 
 def test_what_does_not_fit_says_why_and_what_would(point: Point) -> None:

@@ -20,6 +20,7 @@ from tierplan.hwmodels.description import PARTS
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import NVME_WRITE
 from tierplan.planner.infeasible import InfeasiblePlan, found_shortly, has_room
+from tierplan.planner.plan import UnitwisePlan
 from tierplan.planner.questions.endurance import UNKNOWN_LIFE, allowed_bytes_per_s, life_text
 from tierplan.planner.questions.largest import family
 from tierplan.planner.search.lesser import Known
@@ -27,10 +28,13 @@ from tierplan.sim.workloads.workload import Workload
 from tierplan.studies.answer import answer_record, impossible_record
 from tierplan.studies.evaluate import (
     QUICK,
+    BestPlan,
     best_plan,
     machine_of,
     most_tokens_per_s,
+    or_known,
     place_of,
+    reached,
     training_of,
     workload_in,
 )
@@ -50,7 +54,6 @@ from tierplan.studies.purchases import (
 from tierplan.studies.study import Point
 from tierplan.studies.sweep import Row, asking
 
-Ask = Callable[..., dict[str, object]]
 RENTED = "cloud-h100"
 """The machine of the catalog that is compared with, paid by the hour."""
 FIGURES = ("fits", "step_s", "tokens_per_s", "micro_batch", "accumulation", "policy", "limited_by")
@@ -61,9 +64,9 @@ QUICK_S, QUICK_TODAY_S, QUICK_SEVERAL_S = 1.5, 2.0, 0.5
 """Time limits of the planner for a quick answer: with something bought, for the machine as it is, and with something
 bought where it has several GPUs."""
 SHORT_SEARCH = (
-    "the search was short. The whole one, without --quick, finds a plan for this machine that is at least as quick; "
-    "what a purchase gains and renting costs is rough: purchases have plans of the same kind and in about the same "
-    "micro-batches as the machine as it is, and further GPUs are not planned"
+    "the search was short. The whole one, without --quick, mostly finds a plan for this machine that is at least as "
+    "quick; what a purchase gains and renting costs is rough: purchases have plans of the same kind and in about the "
+    "same micro-batches as the machine as it is, and further GPUs are not planned"
 )
 
 
@@ -173,7 +176,7 @@ def advise(
         if quick:
             most_s = point.planner_s or QUICK_TODAY_S
             point, like = (replace(point, planner_s=s, policy=QUICK) for s in (most_s, min(most_s, QUICK_S)))
-        today = ask([point], answer_point)
+        today = ask([point], partial(answer_point, like=like) if quick else answer_point)
         elsewhere = [] if description.name == RENTED else [replace(like, machine=RENTED, overrides={}, devices=None)]
         rented = ask(elsewhere, partial(figures_of, names=SPEED))
         largest = [] if quick else ask([point], largest_model_of)
@@ -190,8 +193,9 @@ def advise(
             if not is_worth
         }
         bought = [b for b in bought if b.what not in left_out]
-        anew = partial(figures_of, than=now)
-        changed, how = _like(like, answer, anew) if quick else (like, partial(anew, known=answer.get("known")))
+        known: Known | None = answer.get("known")
+        anew = partial(figures_of, than=now, here=point)
+        changed, only = _like(like, known) if quick and known else (like, {} if quick else {"known": known})
         # what is asked last should not take long: many GPUs do, second cards, and what has no answer for a start
         longest = ("gpu.count", "gpu.part", "machine")
         gpus = [_num_gpus(b, load_description(b.machine) if b.machine else description) for b in bought]
@@ -199,7 +203,7 @@ def advise(
         asked = [bought[k] for k in sorted(range(len(bought)), key=ranks.__getitem__)]
 
         def asked_of(b: Purchase) -> Callable[[], Row]:
-            return ask([b.applied(like if b.machine else changed)], anew if b.machine else how)[0]
+            return ask([b.applied(like if b.machine else changed)], anew if b.machine else partial(anew, **only))[0]
 
         row_of = {b.what: asked_of(b) for b in asked}
         # where nothing runs yet, the cheapest that does is wanted, and bounds of speed say little of room
@@ -211,6 +215,8 @@ def advise(
                 bought.append(b)
                 row_of[b.what] = asked_of(b)
         answers = [row_of[b.what]() for b in bought]
+        if quick and (of_today := [row["here"] for row in answers if row.get("here")]):
+            answer = ask([point], partial(answer_point, like=like, found=of_today))[0]()
         rental = rental_of(rented[0](), tokens) if rented else None
         largest_row = largest[0]() if largest else {}
     answer.pop("known", None)
@@ -249,47 +255,80 @@ def _num_gpus(bought: Purchase, machine: Description) -> float:
     return count if isinstance(count, int) else machine.number("gpu.count") or 1
 
 
-def _like(point: Point, answer: Row, anew: Ask) -> tuple[Point, Ask]:
-    """What to ask of a machine with something bought, and how, where the answer for this one says what kind of plan is
-    worth a look: its order, its micro-batches and those of twice the size."""
-    known: Known | None = answer.get("known")
-    is_on_several = known is not None and known.machine.num_devices > 1
-    if known is None or not (is_on_several or answer["order"]):
-        return point, anew
+def _like(point: Point, known: Known) -> tuple[Point, dict[str, Any]]:
+    """What to ask in a moment, and how, where a plan of this machine says what kind is worth a look: its order, its
+    micro-batches and those of twice the size."""
+    plan, is_on_several = known.plan, known.machine.num_devices > 1
     if is_on_several:
         point = replace(point, sequences=0, batch=known.batch, accumulation=known.accumulation)
         point = replace(point, planner_s=QUICK_SEVERAL_S)
+    elif not isinstance(plan, UnitwisePlan):
+        return point, {}
     elif point.sequences:
-        batch = each = answer["numbers_of"]["micro_batch"]
-        if answer["order"] == "vertical" and point.sequences % (2 * batch) == 0:
+        batch = each = known.batch // plan.sub_batches
+        if plan.order == "vertical" and point.sequences % (2 * batch) == 0:
             batch *= 2
         point = replace(point, sequences=0, batch=batch, accumulation=point.sequences // batch)
         known = known.divided(point.batch, point.accumulation, point.batch // each)
-    return point, partial(anew, policies=(), like=known.plan, known=known)
+    return point, {"policies": (), "like": known.plan, "known": known}
 
 
-def answer_point(point: Point) -> dict[str, object]:
-    """The JSON of `tierplan plan` for a point."""
+def answer_point(point: Point, *, like: Point | None = None, found: Sequence[Known] = ()) -> dict[str, object]:
+    """The JSON of `tierplan plan` for a point. Where it is to be quick, `like` is how purchases are asked: this machine
+    is asked so, too, and has the plans that were `found` for them where it has room."""
     try:
         best = best_plan(point)
     except InfeasiblePlan as error:
         return impossible_record(error)
+    for known in found:
+        best = or_known(best, point, known)
+    if like is not None and point.sequences:
+        best = _as_purchases(best, point, like)
     return {**answer_record(best), "known": best.known}
 
 
+def _as_purchases(best: BestPlan, point: Point, like: Point) -> BestPlan:
+    """The best plan, or a quicker one in micro-batches in which purchases will be planned."""
+    while True:
+        asked, only = _like(like, best.known)
+        if not asked.batch > best.known.batch:
+            return best
+        try:
+            better = or_known(best, point, best_plan(asked, beat_s=best.result.step_s, **only).known)
+        except InfeasiblePlan:
+            return best
+        if better is best:
+            return best
+        best = better
+
+
 def figures_of(
-    point: Point, *, names: Sequence[str] = FIGURES, than: float | None = None, **only: Any
+    point: Point,
+    *,
+    names: Sequence[str] = FIGURES,
+    than: float | None = None,
+    here: Point | None = None,
+    **only: Any,
 ) -> dict[str, object]:
     """What is kept of the answer for a machine with something bought, where it is quicker than today's tokens/s, and
-    its bound does not say that it cannot be; `only` is as for `best_plan`."""
+    its bound does not say that it cannot be; `only` is as for `best_plan`. A plan that the machine of `here` executes
+    as quickly is named, and no answer: nothing has to be bought for it."""
     if than and most_tokens_per_s(point) < than * (1 + QUICKER_FRAC):
         return {"fits": False}
     try:
-        prediction = best_plan(point, **only).result.prediction
+        best = best_plan(point, **only)
     except InfeasiblePlan:
         return {"fits": False}
+    prediction = best.result.prediction
     if than and prediction.tokens_per_s and prediction.tokens_per_s / than - 1.0 < QUICKER_FRAC:
         return {"fits": False}  # nobody asks what limits it, which takes a simulation for each part
+    if (
+        than
+        and here
+        and prediction.tokens_per_s
+        and prediction.tokens_per_s < reached(here, best.known) * (1 + QUICKER_FRAC)
+    ):
+        return {"fits": False, "here": best.known}
     return {name: getattr(prediction, name) for name in names}
 
 

@@ -27,7 +27,7 @@ from tierplan.planner.milp.totals import bound_of_totals
 from tierplan.planner.plan import UnitwisePlan, plain_semantics
 from tierplan.planner.plan_rules import PLANNER, undivided
 from tierplan.planner.planning import plan
-from tierplan.planner.prediction import Prediction, predict, predicted
+from tierplan.planner.prediction import Prediction, predict, predict_plan, predicted
 from tierplan.planner.questions.endurance import SECONDS_PER_YEAR, allowed_bytes_per_s
 from tierplan.planner.results import PlanResult
 from tierplan.planner.search.batches import divisors, plan_sequences
@@ -223,14 +223,37 @@ def _leaving_idle(best: BestPlan, point: Point, place: CalibratedPlace, known: K
     why = "No plan for all GPUs that was found is as quick as this one, which leaves the others idle"
     if known is None:
         known, why = best.known, "No plan for all GPUs fits, and this one leaves the others idle"
+    idling = _with_plan(best, point, place, known)
+    one = replace(idling.result.prediction, idle_why=why)
+    return replace(idling, result=replace(idling.result, prediction=one, tried_fewer=True))
+
+
+def _with_plan(best: BestPlan, point: Point, place: CalibratedPlace, known: Known) -> BestPlan:
+    """An answer with a plan that is known to fit, in micro-batches of its own, and the bound of any such."""
     workload = workload_in(place, point, known.batch, known.accumulation)
     columns = Lowering(workload, place.machine).columns(known.plan)
     one = predicted(known.plan, columns, steady_state(columns, place.machine), workload, place.machine)
     most_per_s, bound = _bounded(point)
     bound_s = one.step_s * one.tokens_per_s / most_per_s  # type: ignore[operator]  # it fits
     changed: dict[str, Any] = {"lower_bound_s": bound_s, "bound_shares": bound.shares, "s_per_gb": bound.s_per_gb}
-    result = replace(best.result, prediction=replace(one, idle_why=why), tried_fewer=True, **changed)
+    result = replace(best.result, prediction=one, **changed)
     return BestPlan(workload=workload, machine=place.machine, result=result)
+
+
+def or_known(best: BestPlan, point: Point, known: Known) -> BestPlan:
+    """The best plan for the point, or one that was found elsewhere where that is quicker here."""
+    is_quicker = reached(point, known) > (best.result.prediction.tokens_per_s or 0.0)
+    return _with_plan(best, point, place_of(point), known) if is_quicker else best
+
+
+def reached(point: Point, known: Known) -> float:
+    """Tokens/s of a plan that was found elsewhere, on the machine of the point; 0 where it does not fit."""
+    place = place_of(point)
+    if known.plan.devices > place.machine.num_devices:
+        return 0.0
+    found = predict_plan(known.plan, workload_in(place, point, known.batch, known.accumulation), place.machine)
+    years = point.drive_lifetime_years
+    return (found if years is None else _lasting(found, place.machine, years)).tokens_per_s or 0.0
 
 
 def _look_at_fewer(fewer: Point, best: BestPlan, wanted_per_s: float) -> float:
