@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -20,6 +20,23 @@ from tierplan.sim.workloads.workload import Workload, WorkloadError
 
 NEAR = 1.2
 """A policy whose decision takes simulations is left out where a plan near its own takes so many times the best step."""
+
+
+OWN_SEMANTICS = ("harmony", "virtual-memory", "megatron-pp", "mobius", "roundpipe")
+"""Policies that update in one way and in no other begin so."""
+
+
+def options_of(name: str, asked: str | None) -> dict[str, object]:
+    """What is asked of a policy, with these semantics or its own: where it has one way alone, that is none of its
+    options."""
+    return {} if not asked or name.startswith(OWN_SEMANTICS) else {"semantics": asked}
+
+
+def updates_otherwise(plan: Plan, asked: str | None) -> str:
+    """That a policy's plan is of other semantics than were asked for, where it is."""
+    if not asked or is_same(plan, asked):  # type: ignore[arg-type]
+        return ""
+    return f"it updates by {plan.semantics!r} alone, not by {asked!r}"
 
 
 def is_same(plan: Plan, semantics: Semantics) -> bool:
@@ -40,7 +57,7 @@ class Compared:
     ) -> None:
         self.workload, self.machine, self.batches, self.simulate_plan = workload, machine, batches, simulate_plan
         self.semantics: Semantics = asked or plain_semantics(workload.training)
-        self.options: Mapping[str, object] = {"semantics": asked} if asked else {}
+        self.asked = asked
         self._decided: dict[tuple[str, bool], Plan | str] = {}
 
     @property
@@ -54,7 +71,9 @@ class Compared:
         nearly = nearly and self._is_on_several and name in ESTIMATES
         if (name, nearly) not in self._decided:
             try:
-                plan: Plan | str = (ESTIMATES if nearly else POLICIES)[name](self.workload, self.machine, self.options)
+                options = options_of(name, self.asked)
+                own = (ESTIMATES if nearly else POLICIES)[name](self.workload, self.machine, options)
+                plan: Plan | str = updates_otherwise(own, self.asked) or own
             except (PlanError, MachineError, WorkloadError) as error:
                 plan = str(error)
             self._decided[name, nearly] = plan
@@ -67,7 +86,7 @@ class Compared:
         if not isinstance(plan := self.decided(name), str):
             return plan
         with suppress(PlanError, MachineError, WorkloadError):
-            plan = POLICIES[name](self.workload, self.machine, {**self.options, "host_buffers": "none"})
+            plan = POLICIES[name](self.workload, self.machine, {**options_of(name, self.asked), "host_buffers": "none"})
             return replace(plan, policy=PLANNER, options={})
         return None
 

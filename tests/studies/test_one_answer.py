@@ -160,6 +160,38 @@ def test_on_two_gpus_no_policy_is_quicker_in_any_division(tmp_path: Path) -> Non
             assert (name, alone.step_s) >= (name, result.step_s)
 
 
+@pytest.mark.parametrize(
+    ("asked", "clip", "runs"),
+    [("exact-clip", 1.0, 4), ("exact-clip", None, 5), ("in-backward", None, 5), ("delayed-1", None, 0)],
+)
+def test_systems_that_update_in_one_way_run_where_that_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: str, clip: float | None, runs: int
+) -> None:
+    """`plan` said that they have no option 'semantics', and searched without them."""
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "n_layer": 2}))
+    overrides = {"gpu.count": 2}
+    point = Point(model=str(tmp_path), machine="desktop-4090", overrides=overrides, batch=2, accumulation=2, seq=64)
+    point = replace(point, semantics=asked, max_grad_norm=clip, planner_s=0.5)
+    names = ("harmony", "virtual-memory", "megatron-pp", "mobius", "roundpipe-sync")
+    planned, ran = best_plan(point).result.policies, 0
+    words = ["--model", str(tmp_path), "--machine", "desktop-4090", "--devices", "2", "--seq", "64", "--batch", "2"]
+    words += ["--accumulation", "2", "--semantics", asked, *(["--max-grad-norm", "1"] if clip else [])]
+    assert main(["compare-policies", *words, "--json", "--policies", *names]) == (0 if runs else 3)
+    compared = json.loads(capsys.readouterr().out)
+    for name in names:
+        own = predict(name, workload_at(point, machine_of(point)), machine_of(point))
+        swept = evaluate_point(replace(point, policy=name))
+        if own.plan is None or (asked == "delayed-1") != (own.plan.semantics == "delayed-1"):
+            assert planned[name].step_s is compared[name]["step_s"] is swept.get("step_s") is None
+            assert planned[name].reason == compared[name]["why_not"]
+            assert "option" not in planned[name].reason
+        else:
+            assert (name, planned[name].step_s) == (name, own.step_s)
+            assert compared[name]["step_s"] == swept.get("step_s") == own.step_s
+            ran += own.step_s is not None
+    assert ran == runs
+
+
 @pytest.mark.parametrize(("sequences", "others"), [(1, "2"), (3, "2 or 4")])
 def test_what_gpus_cannot_divide_is_refused_by_name_and_not_trained_twice(
     sequences: int, others: str, tmp_path: Path

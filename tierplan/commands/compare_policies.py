@@ -40,9 +40,6 @@ from tierplan.sim.output.text import columns, format_bytes, format_s, in_short, 
 if TYPE_CHECKING:
     from tierplan.planner.prediction import Prediction
 
-OWN_SEMANTICS = ("harmony", "virtual-memory", "megatron-pp", "mobius", "roundpipe")
-"""Policies that update in one way and in no other."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(parser, "--policies NAME", "only these (default: all that suit the machine)", nargs="+")
@@ -53,9 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from tierplan.planner.compared import is_same
     from tierplan.planner.policies import check_name, comparable
-    from tierplan.planner.prediction import Prediction
     from tierplan.studies.evaluate import machine_of, predict_point
 
     for name in args.policies or ():
@@ -67,12 +62,7 @@ def run(args: argparse.Namespace) -> int:
     bar = tqdm(names, disable=args.json or not sys.stderr.isatty(), leave=False)
     predictions = []
     for name in bar:
-        semantics = "" if name.startswith(OWN_SEMANTICS) else point.semantics
-        prediction = replace(predict_point(replace(point, policy=name, semantics=semantics)), policy=name)
-        if prediction.plan and point.semantics and not is_same(prediction.plan, point.semantics):  # type: ignore[arg-type]
-            why = f"it updates by {prediction.plan.semantics!r} alone, not by {point.semantics!r}"
-            prediction = Prediction(policy=name, model=prediction.model, machine=machine.name, plan=None, reason=why)
-        predictions.append(prediction)
+        predictions.append(replace(predict_point(replace(point, policy=name)), policy=name))
     if args.plot:
         plot_policies(predictions, args.plot)
     tokens = (point.sequences or point.batch * point.accumulation) * point.seq
