@@ -16,7 +16,7 @@ from tierplan.planner.training_files.configured import (
 from tierplan.planner.training_files.deepspeed import CLIPPING, with_deepspeed
 from tierplan.planner.training_files.fsdp import of_fsdp_config
 from tierplan.planner.training_files.keys import AUTO
-from tierplan.planner.training_files.reading import count, flat, section_of
+from tierplan.planner.training_files.reading import check_undivided, count, flat, section_of
 from tierplan.sim.workloads.workload import Training, WorkloadError
 
 NOT_DISTRIBUTED = ("NO", False, None)
@@ -70,6 +70,8 @@ def _clipping(found: Configured) -> Configured:
 def _of_accelerate(raw: Mapping[str, object], base: Training, path: Path, devices: int) -> Configured:
     if count(raw, "num_machines", 1) != 1:
         raise WorkloadError(f"{path}: num_machines is {raw['num_machines']!r}; steps are explained on one machine")
+    sizes = [f"parallelism_config_{kind}_size" for kind in ("tp", "cp", "sp")]
+    check_undivided(section_of(raw, "parallelism_config"), sizes, path)
     precision = str(raw.get("mixed_precision") or "no").lower()
     if precision not in ("no", "bf16", "fp16"):
         raise WorkloadError(f"{path}: mixed_precision is {precision!r}; no, bf16 and fp16 are supported")

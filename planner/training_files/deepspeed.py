@@ -9,7 +9,16 @@ from typing import Literal
 
 from tierplan.planner.training_files.configured import MIXED, OF_STEP, UNSAID, Configured, check_one_of
 from tierplan.planner.training_files.keys import AUTO, OF_DEEPSPEED, unaccounted_note
-from tierplan.planner.training_files.reading import count, flag, flat, norm, read_beside, section_of, switch
+from tierplan.planner.training_files.reading import (
+    check_undivided,
+    count,
+    flag,
+    flat,
+    norm,
+    read_beside,
+    section_of,
+    switch,
+)
 from tierplan.sim.workloads.workload import Training, WorkloadError
 
 OFFLOAD_PLACES = {"cpu": "host", "nvme": "nvme", "none": "device"}
@@ -27,6 +36,8 @@ def of_deepspeed(
     raw: Mapping[str, object], base: Training, path: str, of_trainer: bool | None = None, devices: int = 1
 ) -> Configured:
     """The Trainer recomputes by its own setting, `of_trainer`, and never looks at DeepSpeed's."""
+    check_undivided(section_of(raw, "tensor_parallel"), ["autotp_size"], path)
+    check_undivided(raw, ["sequence_parallel_size"], path)
     raw = {CLIPPING: 0.0, **raw}
     says = flat(raw)
     made = {} if of_trainer is not None else _left_out(raw, base, devices, path)
@@ -66,9 +77,11 @@ def of_deepspeed(
             f"{' and '.join(PER_GPU)}, whose product divides it"
         )
     section = section_of(raw, "activation_checkpointing")
-    recompute = bool(section) or stage == 3 if of_trainer is None else of_trainer
-    if of_trainer is None and not section:
-        notes.append(UNSAID.format("activation_checkpointing section", "each block" if recompute else "nothing"))
+    is_on = any(section.values())  # all off, as DeepSpeed's documentation has it, it says nothing
+    recompute = is_on or stage == 3 if of_trainer is None else of_trainer
+    if of_trainer is None and not is_on:
+        what = "activation_checkpointing that is on" if section else "activation_checkpointing section"
+        notes.append(UNSAID.format(what, "each block" if recompute else "nothing"))
     if of_trainer is not None and section:
         notes.append(
             "activation_checkpointing is for models that call DeepSpeed's own; under the Trainer its "

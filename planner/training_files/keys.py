@@ -66,6 +66,8 @@ OF_DEEPSPEED: Known = {
     **_known(f"{_ZERO}offload_param.", "device nvme_path pin_memory", buffer_count=5, buffer_size=1e8, max_in_cpu=1e9),
     **_known("activation_checkpointing.", "profile", partition_activations=False, cpu_checkpointing=False,
         number_checkpoints=(), contiguous_memory_optimization=False, synchronize_checkpoint_boundary=False),
+    **_known("", sequence_parallel_size=1),
+    **_known("tensor_parallel.", autotp_size=(0, 1)),
     **_known("optimizer.", "type"),
     **_known("optimizer.params.", """lr betas eps weight_decay bias_correction adam_w_mode adamw_mode torch_adam
         momentum dampening nesterov set_grad_none muon_lr adam_lr""", amsgrad=False, fp32_optimizer_states=True),
@@ -91,6 +93,9 @@ OF_ACCELERATE: Known = {
     **_known("deepspeed_config.", """zero_stage gradient_accumulation_steps gradient_clipping zero3_init_flag
         zero3_save_16bit_model deepspeed_config_file deepspeed_multinode_launcher deepspeed_moe_layer_cls_names
         offload_optimizer_device offload_param_device offload_optimizer_nvme_path offload_param_nvme_path"""),
+    **_known("parallelism_config.parallelism_config_", """dp_shard_size cp_backend cp_comm_strategy sp_backend
+        sp_seq_length sp_seq_length_is_variable sp_attn_implementation""", dp_replicate_size=1, tp_size=1, cp_size=1,
+        sp_size=1),
     **_known("dynamo_config.", "dynamo_use_dynamic dynamo_use_fullgraph dynamo_use_regional_compilation",
         dynamo_backend=_COMPILED, dynamo_mode="default"),
 }  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tierplan.hwmodels.records import RecordError, parse_json
@@ -70,6 +70,16 @@ def count(raw: Mapping[str, object], name: str, default: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise WorkloadError(f"{name} is {value!r}; it must be a whole number of 1 or more")
     return value
+
+
+def check_undivided(section: Mapping[str, object], names: Iterable[str], path: Path | str) -> None:
+    """Refuses GPUs that share sequences or operators: here each has micro-batches of its own."""
+    for name in names:
+        if section.get(name) != 0 and (num := count(section, name, 1)) > 1:
+            raise WorkloadError(
+                f"{path}: {name} is {num}, by which so many GPUs share every sequence or operator; steps are explained "
+                "where each GPU has micro-batches of its own; make it 1"
+            )
 
 
 def switch(section: Mapping[str, object], name: str, path: Path | str) -> bool | None:

@@ -245,6 +245,20 @@ def test_what_is_recomputed_is_assumed_by_name_where_no_file_says_it(tmp_path: P
     assert any(f"if at all; {assumed} is made again" in note for note in found.notes)
 
 
+@pytest.mark.parametrize(("stage", "assumed"), [(0, "nothing"), (1, "nothing"), (3, "each block")])
+def test_a_section_with_everything_off_says_nothing_of_what_is_recomputed(
+    tmp_path: Path, stage: int, assumed: str
+) -> None:
+    """The one of DeepSpeed's documentation: it sets up calls that the model has to make."""
+    off = dict.fromkeys(("partition_activations", "cpu_checkpointing", "profile"), False) | {"number_checkpoints": None}
+    zero = {"zero_optimization": {"stage": stage}}
+    found, plain = (
+        read_training_file(written(tmp_path, zero | more), BASE) for more in ({"activation_checkpointing": off}, {})
+    )
+    assert (found.policy, found.options) == (plain.policy, plain.options)
+    assert any(f"if at all; {assumed} is made again" in note for note in found.notes)
+
+
 def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2, "stage": 3}}')
     with pytest.raises(WorkloadError, match="'stage' is there twice"):
@@ -379,6 +393,12 @@ def test_accelerate(tmp_path: Path) -> None:
         ("output_dir: x\nfsdp: {full_shard: true}", "fsdp is .*; give true, or words"),
         ("distributed_type: NO\nnum_machines: 4", "num_machines is 4"),
         ("distributed_type: NO\nmixed_precision: fp8", "mixed_precision is 'fp8'"),
+        ("distributed_type: FSDP\nparallelism_config: {parallelism_config_cp_size: 2}", "cp_size is 2, .*; make it 1"),
+        ("distributed_type: FSDP\nparallelism_config: {parallelism_config_tp_size: 4}", "tp_size is 4, .*; make it 1"),
+        ("distributed_type: FSDP\nparallelism_config: {parallelism_config_sp_size: 2}", "sp_size is 2, .*; make it 1"),
+        ("zero_optimization: {}\ntensor_parallel: {autotp_size: 4}", "autotp_size is 4, .*; make it 1"),
+        ("output_dir: x\ndeepspeed: {tensor_parallel: {autotp_size: 2}}", "autotp_size is 2, .*; make it 1"),
+        ("zero_optimization: {}\nsequence_parallel_size: 2", "sequence_parallel_size is 2, .*; make it 1"),
         (
             "distributed_type: DEEPSPEED\nnum_processes: 4\ndeepspeed_config: {deepspeed_config_file: of_two.json}",
             "num_processes is 4, but DeepSpeed's train_batch_size 6, of which one GPU's is 3 is of 2 GPUs",

@@ -51,6 +51,13 @@ ACCELERATED = {"distributed_type": "MULTI_GPU"}
         ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_backward_prefetch": "NO_PREFETCH"}},
          ["fsdp_config.fsdp_backward_prefetch"]),
         ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_cpu_ram_efficient_loading": True}}, []),
+        ({"distributed_type": "FSDP", "num_processes": 2, "parallelism_config": {
+            f"parallelism_config_{key}_size": size
+            for key, size in {"dp_replicate": 1, "dp_shard": 2, "tp": 1, "cp": 1, "sp": 1}.items()
+        }}, []),
+        ({"distributed_type": "FSDP", "parallelism_config": {"parallelism_config_dp_replicate_size": 2}},
+         ["parallelism_config.parallelism_config_dp_replicate_size"]),
+        (DEEPSPEED | {"tensor_parallel": {"autotp_size": 1}, "sequence_parallel_size": 1}, []),
         (ACCELERATED | {"fp8_config": {"backend": "TE"}}, ["fp8_config.backend"]),
     ],
 )  # fmt: skip
