@@ -307,6 +307,8 @@ def test_what_does_not_fit_says_why_and_what_would(point: Point) -> None:
     assert "No: it does not fit" in text
     assert "Device memory" not in text  # it is in the middle of a sentence
     assert found.record()["costs"] is None
+    said = {name: found.record()[name] for name in ("policy", "dtype", "semantics")}
+    assert said == {"policy": "planner", "dtype": "bf16", "semantics": "in-backward"}, "as where it fits"
     assert found.rented is not None
     assert re.search(r"1 B tokens +not on this machine +or rented .* USD, .* \(cloud-h100", text)
 

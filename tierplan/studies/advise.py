@@ -20,7 +20,8 @@ from tierplan.hwmodels.description import PARTS
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import NVME_WRITE
 from tierplan.planner.infeasible import InfeasiblePlan, found_shortly, has_room
-from tierplan.planner.plan import UnitwisePlan
+from tierplan.planner.plan import UnitwisePlan, plain_semantics
+from tierplan.planner.plan_rules import PLANNER
 from tierplan.planner.questions.endurance import UNKNOWN_LIFE, allowed_bytes_per_s, life_text
 from tierplan.planner.questions.largest import family
 from tierplan.planner.search.lesser import Known
@@ -279,7 +280,9 @@ def answer_point(point: Point, *, like: Point | None = None, found: Sequence[Kno
     try:
         best = best_plan(point)
     except InfeasiblePlan as error:
-        return impossible_record(error)
+        training = training_of(point, machine_of(point))
+        said = {"dtype": training.dtype, "semantics": point.semantics or plain_semantics(training)}
+        return {**impossible_record(error), "policy": PLANNER, **said}
     for known in found:
         best = or_known(best, point, known)
     if like is not None and point.sequences:
