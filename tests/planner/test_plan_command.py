@@ -57,6 +57,8 @@ def test_sub_batches_say_whose_numbers_they_give():
     of_whole, of_tiled = (BestPlan(workload=workload, machine=toy_machine(), result=r) for r in (whole, tiled))
     assert answer_record(of_whole)["numbers_of"] == {"micro_batch": 4, "accumulation": 1}
     assert answer_record(of_tiled)["numbers_of"] == {"micro_batch": 2, "accumulation": 2}
+    assert answer_record(of_whole)["numbers"] == []
+    assert answer_record(of_tiled)["numbers"] == ["of training in 2 micro-batches of 2 sequences"]
     text = "\n".join(answer_lines(of_tiled))
     assert "2 sub-batches" in text
     assert re.search("numbers  +of training in 2 micro-batches of 2 sequences", text)

@@ -217,6 +217,14 @@ def test_a_quick_answer_is_a_lower_bound_and_says_so(advice: Advice, point: Poin
     assert all(what in text for what in planned)
 
 
+def test_the_text_says_of_what_training_the_numbers_are_as_plan_does(advice: Advice) -> None:
+    for numbers in ([], ["of training in 2 micro-batches of 2 sequences", "not of plain training: late"]):
+        lines = advice_lines(replace(advice, answer={**advice.answer, "numbers": numbers}))
+        rows = [" ".join(line.split()) for line in lines]
+        assert [row for row in rows if row.startswith("numbers ")] == [f"numbers {text}" for text in numbers[:1]]
+        assert {*numbers[1:]} <= {*rows}
+
+
 def test_prices_are_told_of_what_is_shown(advice: Advice) -> None:
     shown = {str(part) for c in advice.changes for part in c.bought.overrides.values()}
     told = {text.partition(" costs ")[0] for text in advice.assumptions if " costs " in text and "USD (" in text}

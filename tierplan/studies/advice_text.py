@@ -182,6 +182,7 @@ def _figures(advice: Advice) -> list[tuple[str, str]]:
         larger = "; none larger was found, and no bound excludes one" if advice.larger_model_may_fit else ""
         figures.append(("largest model", f"{advice.largest_model}, one sequence at a time{larger}"))
     if advice.fits:
+        figures += [("" if k else "numbers", text) for k, text in enumerate(answer["numbers"])]
         figures.append(("rates", str(answer["basis"])))
     return figures
 

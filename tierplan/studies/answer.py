@@ -46,6 +46,7 @@ def answer_record(best: BestPlan) -> dict[str, object]:
         **{name: getattr(unitwise, name, None) for name in ("order", "sub_batches")},
         **{name: getattr(training, name) for name in ("sequence_length", "dtype")},
         "numbers_of": _numbers_of(result.prediction),
+        "numbers": numbers_texts(result.prediction),
         **{name: getattr(result, name) for name in OF_RESULT},
         "bound_shares": dict(result.bound_shares),
         "s_per_gb": dict(result.s_per_gb),
@@ -229,16 +230,22 @@ def _numbers_of(prediction: Prediction) -> dict[str, int]:
 
 
 def numbers_rows(prediction: Prediction) -> list[tuple[str, str]]:
+    """What `numbers_texts` say, as rows."""
+    lines = (line for text in numbers_texts(prediction) for line in wrapped(text, 58))
+    return [("" if k else "numbers", line) for k, line in enumerate(lines)]
+
+
+def numbers_texts(prediction: Prediction) -> list[str]:
     """What sub-batches change in the last bits, and late updates and coded activations in more."""
     numbers, same_as = [], _numbers_of(prediction)
     if isinstance(prediction.plan, UnitwisePlan) and prediction.plan.sub_batches > 1:
         numbers.append(f"of training in {_batches(same_as['accumulation'], same_as['micro_batch'])}")
     if prediction.plan is not None and (other := other_numbers(prediction.plan)):
-        numbers += wrapped(f"not of plain training: {other}", 58)
+        numbers.append(f"not of plain training: {other}")
     step = prediction.schedule.step if prediction.schedule else None
     if step is not None and (form := step.training.activation_format):
         numbers.append(f"not of plain training: activations that leave the device do so in {form}")
-    return [("" if k else "numbers", text) for k, text in enumerate(numbers)]
+    return numbers
 
 
 def devices_rows(plan: Plan) -> list[tuple[str, str]]:
