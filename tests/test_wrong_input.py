@@ -217,6 +217,17 @@ def test_systems_of_which_none_runs_are_an_answer(capsys: pytest.CaptureFixture[
     asked = ["compare-policies", *SCENARIO, "--batch", "1"]
     assert main([*asked, "--policies", "in-memory", "full-recompute"]) == 3
     assert main([*asked, "--policies", "in-memory", "fuyou"]) == 0
+    nowhere = ["compare-policies", *SCENARIO, "--batch", "4096", "--policies", "planner"]
+    assert main(nowhere) == main([*nowhere, "in-memory"]) == 3
+
+
+def test_names_of_systems_stand_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    """A comma between them was a part of the name of a policy that there is not."""
+    for names in (["in-memory,fuyou"], ["in-memory,", "fuyou"], ["in-memory", ",", "fuyou"]):
+        assert main(["compare-policies", *SCENARIO, "--policies", *names]) == 1
+        said = capsys.readouterr().err
+        assert "separated by spaces: --policies in-memory fuyou" in said
+        assert len(said.splitlines()) == 1
 
 
 def test_systems_that_update_in_another_way_do_not_run(capsys: pytest.CaptureFixture[str]) -> None:

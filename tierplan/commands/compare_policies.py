@@ -53,6 +53,10 @@ def run(args: argparse.Namespace) -> int:
     from tierplan.planner.policies import check_name, comparable
     from tierplan.studies.evaluate import machine_of, predict_point
 
+    given = " ".join(args.policies or ())
+    if "," in given:
+        apart = " ".join(given.replace(",", " ").split())
+        raise ValueError(f"--policies is {given!r}, but names are separated by spaces: --policies {apart}")
     for name in args.policies or ():
         if name != PLANNER:
             check_name(name)
