@@ -117,6 +117,16 @@ class UnitAmounts:
     """A gradient of parameters that it shares, on the device from its backward to their owner's."""
     fwd_reads_params: bool
     bwd_reads_params: bool
+    stays: int | None
+    """A tiny saved tensor, where all of forward takes longer than making all of them again: where everything is
+    dropped, forward runs again with what comes after the last of them, too."""
+
+    def acts(self, each: Sequence[Action]) -> Action | tuple[Action, ...]:
+        """Of the unit's saved tensors; one for all where they are the same."""
+        if self.stays is not None and all(act == "recompute" for act in each):
+            each = [*each[: self.stays], "keep", *each[self.stays + 1 :]]
+        return tuple(each) if len(set(each)) > 1 else next(iter(each), "keep")
+
     gathered_gb: float = 0.0
     """Of its parameters, what its ops have on the device beside this one's shard."""
 
@@ -391,6 +401,7 @@ def _unit(unit: Unit, workload: Workload, machine: Machine, names: Mapping[str, 
         else 0.0,
         fwd_reads_params=owner >= 0,
         bwd_reads_params=owner >= 0 and unit.saves_parameters,
+        stays=_stays(unit, machine),
     )
 
 
@@ -436,6 +447,16 @@ def _groups(unit: Unit, machine: Machine, is_first: bool) -> tuple[SlotGroup, ..
             )
         )
     return tuple(found)
+
+
+def _stays(unit: Unit, machine: Machine) -> int | None:
+    least = min(unit.saved, key=lambda t: t.size_bytes, default=None)
+    if least is None or unit.kind != "block" or unit.recompute is not None or not all(t.replayable for t in unit.saved):
+        return None
+    again_s, whole_s = (
+        seconds_alone(machine, COMPUTE, work) for work in (unit.work_again(range(len(unit.saved))), unit.forward)
+    )
+    return least.index if least.size_bytes < TINY_FRAC * unit.saved_bytes and again_s < whole_s else None
 
 
 def _made_together(unit: Unit) -> list[tuple[int, ...]]:

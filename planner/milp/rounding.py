@@ -115,5 +115,4 @@ def _unit_plan(problem: Problem, u: int, mode: int, actions: Sequence[str]) -> U
             x = action
         for slot, act in group.acts(action).items():  # type: ignore[arg-type]
             acts[slot] = act
-    same = acts[0] if acts else "keep"
-    return replace(MODES[mode], input=x, acts=tuple(acts) if len(set(acts)) > 1 else same)  # type: ignore[arg-type]
+    return replace(MODES[mode], input=x, acts=unit.acts(acts))  # type: ignore[arg-type]

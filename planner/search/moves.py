@@ -268,7 +268,7 @@ def acting(choice: UnitPlan, problem: Problem, u: int, g: int, action: str) -> U
     actions = [choice.action(k) for k in range(sum(len(other.slots) for other in problem.units[u].groups))]
     for k, act in group.acts(action).items():  # type: ignore[arg-type]
         actions[k] = act
-    return replace(choice, acts=tuple(actions) if len(set(actions)) > 1 else actions[0])
+    return replace(choice, acts=problem.units[u].acts(actions))
 
 
 def _with_unit(plan: UnitwisePlan, u: int, choice: UnitPlan) -> UnitwisePlan:

@@ -176,8 +176,9 @@ def holding_least(p: Problem) -> Iterator[UnitwisePlan]:
             ), mode.grads == grads
 
         mode = max((MODES[k] for k in p.modes(u)), key=distance)
-        is_block = p.workload.units[u].kind == "block"
-        made = replace(mode, input=away, acts="recompute") if is_block else mode
+        unit, amounts = p.workload.units[u], p.units[u]
+        acts = amounts.acts(["recompute"] * len(unit.saved))
+        made = replace(mode, input=away, acts=acts) if unit.kind == "block" else mode
         return in_shards(made, max(STATE_SHARDS))
 
     has_modes = all(p.modes(u) for u in range(len(p.units)))

@@ -201,3 +201,16 @@ def test_what_one_operation_makes_is_decided_together_and_costs_its_work_once() 
         work = block.work_again([k for g in chosen for k in g.slots])
         assert sum(g.recompute_s for g in chosen) <= machine.cost(COMPUTE, work).work_s * (1 + 1e-9)
     assert sum(g.recompute_s for g in groups) == pytest.approx(machine.cost(COMPUTE, work).work_s)
+
+
+def test_where_all_is_dropped_a_tiny_tensor_stays_if_forward_would_run_further_than_needed() -> None:
+    """Behind the last tensor that GPT's block saves comes its last product."""
+    workload, machine = load_workload("gpt-6.7b", Training()), load_machine("desktop-4090")
+    block, unit = workload.units[3], problem(workload, machine, semantics="exact-clip").units[3]
+    acts = unit.acts(["recompute"] * len(block.saved))
+    (kept,) = [k for k, act in enumerate(acts) if act == "keep"]
+    assert block.saved[kept].size_bytes <= 16
+    dropped = block.work_again([k for k in range(len(block.saved)) if k != kept])
+    assert dropped["matmul_bf16_flops"] * 3 == block.forward["matmul_bf16_flops"] * 2
+    assert unit.acts(["keep"] * len(block.saved)) == "keep"
+    assert problem(workload, machine, semantics="exact-clip").units[0].stays is None
