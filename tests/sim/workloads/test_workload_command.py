@@ -177,7 +177,7 @@ OF_TRAINER = "--batch 4 --accumulation 2 --optimizer sgd --max-grad-norm 2"
     "content",
     [
         {"output_dir": "x"},
-        {"output_dir": "x", "deepspeed": {"zero_optimization": {"stage": 2}}},
+        {"output_dir": "x", "deepspeed": {"zero_optimization": {"stage": 2}, "gradient_clipping": "auto"}},
         {"output_dir": "x", "use_liger_kernel": True, "deepspeed": {"gradient_clipping": "auto"}},
     ],
 )
