@@ -422,7 +422,7 @@ def _groups(unit: Unit, machine: Machine, is_first: bool) -> tuple[SlotGroup, ..
 
     least_bytes, least_s = SMALL_FRAC * unit.saved_bytes, SMALL_FRAC * seconds_of(whole)
     members, small = dict[_Key, list[SavedTensor]](), len(unit.saved)
-    for alike in _made_together(unit):
+    for alike in unit.made_together:
         first = max((unit.saved[k] for k in alike), key=lambda t: t.size_bytes)
         again = first.replayable and is_block
         is_tiny = first.size_bytes < TINY_FRAC * unit.saved_bytes
@@ -457,16 +457,6 @@ def _stays(unit: Unit, machine: Machine) -> int | None:
         seconds_alone(machine, COMPUTE, work) for work in (unit.work_again(range(len(unit.saved))), unit.forward)
     )
     return least.index if least.size_bytes < TINY_FRAC * unit.saved_bytes and again_s < whole_s else None
-
-
-def _made_together(unit: Unit) -> list[tuple[int, ...]]:
-    """The saved tensors, those in one that the very same operations make: an output and its statistics."""
-    found: list[tuple[int, ...]] = [(t.index,) for t in unit.saved]
-    for common in unit.common:
-        if all(unit.saved[k].recompute == common.work for k in common.tensors):
-            found = [alike for alike in found if alike[0] not in common.tensors]
-            found.append(common.tensors)
-    return found
 
 
 def _works_of(unit: Unit, members: Mapping[_Key, Sequence[SavedTensor]]) -> dict[_Key, dict[str, float]]:

@@ -221,10 +221,8 @@ def _times_of_slots(unit: Unit, times: Mapping[int, list[float]], total_s: float
     """
     weights: dict[int, float] = {}
     if all(times[t.index] for t in unit.saved if t.replayable) and any(times.values()):
-        made_by: dict[object, list[SavedTensor]] = {}
-        for t in unit.saved if all(times.values()) else [t for t in unit.saved if t.replayable]:
-            made_by.setdefault((t.name, tuple(t.recompute.items()), t.needs), []).append(t)
-        for together in made_by.values():
+        for indices in unit.made_together:
+            together = [unit.saved[k] for k in indices if all(times.values()) or unit.saved[k].replayable]
             seconds = sum(median(times[t.index]) for t in together)
             size_bytes = sum(t.size_bytes for t in together)
             weights |= {

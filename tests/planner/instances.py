@@ -8,10 +8,9 @@ from dataclasses import replace
 from typing import Literal
 
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream, TierSpec
-from tierplan.planner.milp.amounts import Problem, UnitAmounts
+from tierplan.planner.milp.amounts import Problem
 from tierplan.planner.milp.modes import MODES
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.sim.step import Action
 from tierplan.sim.workloads.workload import SavedTensor, Training, Unit, Workload
 
 MB = 1_000_000
@@ -127,12 +126,6 @@ def random_machine(rng: random.Random, workload: Workload) -> Machine:
     )
 
 
-def _one_in_each_group(acts: list[Action], amounts: UnitAmounts) -> tuple[Action, ...]:
-    """What is decided together has one action: that of the first."""
-    first = {k: group.slots[0] for group in amounts.groups for k in group.slots}
-    return tuple(acts[first.get(k, k)] for k in range(len(acts)))
-
-
 def random_plan(rng: random.Random, problem: Problem) -> UnitwisePlan:
     """Any plan, sensible or not."""
     units = []
@@ -148,9 +141,7 @@ def random_plan(rng: random.Random, problem: Problem) -> UnitwisePlan:
                 input=rng.choice(("keep", "keep", "host", "nvme"))
                 if amounts.groups and not amounts.groups[0].slots
                 else "keep",
-                acts=_one_in_each_group(
-                    [rng.choice(("keep", "recompute", "host", "nvme")) for _ in unit.saved], amounts
-                ),
+                acts=tuple(rng.choice(("keep", "recompute", "host", "nvme")) for _ in unit.saved),
                 late_update=rng.random() < 0.3 and can_be_late,
             )
         )

@@ -366,11 +366,7 @@ MOVED = [
     Case("stages", {"kept": ()}, accumulation=4),
     Case("parts", accumulation=4),
 ]
-MOVED_TOO = [
-    *MOVED,
-    Case("zero-2", accumulation=4),
-    Case("harmony-pp", {**OWN_MEMORY, "pack": 1}, accumulation=4),
-]
+MOVED_TOO = [*MOVED, Case("zero-2", accumulation=4), Case("harmony-pp", {**OWN_MEMORY, "pack": 1}, accumulation=4)]
 """Trained by 1, 2 and 4 ranks with 4, 2 and 1 micro-batches, or by as many stages: plain training on all of them."""
 
 
