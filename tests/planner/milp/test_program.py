@@ -189,9 +189,12 @@ def test_a_repeated_column_is_summed():
     assert Solver().solve(draft.program()).objective == pytest.approx(-2.0)
 
 
-def test_what_one_operation_makes_is_decided_together_and_costs_its_work_once() -> None:
-    """Attention's output, its statistics and its seeds; and no set of groups costs more than its operations."""
-    workload, machine = load_workload("llama-3.1-8b", Training(sequence_length=4096)), load_machine("desktop-4090")
+@pytest.mark.parametrize("lora", ["", "r=16,targets=all-linear"])
+def test_what_one_operation_makes_is_decided_together_and_costs_its_work_once(lora: str) -> None:
+    """Attention's output, its statistics and its seeds; and no set of groups costs more than its operations: adapters
+    beside each other are made again from one norm."""
+    machine = load_machine("desktop-4090")
+    workload = load_workload("llama-3.1-8b", Training(sequence_length=4096, lora=lora))
     block = workload.units[3]
     groups = [g for g in problem(workload, machine, semantics="exact-clip").units[3].groups if g.slots]
     attention = {t.index for t in block.saved if "attention_bf16_flops" in t.recompute}

@@ -39,7 +39,7 @@ RUNS = (range(1), range(1, 4), range(4, 5))
 
 def varied(rng: random.Random, accumulation: int) -> Workload:
     """A chain with all that takes memory or time on the way: work spaces, tables, tied gradients, masks, dropout."""
-    chain = random_chain(rng, rng.choice((2, 3, 5)), accumulation=accumulation)
+    chain = random_chain(rng, rng.choice((2, 3, 5)), slots=4, accumulation=accumulation)
     units = [_varied_unit(rng, unit) for unit in chain.units]
     if rng.random() < 0.6:
         units[0] = replace(
