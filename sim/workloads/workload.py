@@ -346,12 +346,12 @@ class Unit:
     @property
     def made_together(self) -> list[tuple[int, ...]]:
         """The saved tensors, those as one that the very same operations make: an output and its statistics."""
-        found: list[tuple[int, ...]] = [(t.index,) for t in self.saved]
+        groups: list[tuple[int, ...]] = [(t.index,) for t in self.saved]
         for common in self.common:
             if all(self.saved[k].recompute == common.work for k in common.tensors):
-                found = [alike for alike in found if alike[0] not in common.tensors]
-                found.append(common.tensors)
-        return found
+                groups = [alike for alike in groups if alike[0] not in common.tensors]
+                groups.append(common.tensors)
+        return groups
 
     def work_again(self, indices: Collection[int]) -> Amounts:
         """Of making these saved tensors again, each operation once, where the others are there."""
