@@ -7,13 +7,15 @@ from dataclasses import replace
 
 from tierplan.hwmodels.machine import KERNELS
 from tierplan.sim.contents import tile_name
+from tierplan.sim.workloads.work import work_bytes_at
 from tierplan.sim.workloads.workload import SavedTensor, Unit, Workload
 
 
 def cut_batches(workload: Workload, parts: int) -> Workload:
     """`workload` with each micro-batch cut into `parts`, which must divide its number of sequences.
 
-    Saved tensors are exact where their size in one sequence is known. Other amounts are in proportion, rounded up.
+    Saved tensors are exact where their size in one sequence is known, and what is held for a while where it is known in
+    so many. Other amounts are in proportion, rounded up.
     """
     training = workload.training
     assert training.per_device_train_batch_size % parts == 0, "the plan was not checked"
@@ -74,6 +76,9 @@ def _cut(unit: Unit, parts: int, times: int = 1, sequences: int | None = None) -
         of_one_bytes = None if sequences == 1 else t.of_one_bytes
         return replace(t, size_bytes=size_bytes, recompute=work(t.recompute), of_one_bytes=of_one_bytes)
 
+    known = () if sequences is None else unit.other_work_bytes
+    whole = unit.work_bytes(parts if sequences is None else sequences * parts // times)
+    held = work_bytes_at(sequences or times, (whole, *known))
     return replace(
         unit,
         forward=work(unit.forward),
@@ -83,7 +88,8 @@ def _cut(unit: Unit, parts: int, times: int = 1, sequences: int | None = None) -
         common=tuple(replace(common, work=work(common.work)) for common in unit.common),
         input_bytes=size(unit.input_bytes),
         output_bytes=size(unit.output_bytes),
-        forward_work_bytes=size(unit.forward_work_bytes),
-        backward_work_bytes=size(unit.backward_work_bytes),
-        accumulating_work_bytes=size(unit.accumulating_work_bytes),
+        forward_work_bytes=held.forward,
+        backward_work_bytes=held.backward,
+        accumulating_work_bytes=held.accumulating,
+        other_work_bytes=(whole, *known) if known else (),
     )

@@ -43,7 +43,7 @@ from tierplan.runtime.reference import loss_of, without_cache
 from tierplan.runtime.tracing.backend import as_made_before, backend_rules, behind_autocast
 from tierplan.runtime.tracing.models import experts_of, refusals_of_transformers, refuse_untrained
 from tierplan.runtime.tracing.record import UnitRecorder
-from tierplan.sim.workloads.families.slices import with_sizes_of_one
+from tierplan.sim.workloads.families.slices import with_other_sizes
 from tierplan.sim.workloads.fused import with_fused
 from tierplan.sim.workloads.models import check_settings, read_config
 from tierplan.sim.workloads.optimizers import in_flat_order
@@ -55,18 +55,18 @@ def trace_workload(model: str | Path, training: Training) -> Workload:
 
     Raises `WorkloadError` for a model that has no blocks, or that cannot run without data.
     """
-    name, raw = read_config(model, training)
-    return trace_config(name, raw, training)
+    return trace_config(*read_config(model, training), training)
 
 
 def trace_config(
-    name: str,
-    raw: Mapping[str, object],
-    training: Training,
-    *,
-    at: Callable[[Training], Workload] | None = None,
+    name: str, raw: Mapping[str, object], training: Training, *, at: Callable[[Training], Workload] | None = None
 ) -> Workload:
     """The same for a config that is at hand; `at` gives the workload in other settings, where some are kept."""
+    quarter = training.per_device_train_batch_size // 4  # of other sizes this one and one sequence: each takes a while
+    return with_other_sizes(_of_one_size(name, raw, training), at or partial(_of_one_size, name, raw), [quarter])
+
+
+def _of_one_size(name: str, raw: Mapping[str, object], training: Training) -> Workload:
     check_settings(name, raw, training)
     shape = (training.per_device_train_batch_size, training.sequence_length)
     names = ("input_ids", "labels", *(["attention_mask"] if training.padded else []))
@@ -77,8 +77,7 @@ def trace_config(
         tracer = _traced(name, model, training, batch)
         config = experts_of(model.config) | dict(raw)  # which a class may have by default, or by names of its own
     refuse_untrained(name, {n: p.numel() for n, p in tracer.of_name.items() if p.requires_grad}, used=tracer.owner)
-    workload = with_fused(tracer.workload(name, str(raw["model_type"]), config=config))
-    return with_sizes_of_one(workload, at or (lambda training: trace_config(name, raw, training)))
+    return with_fused(tracer.workload(name, str(raw["model_type"]), config=config))
 
 
 def trace_module(

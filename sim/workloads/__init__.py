@@ -1,7 +1,7 @@
 """What is trained, as amounts, without torch:
 
 workload  the record: units, their operations, parameters and saved tensors
-work      amounts by kind, and what several recomputations have in common
+work      amounts by kind; what several recomputations have in common; what is held for a while
 adapters  what is added to a frozen model, as text
 formats   how values lie in a tier: bits, blocks, scales
 fused     what a fused loss and compiled blocks keep and move instead

@@ -16,14 +16,14 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from tierplan.sim.workloads.adapters import read_adapters
 from tierplan.sim.workloads.families import bert, gpt2, llama, opt, qwen
-from tierplan.sim.workloads.families.slices import with_sizes_of_one
+from tierplan.sim.workloads.families.slices import with_other_sizes
 from tierplan.sim.workloads.families.tape import Tape, Value
 from tierplan.sim.workloads.families.units import Config, Family, check_fields, measure_unit
 from tierplan.sim.workloads.formats import bases
@@ -48,6 +48,8 @@ POSITIONS: Mapping[str, str] = {"gpt2": "n_positions", "bert": "max_position_emb
 """What is as long as the sequences there, since the papers' models have positions for the sequences they report on."""
 DEFAULT_POSITIONS: Mapping[str, int] = {"gpt2": 1024, "opt": 2048, "bert": 512}
 """Of models whose config does not say."""
+BATCHES = (1, 2, 4, 8, 16)
+"""Sequences in micro-batches, and parts of those asked for, of which it is known what units hold for a while."""
 
 SIZES: Sequence[Sequence[str]] = (
     ("hidden_size", "n_embd", "d_model"),
@@ -206,6 +208,12 @@ def load_workload(model: str | Path, training: Training) -> Workload:
 
 def workload_of(name: str, raw: Mapping[str, object], training: Training) -> Workload:
     """The same for a config that is at hand."""
+    batch = training.per_device_train_batch_size
+    sizes = [*BATCHES, *(batch // parts for parts in BATCHES)]
+    return with_other_sizes(_of_one_size(name, raw, training), partial(_of_one_size, name, raw), sizes)
+
+
+def _of_one_size(name: str, raw: Mapping[str, object], training: Training) -> Workload:
     family, config = family_of(raw), Config(raw)
     adapters = read_adapters(training.lora or "targets=all-linear")
     is_known = adapters.targets == ("all-linear",) or {*adapters.targets} <= {*family.layers}
@@ -241,7 +249,7 @@ def workload_of(name: str, raw: Mapping[str, object], training: Training) -> Wor
     blocks: list[Unit] = [replace(block, name=f"L{i}") for i in range(config.layers)]
     if embed.is_frozen:  # nobody wants the gradient of what it makes
         blocks[0] = measure_unit("L0", "block", training, run_block, hidden, passes_back=False)
-    workload = with_fused(
+    return with_fused(
         Workload(
             name=name,
             model_type=str(raw["model_type"]),
@@ -251,7 +259,6 @@ def workload_of(name: str, raw: Mapping[str, object], training: Training) -> Wor
             config=dict(raw),
         )
     )
-    return with_sizes_of_one(workload, lambda training: workload_of(name, raw, training))
 
 
 def by_operator(workload: Workload) -> Workload:

@@ -28,7 +28,7 @@ from tierplan.sim.workloads.optimizers import (
     states_bytes,
     update_flops,
 )
-from tierplan.sim.workloads.work import Amounts, CommonWork, flops_of, total_work
+from tierplan.sim.workloads.work import Amounts, CommonWork, WorkBytes, flops_of, total_work
 
 DType = Literal["fp32", "bf16", "fp16"]
 MAX_SEQUENCES = 2**16
@@ -327,6 +327,9 @@ class Unit:
     accumulating_work_bytes: int = 0
     """The same where the gradients of the unit's own parameters are added to earlier ones, which are there throughout;
     at least `backward_work_bytes`."""
+    other_work_bytes: tuple[WorkBytes, ...] = ()
+    """The same three in micro-batches of other sizes, where known. They do not grow in proportion: gradients of
+    parameters are as large for one sequence as for many."""
     spread: float = 0.0
     """Relative standard deviation of measured times; 0 where they are modelled."""
 
@@ -342,6 +345,10 @@ class Unit:
     @property
     def saved_bytes(self) -> int:
         return sum(t.size_bytes for t in self.saved)
+
+    def work_bytes(self, sequences: int) -> WorkBytes:
+        """The three, where its micro-batch has so many sequences."""
+        return WorkBytes(sequences, self.forward_work_bytes, self.backward_work_bytes, self.accumulating_work_bytes)
 
     @property
     def made_together(self) -> list[tuple[int, ...]]:
@@ -435,16 +442,14 @@ class Workload(Shown):
 
     @property
     def num_active(self) -> int | None:
-        """Parameters that a token meets: of experts, those that it is sent to; None where nobody says how many, or
-        where parameters beside experts are frozen: which of them are experts' is not known."""
+        """Parameters that a token meets: of experts, those that it is sent to; None where nobody knows."""
         counts = {count for name in EXPERTS if isinstance(count := self.config.get(name), int)}
-        if counts and any(unit.num_frozen > max(counts) for unit in self.blocks):  # more than a number per expert
-            return None
+        if counts and any(unit.num_frozen > max(counts) for unit in self.blocks):
+            return None  # more than a number per expert is frozen: which parameters are experts' is not known
         experts = [shape for unit in self.units for shape in unit.shapes if len(shape) == 3 and shape[0] in counts]
         if not experts:
             return self.num_parameters
-        chosen = self.config.get("num_experts_per_tok")
-        if not isinstance(chosen, int):
+        if not isinstance(chosen := self.config.get("num_experts_per_tok"), int):
             return None
         return self.num_parameters - sum(prod(shape[1:]) * (shape[0] - chosen) for shape in experts)
 
@@ -464,7 +469,7 @@ class Workload(Shown):
     @property
     def flops(self) -> float:
         """Of one micro-batch's forward and backward, without logits that are made again where the loss is in chunks."""
-        works = [work for unit in self.units for work in (unit.forward, unit.backward)]
+        works = (work for unit in self.units for work in (unit.forward, unit.backward))
         return flops_of(total_work(works)) - (flops_of(self.units[-1].forward) if self.remakes_logits else 0)
 
     @property
@@ -481,9 +486,8 @@ class Workload(Shown):
 
     def record(self) -> dict[str, object]:
         """The workload as JSON values."""
-        record = asdict(self)
-        del record["computed_for"], record["first_with_more"]  # settings again, and what a new trace finds
-        return record
+        left_out = ("computed_for", "first_with_more")  # settings again, and what a new trace finds
+        return {name: value for name, value in asdict(self).items() if name not in left_out}
 
     def rows(self) -> list[dict[str, object]]:
         """The units."""

@@ -5,7 +5,7 @@ Traced workloads record real operations, closed forms record the same operations
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -149,17 +149,22 @@ def saved_tensors(operations: Sequence[Operation], saves: Mapping[int, Save]) ->
     return dict(saved=tuple(result), common=common)
 
 
-def with_sizes_of_one(workload: Workload, at: Callable[[Training], Workload]) -> Workload:
-    """The workload with the sizes that its saved tensors have in one sequence, from the workload `at` that setting."""
+def with_other_sizes(workload: Workload, at: Callable[[Training], Workload], sizes: Iterable[int]) -> Workload:
+    """The workload with what its units hold in micro-batches of other numbers of sequences: saved tensors in one
+    sequence, what they hold for a while in one and in `sizes`. It comes from the workloads `at` those settings."""
     training = workload.training
-    if training.per_device_train_batch_size == 1:
-        return workload
+    own = training.per_device_train_batch_size
+    others = {
+        n: at(replace(training, per_device_train_batch_size=n)).units for n in sorted({1, *sizes} - {own}) if n >= 1
+    }
     units, of_both = [], dict[tuple[int, int], tuple[SavedTensor, ...]]()  # blocks that have theirs in common still do
-    for unit, alone in zip(workload.units, at(replace(training, per_device_train_batch_size=1)).units, strict=True):
-        if len(alone.saved) == len(unit.saved):
+    for u, unit in enumerate(workload.units):
+        held = tuple(of[u].work_bytes(n) for n, of in others.items())
+        alone = others[1][u] if 1 in others else unit
+        if own > 1 and len(alone.saved) == len(unit.saved):
             pairs, both = zip(unit.saved, alone.saved, strict=True), (id(unit.saved), id(alone.saved))
             if both not in of_both:
                 of_both[both] = tuple(replace(t, of_one_bytes=one.size_bytes) for t, one in pairs)
             unit = replace(unit, saved=of_both[both])
-        units.append(unit)
+        units.append(replace(unit, other_work_bytes=held))
     return replace(workload, units=tuple(units))

@@ -213,7 +213,8 @@ def compared(
     tiers = [replace(t, capacity_bytes=capacity_bytes.get(t.name, t.capacity_bytes)) for t in schedule.tiers]
     schedule = replace(schedule, tiers=tuple(tiers))
     model = build_model(config, training)
-    batches = [next(random_batches(model.config, training))] * 100
+    assert schedule.step is not None
+    batches = [next(random_batches(model.config, schedule.step.training))] * 100
     device, host = Meter(), Meter()
     with mock.patch.object(Device, "on", counting(device)), Trainer(schedule, model, nvme_dir=tmp_path) as trainer:
         trainer.run(batches, 0)
@@ -248,6 +249,20 @@ def test_peaks_are_the_ledgers(name: str, dtype: str, tmp_path: Path) -> None:
     least = 0.99 if name in ONE_AFTER_ANOTHER else 0.5
     assert least * peaks["gpu0"] <= device.peak_bytes <= 1.01 * peaks["gpu0"]
     assert least * peaks["host"] <= host.peak_bytes <= 1.01 * peaks["host"] + num_buffers * PAGE_BYTES
+
+
+@pytest.mark.filterwarnings("ignore:Module is None")
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_peaks_are_the_ledgers_of_a_micro_batch_that_is_cut(family: str, tmp_path: Path) -> None:
+    """A table with many words: its gradient is made whole for each part, beside the sum of those before."""
+    config = {**HEAVY[family], "vocab_size": 4096, "tie_word_embeddings": False}
+    training = training_of(dtype="fp32", per_device_train_batch_size=4, sequence_length=8)
+
+    def plan_of(workload: Workload) -> Plan:
+        return replace(uniform_plan(workload, UNIFORM["all recomputed"]), order="vertical", sub_batches=4)
+
+    device, _, peaks, _ = compared(config, training, plan_of, tmp_path)
+    assert 0.99 * peaks["gpu0"] <= device.peak_bytes <= 1.01 * peaks["gpu0"]
 
 
 @pytest.mark.sampled

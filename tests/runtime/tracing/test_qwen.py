@@ -119,8 +119,9 @@ def _loss_under_autocast(logits: torch.Tensor, batch: Mapping[str, Any]) -> torc
 
 
 def alike(unit: Unit, **same: Any) -> Unit:
-    """Without what a module in memory does not say: names of operations, and sizes for one sequence."""
-    return replace(unit, saved=tuple(replace(t, name="", of_one_bytes=None) for t in unit.saved), **same)
+    """Without what a module in memory does not say: names of operations, and sizes in other micro-batches."""
+    saved = tuple(replace(t, name="", of_one_bytes=None) for t in unit.saved)
+    return replace(unit, saved=saved, other_work_bytes=(), **same)
 
 
 def traced(model: nn.Module, training: Training, loss: Any = _loss) -> list[Unit]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import astuple, fields, replace
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING
 from transformers.activations import ACT2FN
 
 from tests.configs import CLOSED, config_of
-from tierplan.planner.lowering.tiling import cut_batches
+from tierplan.planner.lowering.tiling import cut_batches, with_batch
 from tierplan.runtime.tracing.trace import trace_config
 from tierplan.sim.workloads.families.llama import ROPE_TYPES
 from tierplan.sim.workloads.families.ops import COMPOSITE, SAVE_INPUT, SAVE_OUTPUT
@@ -22,9 +22,11 @@ SETTINGS = (("cpu", "fp32", 2), ("cpu", "bf16", 1), ("cuda", "bf16", 2), ("cuda"
 
 
 def nameless(unit: Unit) -> Unit:
-    """The unit without the names of operations, which are for people; matrices either way (GPT-2's lie on the side)."""
+    """The unit without the names of operations, which are for people; matrices either way (GPT-2's lie on the side).
+    Of micro-batches of other sizes, only those of one sequence are looked at in both."""
     shapes = tuple(tuple(sorted(shape)) for shape in unit.shapes)
-    return replace(unit, shapes=shapes, saved=tuple(replace(t, name="") for t in unit.saved))
+    alone = tuple(held for held in unit.other_work_bytes if held.sequences == 1)
+    return replace(unit, shapes=shapes, saved=tuple(replace(t, name="") for t in unit.saved), other_work_bytes=alone)
 
 
 def assert_equal(closed: Workload, traced: Workload) -> None:
@@ -200,10 +202,33 @@ def test_a_micro_batch_that_is_cut_saves_what_a_smaller_one_does(family: str, pa
         training = Training(per_device_train_batch_size=batch, sequence_length=24, dtype="bf16", backend=backend)  # type: ignore[arg-type]
         return workload_of("x", config_of(family), training)
 
-    cut, smaller = cut_batches(of(6), parts), of(6 // parts)
-    for mine, other in zip(cut.units, smaller.units, strict=True):
+    whole, smaller = of(6), of(6 // parts)
+    for mine, grown, other in zip(
+        cut_batches(whole, parts).units, with_batch(of(1), 6 // parts).units, smaller.units, strict=True
+    ):
         assert [t.size_bytes for t in mine.saved] == [t.size_bytes for t in other.saved]
+        assert mine.work_bytes(1) == other.work_bytes(1)
+        assert grown.work_bytes(1) == other.work_bytes(1) or parts == 2  # between what is known of two and of four
+        assert all(x >= y for x, y in zip(astuple(grown.work_bytes(1)), astuple(other.work_bytes(1)), strict=True))
         assert (mine.input_bytes, mine.output_bytes) == (other.input_bytes, other.output_bytes)
+
+
+@pytest.mark.parametrize("batch", [4, 8])
+def test_no_less_is_held_for_a_while_in_a_part_of_a_micro_batch_than_in_one_as_small(batch: int) -> None:
+    """A table's gradient is made whole however few tokens there are, and so are those of experts."""
+    raw = config_of("mixtral") | {"vocab_size": 4096}
+
+    def of(batch: int) -> Workload:
+        return trace_config("x", raw, Training(per_device_train_batch_size=batch, sequence_length=24))
+
+    whole = of(batch)
+    for parts in (2, 4, batch):
+        smaller = of(batch // parts)
+        for mine, other in zip(cut_batches(whole, parts).units, smaller.units, strict=True):
+            pairs = [*zip(astuple(mine.work_bytes(1)), astuple(other.work_bytes(1)), strict=True)]
+            assert all(cut >= exact * (1 - 1e-3) for cut, exact in pairs)
+            assert parts < batch or all(cut == exact for cut, exact in pairs)
+    assert smaller.units[0].accumulating_work_bytes > whole.units[0].accumulating_work_bytes / 2
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [("cpu", "bf16"), ("cuda", "bf16"), ("cuda", "fp32")])
