@@ -101,6 +101,8 @@ class InfeasiblePlan(PlanError):
     """Why none spares the drives, where memory is not what is short."""
     not_found: str = ""
     """How long was searched, where the clock ended that and a plan may fit."""
+    may_fit: bool = False
+    """No bound excludes a plan: none was found, and `reason` is why the nearest to it does not fit."""
     others: tuple[str, ...] = ()
     """Policies that fit, and train other numbers."""
     is_slower: bool = False
@@ -125,6 +127,11 @@ class InfeasiblePlan(PlanError):
             where = f"into the memory of {self.machine.name!r}"
             return f"no plan that fits {self.workload.name!r} {where} was found {self.not_found}"
         lines = [f"no plan fits {self.workload.name!r} into the memory of {self.machine.name!r}"]
+        if self.may_fit:
+            lines = [
+                f"no plan that fits {self.workload.name!r} into the memory of {self.machine.name!r} was found, and no "
+                "bound says that there is none"
+            ]
         for s in self.shortages:
             lines.append(
                 f"{'or ' * (len(lines) > 1)}{s.tier} memory is short by at least {format_bytes(s.short_bytes)}: it has "
@@ -133,7 +140,8 @@ class InfeasiblePlan(PlanError):
             if s.tier == "device" and (note := logits_note(self.workload, s.needed_bytes)):
                 lines[-1] += f"; of a whole micro-batch {note}"
         if not self.shortages:
-            lines.append(self.reason or "no single tier alone would make it possible")
+            nearest = "of those that were tried, the nearest does not: " if self.may_fit and self.reason else ""
+            lines.append(nearest + (self.reason or "no single tier alone would make it possible"))
         if self.others:
             lines.append(f"with other numbers than plain training's, policies fit: {', '.join(self.others)}")
         return "; ".join(lines)

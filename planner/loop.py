@@ -464,7 +464,9 @@ class Search:
         reason = "" if lacking or nearest is None else nearest.reason
         others = tuple(name for name, result in self.compared.items() if result(is_best=False).step_s is not None)
         asked = self.asked_semantics
-        return InfeasiblePlan(self.workload, self.machine, lacking, reason, others=others, semantics=asked)
+        return InfeasiblePlan(
+            self.workload, self.machine, lacking, reason, may_fit=not lacking and may_fit, others=others, semantics=asked
+        )
 
     def _result(self, best: Candidate[Plan], bound: Bound, status: Status) -> PlanResult:
         assert best.step_s is not None

@@ -137,6 +137,21 @@ def test_a_search_that_the_clock_ended_does_not_say_that_nothing_fits(monkeypatc
         plan(chain(forward_s=[1.0] * 3, parameters=[MB] * 3, saved_mb=[[5]] * 3), small_machine(), time_limit_s=2)
 
 
+def test_that_nothing_fits_is_said_where_a_bound_says_so():
+    """Parameters of 2 MB never pass through a host of 1 MB, but in amounts as small as a bound's they would."""
+    workload = chain(forward_s=[0.03] * 4, parameters=[MB] * 4, saved_mb=[[3]] * 4, border_mb=1)
+    with pytest.raises(
+        InfeasiblePlan, match=r"^no plan that fits .* was found, and no bound .* the nearest does"
+    ) as caught:
+        plan(workload, small_machine(device_mb=20, host_mb=1, nvme_mb=1000), time_limit_s=1)
+    assert caught.value.may_fit
+    assert not caught.value.shortages
+    with pytest.raises(InfeasiblePlan, match="^no plan fits 'chain of 4'") as caught:
+        plan(workload, small_machine(device_mb=4, host_mb=1, nvme_mb=1000), time_limit_s=1)
+    assert not caught.value.may_fit
+    assert caught.value.shortages
+
+
 def test_clipping_refuses_updates_in_backward():
     workload = chain(forward_s=[1.0], parameters=[MB], saved_mb=[[5]], max_grad_norm=1.0)
     with pytest.raises(PlanError, match=r"delayed by a step .* are not clipped"):

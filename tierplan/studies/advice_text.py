@@ -113,7 +113,7 @@ def _title(advice: Advice) -> str:
 def _answer(advice: Advice) -> str:
     answer = advice.answer
     if not advice.fits:
-        no = "No: it does not fit" if answer["searched"] else "No plan was found"
+        no = "No plan was found" if answer["may_fit"] else "No: it does not fit"
         if answer["wears_drives"]:
             no = f"No: the drives do not last {digits(advice.point.drive_lifetime_years or 0)} years"
         if not advice.changes:

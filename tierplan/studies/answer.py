@@ -30,9 +30,11 @@ OF_RESULT = ("lower_bound_s", "gap", "status", "solve_s", "total_s", "milp_gap")
 
 
 def impossible_record(error: InfeasiblePlan) -> dict[str, object]:
-    """That nothing fits, or that the clock ended the search (`searched` is false then), as one JSON object."""
+    """That nothing fits, or was found (`may_fit` is true then, and where the clock ended the search `searched` is
+    false), as one JSON object."""
     shortages = [{**asdict(s), "short_bytes": s.short_bytes} for s in error.shortages]
     why = {"searched": not error.not_found, "wears_drives": bool(error.endurance)}
+    why |= {"may_fit": error.may_fit or bool(error.not_found)}
     return {"fits": False, "reason": str(error), "shortages": shortages, **why}
 
 
