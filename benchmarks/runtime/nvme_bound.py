@@ -284,7 +284,7 @@ def run(configuration: Configuration, machine: Machine, nvme_dir: Path, *, predi
     if predict_only:
         return found
     result = train(configuration, workload.training, schedule, nvme_dir)
-    ends = list(cut_steps(result.trace).end_ns.values())
+    ends = [end_ns for _, end_ns in cut_steps(result.trace).windows_ns.values()]
     measured = ratios_between(result.trace.spans, ends[WARMUP_STEPS - 1 : -1])  # nothing follows the last step
     taken = {x.key: Cost(0.0, x.duration_ns / 1e9) for x in result.trace.spans}
     again = simulate(unroll(schedule, len(ends)), taken)

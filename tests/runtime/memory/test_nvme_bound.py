@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.models import GIB, gpt2
 from benchmarks.records import read
 from benchmarks.runtime import nvme_bound
 from benchmarks.runtime import page as runtime_page
 from benchmarks.runtime.nvme_bound import CONFIGURATIONS, Configuration, Ratios, covered_s, ratios_between
 from benchmarks.trainings import machine
 from tierplan.planner.lowering import lower
+from tierplan.planner.plan import UnitPlan
 from tierplan.sim.analysis.explain import stream_times
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.trace import Span, Trace
@@ -62,6 +64,15 @@ def test_a_step_ends_with_its_last_op_and_not_before_earlier_steps() -> None:
     spans = (span("s0/a", "a", 0, 5), span("s1/a", "a", 1, 2), span("s1/b", "a", 2, 3), span("s10/a", "a", 8, 9))
     trace = Trace(name="t", spans=spans, memory=(), capacity_bytes={}, peak_bytes={})
     assert [end_ns for _, end_ns in cut_steps(trace).windows_ns.values()] == [5 * S, 5 * S, 9 * S]
+
+
+def test_a_configuration_is_planned_predicted_trained_and_told(tmp_path: Path) -> None:
+    tiny = Configuration(
+        name="tiny", config=gpt2(64, 1), places=UnitPlan(grads="host", states="nvme"), device_bytes=GIB, host_bytes=GIB
+    )
+    record = nvme_bound.run(tiny, machine(GIB, GIB), tmp_path, predict_only=False)
+    assert len(record["measured"]["over_busiest_by_step"]) == nvme_bound.STEPS
+    assert record["measured"]["step_s"] > 0
 
 
 def test_the_page_shows_what_is_in_the_files_that_it_names() -> None:
