@@ -1,8 +1,5 @@
 """Arguments of public functions beside their annotations: what is swapped, or of another type, is refused by name.
 
-    checked(plan, "tierplan.plan")          the function, which looks at its arguments first
-    check_annotated("Trainer", hints, given)  the same for settings that are at hand
-
 What is not told from an annotation, such as the items of an iterator, is left to the function.
 """
 
@@ -61,7 +58,7 @@ def checked(function: Callable[P, R], name: str) -> Callable[P, R]:
 
 
 def check_annotated(whose: str, hints: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raises `ArgumentError` for the first that is not as annotated."""
+    """Raises `ArgumentError` for the first argument, or setting, that is not as annotated."""
     for name, value in given.items():
         hint = hints.get(name, Any)
         if not _is(value, hint):

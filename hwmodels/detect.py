@@ -1,9 +1,4 @@
-"""What this machine is, by what its system says: a machine of the catalog to start from, and what nobody told.
-
-ask_system()  the texts of nvidia-smi, lspci, lsblk, lscpu and the kernel, of those that are there
-pci_devices() the kernel's list of drives and GPUs: the PCIe links above each, and its NUMA node
-propose(...)  values of a description from them, the nearest machine of the catalog, and what is not known
-"""
+"""What this machine is, by what its system says: a machine of the catalog to start from, and what nobody told."""
 
 from __future__ import annotations
 
@@ -50,7 +45,7 @@ class Proposal:
 
 
 def ask_system() -> dict[str, str]:
-    """What the commands that are there print, by their names."""
+    """What the commands that are there print, by their names, and the kernel's texts of memory and PCIe devices."""
     said = {}
     for name, line in COMMANDS.items():
         words = line.split()
@@ -66,7 +61,7 @@ def ask_system() -> dict[str, str]:
 
 
 def pci_devices(devices: Path) -> str:
-    """As JSON: kind and NUMA node of each, and its links upwards, each as its device's name, GT/s and lanes at most."""
+    """Drives and GPUs as JSON: kind, NUMA node, links upwards, each as its device's name, GT/s and lanes at most."""
     found = []
     for device in sorted(devices.iterdir()):
         kind = {"0x0108": "nvme", "0x0300": "gpu", "0x0302": "gpu"}.get((device / "class").read_text()[:6])

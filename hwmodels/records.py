@@ -1,10 +1,4 @@
-"""Records in files, read strictly by msgspec: every field of its type, and no field that the class does not have.
-
-load_record(Trace, path, ...)       a dataclass from a file of JSON with a format and a version
-decode(Campaign, tomllib.loads(t))  a dataclass from what a parser gives
-check_record(plan, PlanError)       the same rules for one in memory
-schema_of(Schedule, ...)          what `load_record` takes, for other tools
-"""
+"""Records in files, read strictly by msgspec: every field of its type, and no field that the class does not have."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 It knows nothing of the configurations that are to be predicted. How far predictions from it are off is tested on its
 own plans: each plan's step is predicted from the turns of the other plans alone (`Calibration.checks`).
-
-    CalibrationError(ValueError)   a file that is no calibration, or one that does not suit; says which and what to do
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ LEAST_FRAC = 0.01
 
 
 class CalibrationError(ValueError):
-    """A file that is no calibration, or one that does not suit what is asked."""
+    """A file that is no calibration, or one that does not suit what is asked; says which, and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,6 @@
 
 The file lists groups of runs. A group is one model family at one width, batch and sequence length. Right before its
 runs comes a calibration run, with a model of a depth that none of the runs has.
-
-    CampaignError(ValueError)   a campaign or an artifact that cannot be read; names the file and the entry
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Reads what `tierplan plan` and `tierplan run` leave behind, for the comparison.
-
-RunFolderError(ValueError)   a folder that is not that of a run; says what is missing
-"""
+"""Reads what `tierplan plan` and `tierplan run` leave behind, for the comparison."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from tierplan.sim.trace import Trace
 
 
 class RunFolderError(ValueError):
-    """A folder that is no run."""
+    """A folder that is not that of a run; says what is missing."""
 
 
 def load_run(folder: str | os.PathLike[str]) -> tuple[Trace, tuple[float, ...]]:

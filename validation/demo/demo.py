@@ -1,10 +1,7 @@
-"""The main job from end to end on this machine: measure, calibrate, plan, simulate, train, compare.
+"""The main job from end to end on this machine, as `tierplan demo --help` says it.
 
-A model of about 25 M parameters is trained on the sources of Python's standard library, read as bytes. The budgets of
-device and host memory are so small that plain training does not fit, and most optimizer states must go to NVMe. The
-planner makes a plan, the simulator predicts its steps with an interval, and the runtime executes it: between steps, a
-reference piece of work says how slow the machine is. The same training in memory shows which losses and weights are
-right.
+Most optimizer states must go to NVMe. Between steps, a reference piece of work says how slow the machine is. The same
+training in memory shows which losses and weights are right.
 """
 
 from __future__ import annotations

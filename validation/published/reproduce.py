@@ -1,7 +1,5 @@
 """Published figures beside predictions: every row that was asked, with its signed error, answered or not.
 
-    reproduce("fuyou")
-
 The rows are in `published/*.toml`, each with its source and role: `calibrate` rows fixed named constants of a machine
 of the catalog, `check` rows were never fitted, `prediction` rows have no published figure, `variant` rows repeat a row
 under another reading of the system. A quantity's function below says how a row is put to the simulator; nothing there

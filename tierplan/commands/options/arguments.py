@@ -1,7 +1,4 @@
-"""Types for arguments: what they refuse is said before anything is read or computed, and the exit status is 2.
-
-option(parser, "--seed N", "of weights", whole(0), 0)     any option, as its help shows it
-"""
+"""Types for arguments: what they refuse is said before anything is read or computed, and the exit status is 2."""
 
 from __future__ import annotations
 
