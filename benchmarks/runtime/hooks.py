@@ -11,7 +11,6 @@ checkpointing, over the three passes of each block.
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.records import arguments
 from benchmarks.runtime.peers import use_one_rank
 
 BLOCKS, BATCHES, STEPS, WIDTH, VOCABULARY = 12, 4, 8, 64, 128
@@ -67,7 +67,7 @@ def _micro_batch(system: str, model: Any) -> Callable[[], object]:
 
 def main() -> None:
     """Prints one figure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("system", nargs="?", default="plain", choices=["plain", "zero-1", "zero-2", "zero-3", "fsdp"])
     parser.add_argument("--lora", action="store_true")
     asked = parser.parse_args()

@@ -1,8 +1,7 @@
 """How close a training step comes to its busiest stream, on plans that the drive limits.
 
-    python -m benchmarks.runtime.nvme_bound --nvme-dir /mnt/nvme/scratch [--json FILE] [--predict-only]
-
-The machine is measured first (half a minute). Then each configuration is planned for it, predicted, and trained:
+`benchmarks.runtime.speed --only busiest` runs it. The machine is measured first (half a minute). Then each
+configuration is planned for it, predicted, and trained:
 
     states                              a GPT-2 whose optimizer states lie on the drive, the rest in memory
     parameters and states               a Llama; gradients wait in host memory
@@ -37,10 +36,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from benchmarks.models import GIB, VOCABULARY, gpt2
-from benchmarks.records import Record, about, arguments, save
+from benchmarks.records import Record
 from benchmarks.trainings import batches
 from tierplan.hwmodels.build import build_machine
 from tierplan.hwmodels.machine import Cost, Machine
@@ -316,7 +313,7 @@ def _shown(ratios: Ratios) -> str:
     )
 
 
-def busiest(nvme_dir: Path, *, predict_only: bool = False) -> Record:
+def busiest(nvme_dir: Path, *, predict_only: bool) -> Record:
     """All configurations on this machine, as it is measured now."""
     machine = build_machine(measure_description(nvme_dir, budget_s=30, device="cpu", dtypes=("bf16", "fp32")))
     rates = {s.name: {kind: rate.points[-1][1] for kind, rate in s.rates.items()} for s in machine.streams}
@@ -324,19 +321,3 @@ def busiest(nvme_dir: Path, *, predict_only: bool = False) -> Record:
     for configuration in CONFIGURATIONS:
         found[configuration.name] = run(configuration, machine, nvme_dir, predict_only=predict_only)
     return found
-
-
-def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--nvme-dir", type=Path, required=True)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--predict-only", action="store_true", help="measure the machine and plan, but do not train")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    args.nvme_dir.mkdir(parents=True, exist_ok=True)
-    found = busiest(args.nvme_dir, predict_only=args.predict_only)
-    save(args.json, {**about(), "torch": torch.__version__, **found})
-
-
-if __name__ == "__main__":
-    main()

@@ -141,6 +141,7 @@ def main() -> None:
     parser.add_argument("--nvme-dir", type=Path, required=True)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", nargs="+", default=["fio", "busiest", "overlap", "larger"])
+    parser.add_argument("--predict-only", action="store_true", help="of `busiest`: measure and plan, but do not train")
     parser.add_argument("--cap-gib", type=float, default=6.0)
     parser.add_argument("--width", type=int, default=2560)
     parser.add_argument("--blocks", type=int, default=25)
@@ -157,7 +158,7 @@ def main() -> None:
         else:
             print("fio is not installed: drives are not compared (Debian: apt-get install fio)")
     if "busiest" in args.only:
-        record["busiest"] = busiest(args.nvme_dir)
+        record["busiest"] = busiest(args.nvme_dir, predict_only=args.predict_only)
     if "overlap" in args.only:
         record["overlap"] = overlap(args.nvme_dir)
     if "larger" in args.only:
