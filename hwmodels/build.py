@@ -324,7 +324,7 @@ def _collectives(draft: _Draft, num_gpus: int) -> None:
     hops = Rate.constant(1 / draft.number("link.collective_latency"))
     share = draft.number("gpu.collective_share")
     told = draft.description.quantity("link.collective")
-    if num_gpus > 1 and _uses_pcie(draft) and told is not None and told.basis == "given":
+    if _uses_pcie(draft) and told is not None and told.basis == "given":
         each, own = draft.fastest(h2d(0)), draft.rate("link.collective").at(2)
         if own > each * (1 + 1e-9):
             raise MachineError(

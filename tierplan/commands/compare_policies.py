@@ -64,9 +64,7 @@ def run(args: argparse.Namespace) -> int:
     machine = machine_of(point)
     names = list(dict.fromkeys(args.policies or [PLANNER, *comparable(machine.num_devices)]))
     bar = tqdm(names, disable=args.json or not sys.stderr.isatty(), leave=False)
-    predictions = []
-    for name in bar:
-        predictions.append(replace(predict_point(replace(point, policy=name)), policy=name))
+    predictions = [replace(predict_point(replace(point, policy=name)), policy=name) for name in bar]
     if args.plot:
         plot_policies(predictions, args.plot)
     tokens = (point.sequences or point.batch * point.accumulation) * point.seq

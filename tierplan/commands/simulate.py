@@ -99,13 +99,9 @@ def _largest(args: argparse.Namespace, options: dict[str, object]) -> int:
     machine = machine_of(point)
     with working("looking for the largest model"):
         largest = largest_model(args.policy, machine, training_of(point, machine), options)
-    if largest.fits is None:
-        lines = [f"{args.policy}: not even {largest.next_model} fits on {machine.name}", f"  {largest.next_why_not}"]
-    elif largest.next_model:
+    beyond = "this is the deepest that was looked at: larger models may fit too, give theirs with --model"
+    if largest.next_model:
         beyond = f"the next size, {largest.next_model}, does not fit: {largest.next_why_not}"
-    else:
-        beyond = "this is the deepest that was looked at: larger models may fit too, give theirs with --model"
-    if largest.fits is not None:
-        lines = [prediction_text(largest.fits), beyond]
-    tell(args, largest.record(), lines)
+    lines = [f"{args.policy}: not even {largest.next_model} fits on {machine.name}", f"  {largest.next_why_not}"]
+    tell(args, largest.record(), [prediction_text(largest.fits), beyond] if largest.fits is not None else lines)
     return 0 if largest.fits is not None else 3

@@ -110,11 +110,14 @@ def table_lines(workload: Workload) -> list[str]:
     flop_name, flop_scale = ("TFLOP", 1e12) if is_large else ("GFLOP", 1e9)
     tokens = t.per_device_train_batch_size * t.sequence_length
 
+    def effort(work: Mapping[str, float]) -> float:
+        return work["s"] * 1e3 if "s" in work else flops_of(work) / flop_scale
+
     def row(name: str, among: Sequence[Unit], more: Sequence[str]) -> tuple[str, ...]:
         owned = sum(u.num_parameters for u in among)
         states = sum(t.states_bytes(u) for u in among)
         sizes = (states, sum(u.input_bytes for u in among), sum(u.saved_bytes for u in among))
-        efforts = (sum(effort(getattr(u, way), flop_scale) for u in among) for way in ("forward", "backward"))
+        efforts = (sum(effort(getattr(u, way)) for u in among) for way in ("forward", "backward"))
         return (
             name, format_count(owned), *(digits(round(size / scale, 3)) for size in sizes), *more, *map(digits, efforts)
         )  # fmt: skip
@@ -181,8 +184,3 @@ def unit_lines(unit: Unit) -> list[str]:
         *columns(rows, right=(0, 1, 3, 4)),
         "TFLOP and GiB moved: to recompute it from the tensors in the last column.",
     ]
-
-
-def effort(work: Mapping[str, float], flop_scale: float) -> float:
-    """FLOPs in the table's unit, or milliseconds where a time was measured."""
-    return work["s"] * 1e3 if "s" in work else flops_of(work) / flop_scale

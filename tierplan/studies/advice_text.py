@@ -193,16 +193,12 @@ def _rent(advice: Advice) -> list[tuple[str, str]]:
     if rented is None:
         return []
     by_hour = f"{rented.machine}, {rented.usd_per_hour:g} USD/h"
-    rows = [("  or rented", f"{_usd(rented.usd)} USD, {format_s(rented.seconds)} ({by_hour})")]
+    usd = f"{rented.usd:,.{2 if rented.usd < 100 else 0}f}"  # cents where they matter
+    rows = [("  or rented", f"{usd} USD, {format_s(rented.seconds)} ({by_hour})")]
     for change in advice.changes[:1]:
         hours = f"costs as much as {change.bought.price_usd / rented.usd_per_hour:,.0f} h of that"
         rows.append(("  or bought", f"{change.bought.what} {hours}"))
     return rows
-
-
-def _usd(amount: float) -> str:
-    """Cents where they matter."""
-    return f"{amount:,.2f}" if amount < 100 else f"{amount:,.0f}"
 
 
 def _limits(advice: Advice) -> list[Sensitivity]:

@@ -197,16 +197,17 @@ def advise(
         known: Known | None = answer.get("known")
         anew = partial(figures_of, than=now, here=point)
         changed, only = _like(like, known) if quick and known else (like, {} if quick else {"known": known})
-        # what is asked last should not take long: many GPUs do, second cards, and what has no answer for a start
-        longest = ("gpu.count", "gpu.part", "machine")
-        gpus = [_num_gpus(b, load_description(b.machine) if b.machine else description) for b in bought]
-        ranks = [(-n, *(b.kind != kind for kind in longest), -b.price_usd) for n, b in zip(gpus, bought, strict=True)]
-        asked = [bought[k] for k in sorted(range(len(bought)), key=ranks.__getitem__)]
+
+        def rank(b: Purchase) -> tuple[float, ...]:
+            """What is asked last should not take long: many GPUs do, second cards, what has no answer for a start."""
+            machine, count = load_description(b.machine) if b.machine else description, b.overrides.get("gpu.count")
+            num_gpus = count if isinstance(count, int) else machine.number("gpu.count") or 1
+            return (-num_gpus, *(b.kind != kind for kind in ("gpu.count", "gpu.part", "machine")), -b.price_usd)
 
         def asked_of(b: Purchase) -> Callable[[], Row]:
             return ask([b.applied(like if b.machine else changed)], anew if b.machine else partial(anew, **only))[0]
 
-        row_of = {b.what: asked_of(b) for b in asked}
+        row_of = {b.what: asked_of(b) for b in sorted(bought, key=rank)}
         # where nothing runs yet, the cheapest that does is wanted, and bounds of speed say little of room
         able = [b for b in some if left_out.get(b.what)] if answer.get("fits") is False else []
         for b in sorted(able, key=lambda b: (b.price_usd, -left_out[b.what])):
@@ -249,11 +250,6 @@ def advise(
             ),
         ),
     )
-
-
-def _num_gpus(bought: Purchase, machine: Description) -> float:
-    count = bought.overrides.get("gpu.count")
-    return count if isinstance(count, int) else machine.number("gpu.count") or 1
 
 
 def _like(point: Point, known: Known) -> tuple[Point, dict[str, Any]]:
@@ -322,17 +318,12 @@ def figures_of(
         best = best_plan(point, **only)
     except InfeasiblePlan:
         return {"fits": False}
-    prediction = best.result.prediction
-    if than and prediction.tokens_per_s and prediction.tokens_per_s / than - 1.0 < QUICKER_FRAC:
+    per_s = best.result.prediction.tokens_per_s or inf
+    if than and per_s / than - 1.0 < QUICKER_FRAC:
         return {"fits": False}  # nobody asks what limits it, which takes a simulation for each part
-    if (
-        than
-        and here
-        and prediction.tokens_per_s
-        and prediction.tokens_per_s < reached(here, best.known) * (1 + QUICKER_FRAC)
-    ):
+    if than and here and per_s < reached(here, best.known) * (1 + QUICKER_FRAC):
         return {"fits": False, "here": best.known}
-    return {name: getattr(prediction, name) for name in names}
+    return {name: getattr(best.result.prediction, name) for name in names}
 
 
 def promise_of(point: Point) -> dict[str, object]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from tierplan.hwmodels import load_description
 from tierplan.hwmodels.description import find_key
+from tierplan.hwmodels.names import DEVICE
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.sim.output.text import format_s
 from tierplan.studies.evaluate import BestPlan, best_plan
@@ -37,7 +38,7 @@ def frontier(point: Point, best: BestPlan, *, fracs: Sequence[float] = FRONTIER_
     """
     points: list[FrontierPoint] = []
     least_s: float | None = None
-    capacity_bytes = _device_bytes(best)
+    capacity_bytes = best.machine.tier(DEVICE).capacity_bytes
     reserve_bytes = int(load_description(point.machine, point.settings).number("gpu.reserve") or 0)
     for frac in sorted(fracs):
         size = int(capacity_bytes * frac)
@@ -59,18 +60,14 @@ def frontier(point: Point, best: BestPlan, *, fracs: Sequence[float] = FRONTIER_
 
 def quicker_with_less(points: Sequence[FrontierPoint], best: BestPlan) -> str:
     """That a search with less memory came upon a quicker plan than the answer, where one did; else nothing."""
-    step_s = best.result.step_s
-    least_s = min((p.step_s for p in points if p.step_s and p.device_bytes <= _device_bytes(best)), default=step_s)
+    step_s, capacity_bytes = best.result.step_s, best.machine.tier(DEVICE).capacity_bytes
+    least_s = min((p.step_s for p in points if p.step_s and p.device_bytes <= capacity_bytes), default=step_s)
     if least_s >= step_s:
         return ""
     return (
         f"the picture has a plan for less device memory whose step takes {format_s(least_s)}, and which runs with all "
         f"of it: the search for this answer, of {format_s(step_s)}, was too short (--time-limit)"
     )
-
-
-def _device_bytes(best: BestPlan) -> int:
-    return next(tier.capacity_bytes for tier in best.machine.tiers if tier.kind == "device")
 
 
 def plot_frontier(points: Sequence[FrontierPoint], path: str | os.PathLike[str], best: BestPlan) -> None:
@@ -81,12 +78,13 @@ def plot_frontier(points: Sequence[FrontierPoint], path: str | os.PathLike[str],
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
+    own_gib = best.machine.tier(DEVICE).capacity_bytes / GIB
     planned = [(p.device_bytes / GIB, p.step_s) for p in points if p.step_s is not None]
     bounded = [(p.device_bytes / GIB, p.lower_bound_s) for p in points if p.lower_bound_s is not None]
     axes.plot([x for x, _ in planned], [y for _, y in planned], "o-", drawstyle="steps-post", label="planned")
     written_s = 0.0
     for x, step_s in planned:
-        if abs(step_s - written_s) > 0.02 * step_s or x == _device_bytes(best) / GIB:
+        if abs(step_s - written_s) > 0.02 * step_s or x == own_gib:
             # aslant, so that neighbours do not write over each other
             axes.annotate(
                 format_s(step_s), (x, step_s), xytext=(0, 5), textcoords="offset points", fontsize="small", rotation=30
@@ -95,7 +93,7 @@ def plot_frontier(points: Sequence[FrontierPoint], path: str | os.PathLike[str],
     axes.plot([x for x, _ in bounded], [y for _, y in bounded], "--", label="lower bound")
     for k, p in enumerate(p for p in points if p.step_s is None):
         axes.axvline(p.device_bytes / GIB, color="0.8", linewidth=1, label="" if k else "does not fit")
-    axes.axvline(_device_bytes(best) / GIB, color="tab:green", linewidth=1, label="this machine")
+    axes.axvline(own_gib, color="tab:green", linewidth=1, label="this machine")
     axes.set(
         xlabel="device memory (GiB)",
         ylabel=f"time of {best.result.prediction.tokens:,} tokens, a step (s)",

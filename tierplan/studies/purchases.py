@@ -190,13 +190,9 @@ def check_rent(here: Description, rented: Description) -> None:
 
 def gpus_for(case: str) -> dict[str, Description]:
     """GPUs of the catalog by name, which are sold and for which a case (`host.form`) has room."""
-    found = {}
-    for name in catalog_names("gpus"):
-        part = load_part("gpu", name)
-        form = part.quantity("gpu.form")
-        if form and form.value in GPU_FORMS[case] and part.number("gpu.price"):  # type: ignore[operator]  # a text
-            found[name] = part
-    return found
+    parts = {name: load_part("gpu", name) for name in catalog_names("gpus")}
+    form_of = {name: form.value for name, part in parts.items() if (form := part.quantity("gpu.form"))}
+    return {n: part for n, part in parts.items() if form_of.get(n) in GPU_FORMS[case] and part.number("gpu.price")}
 
 
 def worth_planning(bought: Sequence[Purchase], bounds: Sequence[float], now: float = 0.0) -> list[bool]:

@@ -427,30 +427,25 @@ def peak_of(steady: SteadyState, kinds: Sequence[str] = (), without: Sequence[st
     return peak
 
 
-def _activation_peak(prediction: Prediction) -> int:
-    """Of activations and their gradients."""
-    assert prediction.steady is not None
-    return peak_of(prediction.steady, ("acts", "work"))
-
-
-def _against(table: Settings, settings: Settings, other: str, **options: object) -> tuple[Prediction, Prediction]:
+def _against(table: Settings, settings: Settings, other: str, **options: object) -> Iterator[SteadyState]:
+    """The policy's steady state, and another one's."""
     head_saves, machine = table["head"][settings["head"]]["saves"], _machine(settings)
     workload = tensor_parallel_workload(settings, table["chunk"], head_saves)
-    options = {"semantics": "in-backward", **options}
-    return predict(settings["policy"], workload, machine), predict(other, workload, machine, options)
+    for policy, asked in ((settings["policy"], None), (other, {"semantics": "in-backward", **options})):
+        steady = predict(policy, workload, machine, asked).steady
+        assert steady is not None
+        yield steady
 
 
 def _peak_below(table: Settings, settings: Settings, other: str, **options: object) -> float:
-    """Share by which the activation peak is below that of another policy."""
-    offloaded, kept = _against(table, settings, other, **options)
-    return 1 - _activation_peak(offloaded) / _activation_peak(kept)
+    """Share by which the peak of activations and their gradients is below that of another policy."""
+    offloaded, kept = (peak_of(one, ("acts", "work")) for one in _against(table, settings, other, **options))
+    return 1 - offloaded / kept
 
 
 def _overhead(table: Settings, settings: Settings) -> float:
     offloaded, kept = _against(table, settings, "in-memory")
-    assert offloaded.step_s is not None
-    assert kept.step_s is not None
-    return offloaded.step_s / kept.step_s - 1
+    return offloaded.period_s / kept.period_s - 1
 
 
 def _below_recompute(table: Settings, settings: Settings) -> float:
