@@ -1,23 +1,8 @@
 """A machine's description: the parts it is made of, every number with its source. Read from and written to TOML.
 
-name = "my-machine"
-summary = "one sentence"
-[gpu]
-part = "rtx-4090"                                   # numbers of the catalog, unless given here
-matmul_fp16 = { value = "150 TFLOP/s", basis = "measured", source = "own benchmark", spread = 0.02 }
-[host]
-capacity = "64 GiB"                                 # a plain value is `given`: its source is this file
-[[switch]]                                          # optional: who shares a PCIe switch's link to the host
-name = "plx0"
-limit = "24 GB/s"
-members = ["gpu0", "gpu1", "nvme"]
-[[limit]]                                           # optional: any other shared limit, in fractions of full speed
-name = "cores"
-limit = 1.0
-takes = { "gpu0.compute" = 1.0, "host.adam" = 1.0 }
-
-The keys are one table (`keys.toml`), for reading, checking, `--set` and the documentation. A key without a default is
-absent from the machine unless somebody gives it. A `required` key must be given.
+`docs/machines.md` shows a file. The keys are one table (`keys.toml`), for reading, checking, `--set` and the
+documentation. A key without a default is absent from the machine unless somebody gives it. A `required` key must be
+given.
 """
 
 from __future__ import annotations
