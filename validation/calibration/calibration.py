@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from math import exp, hypot, log, sqrt
 from statistics import median
-from typing import Any
 
 from tierplan.hwmodels.machine import Machine, PredictionBasis, Stream
 from tierplan.hwmodels.names import COMPUTE, compute, on_first_device, parse_stream
@@ -256,45 +255,32 @@ def _stream_fit(
 
 
 def _unit_fit(unit: Unit, profiled: Unit, factors: Factors, described: Machine) -> UnitFit:
-    modelled = _modelled_s(unit, described)
-
-    def over(kind: str, work: Mapping[str, float], modelled_s: float) -> float:
-        return work.get("s", 0.0) * factors[kind, unit.kind] / modelled_s
-
-    recompute = (RECOMPUTE, profiled.recompute) if profiled.recompute else ("forward", profiled.forward)
-    return UnitFit(
-        forward=over("forward", profiled.forward, modelled["forward"]),
-        backward=over("backward", profiled.backward, modelled["backward"]),
-        recompute=over(*recompute, modelled["recompute"]),
-        saved=tuple(over(PARTIAL, t.recompute, s) for t, s in zip(profiled.saved, modelled["saved"], strict=True)),
-        spread=profiled.spread,
+    again = (RECOMPUTE, profiled.recompute) if profiled.recompute else ("forward", profiled.forward)
+    timed = [("forward", profiled.forward), ("backward", profiled.backward), again]
+    timed += [(PARTIAL, t.recompute) for t in profiled.saved]
+    forward, backward, recompute, *saved = (
+        work.get("s", 0.0) * factors[kind, unit.kind] / modelled_s
+        for (kind, work), modelled_s in zip(timed, _modelled_s(unit, described), strict=True)
     )
+    return UnitFit(forward=forward, backward=backward, recompute=recompute, saved=tuple(saved), spread=profiled.spread)
 
 
-def _modelled_s(unit: Unit, machine: Machine) -> dict[str, Any]:
-    """Seconds of the unit's computations by the machine's description; none is 0."""
+def _modelled_s(unit: Unit, machine: Machine) -> list[float]:
+    """Seconds by the machine's description of forward, backward, recomputation and each saved tensor's; none is 0."""
     forward_s = machine.cost(COMPUTE, unit.forward).work_s or 1e-6
-
-    def seconds(work: Mapping[str, float]) -> float:
-        return machine.cost(COMPUTE, work).work_s + LEAST_FRAC * forward_s
-
-    return {
-        "forward": forward_s,
-        "backward": seconds(unit.backward),
-        "recompute": seconds(unit.recompute or unit.forward),
-        "saved": [seconds(t.recompute) for t in unit.saved],
-    }
+    others = (unit.backward, unit.recompute or unit.forward, *(t.recompute for t in unit.saved))
+    return [forward_s, *(machine.cost(COMPUTE, work).work_s + LEAST_FRAC * forward_s for work in others)]
 
 
 def _timed(unit: Unit, fit: UnitFit, machine: Machine) -> Unit:
-    modelled = _modelled_s(unit, machine)
+    forward_s, backward_s, recompute_s, *saved_s = _modelled_s(unit, machine)
     factors = fit.saved if len(fit.saved) == len(unit.saved) else (fit.recompute,) * len(unit.saved)
-    saved = zip(unit.saved, factors, modelled["saved"], strict=True)
+    saved = zip(unit.saved, factors, saved_s, strict=True)
     return replace(
         unit,
-        forward={"s": fit.forward * modelled["forward"]},
-        backward={"s": fit.backward * modelled["backward"]},
-        recompute={"s": fit.recompute * modelled["recompute"]} if unit.saved else None,
+        forward={"s": fit.forward * forward_s},
+        backward={"s": fit.backward * backward_s},
+        recompute={"s": fit.recompute * recompute_s} if unit.saved else None,
         saved=tuple(replace(t, recompute={"s": factor * s}) for t, factor, s in saved),
         common=(),
         spread=fit.spread,
