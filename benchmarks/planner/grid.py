@@ -119,23 +119,17 @@ def answer(
         return {"fits": False, "reason": str(error), "time_limit_s": time_limit_s}
     best = result.best_policy
     in_memory = result.policies["in-memory"].step_s is not None
+    figures = ("step_s", "lower_bound_s", "gap", "status", "solve_s", "total_s", "num_simulated")
     return {
         "fits": True,
-        "step_s": result.step_s,
-        "lower_bound_s": result.lower_bound_s,
-        "gap": result.gap,
+        **{name: getattr(result, name) for name in figures},
+        **{name: getattr(result.plan, name) for name in ("order", "sub_batches")},
         "bound_by": next(iter(result.bound_shares), ""),
         "best_policy": best,
         "best_policy_s": result.policies[best].step_s if best else None,
         "in_memory_fits": in_memory,
         "decided_by": result.plan.policy,
-        "order": result.plan.order,
-        "sub_batches": result.plan.sub_batches,
-        "status": result.status,
-        "solve_s": result.solve_s,
-        "total_s": result.total_s,
         "computed_s": time.process_time() - started,
-        "num_simulated": result.num_simulated,
         "time_limit_s": time_limit_s,
     }
 
