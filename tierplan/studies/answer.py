@@ -316,10 +316,14 @@ def prediction_text(p: Prediction) -> str:
     num_batches = 1 if p.plan is None else p.plan.num_batches
     seq = p.tokens // (p.micro_batch * p.accumulation * num_batches)
     has = wrapped(step_text(p.micro_batch, p.accumulation, num_batches, p.devices, seq), 58)
+    speed = f"{p.flops / p.step_s / 1e12:.1f} TFLOP/s"
+    if p.tflops_8nd is not None:
+        active = "active " * (p.num_active != p.num_parameters)
+        speed += f" ({p.tflops_8nd:.1f} as papers count: 8 FLOPs per {active}parameter and token)"
     rows = [
         *_head_rows(p, f"{p.tokens_per_s:,.1f}", spent),
         *(("" if k else "a step has", line) for k, line in enumerate(has)),
-        ("of the model", f"{p.flops / p.step_s / 1e12:.1f} TFLOP/s{_as_papers_count(p)}"),
+        ("of the model", speed),
         ("semantics", p.plan.semantics if p.plan else ""),
         *numbers_rows(p),
         *alike_rows(
@@ -330,10 +334,3 @@ def prediction_text(p: Prediction) -> str:
         *_last_rows(p),
     ]
     return "\n".join([*wrapped(head), *columns(rows), "", *columns(limit_rows(p.limits), right=(1, 2))])
-
-
-def _as_papers_count(prediction: Prediction) -> str:
-    if prediction.tflops_8nd is None:
-        return ""
-    active = "active " * (prediction.num_active != prediction.num_parameters)
-    return f" ({prediction.tflops_8nd:.1f} as papers count: 8 FLOPs per {active}parameter and token)"

@@ -153,12 +153,15 @@ def write_what_if(
         f"{prices.years:g} years, DRAM as shops sell it, at {prices.dram_usd_per_gib:g} USD per GiB more or less than "
         "the machine has."
     )
+    planner_s, short = points[0].planner_s, ""
+    if planner_s is not None and planner_s * OPS_PER_S < DEFAULT_OPS:
+        short = f"The planner had at most {planner_s:g} s for each: with more it finds quicker plans. "
     settings = " ".join(points[0].words[2:])  # behind the sequence's length
     about = (
         f"{machine.summary or machine.name}; {points[0].seq} tokens a sequence{settings and f', {settings}'}. "
         f"{len(points):,} answers, all computed "
         "beforehand: nothing is asked of a network. "
-        f"{_short_search(points[0].planner_s)}{money} Assumed: {'; '.join(energy_assumptions(machine, prices))}."
+        f"{short}{money} Assumed: {'; '.join(energy_assumptions(machine, prices))}."
     )
     body = (
         f"<style>{style}</style>\n"
@@ -169,13 +172,6 @@ def write_what_if(
     )
     write_page(path, f"What if: training on {machine.name}", [body])
     return rows
-
-
-def _short_search(planner_s: float | None) -> str:
-    """What the reader has to know of searches that were cut short."""
-    if planner_s is None or planner_s * OPS_PER_S >= DEFAULT_OPS:
-        return ""
-    return f"The planner had at most {planner_s:g} s for each: with more it finds quicker plans. "
 
 
 def shown_row(point: Point, row: Row, prices: PriceList, tokens: float) -> dict[str, Any]:

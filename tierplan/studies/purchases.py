@@ -12,7 +12,7 @@ from typing import Any
 from tierplan.hwmodels import Description
 from tierplan.hwmodels.build import GPU_FORMS
 from tierplan.hwmodels.catalog import catalog_names, load_description, load_part
-from tierplan.hwmodels.description import Key, find_key, override
+from tierplan.hwmodels.description import find_key, override
 from tierplan.hwmodels.machine import MachineError
 from tierplan.planner.questions.endurance import SECONDS_PER_YEAR
 from tierplan.studies.study import Point
@@ -95,12 +95,12 @@ class Purchase:
         if self.machine:
             return replace(point, machine=self.machine, overrides=self.overrides, devices=None)
         devices = None if "gpu.count" in self.overrides else point.devices
-        kept = {name: value for name, value in point.overrides.items() if not self._replaces(find_key(name))}
+        kept = {  # what says nothing of a part in whose place another one is bought
+            name: value
+            for name, value in point.overrides.items()
+            if (key := find_key(name)).whole or f"{key.section}.part" not in self.overrides
+        }
         return replace(point, overrides={**kept, **self.overrides}, devices=devices)
-
-    def _replaces(self, key: Key) -> bool:
-        """Whether a key says something of a part in whose place another one is bought."""
-        return f"{key.section}.part" in self.overrides and not key.whole
 
 
 def purchases(description: Description, prices: PriceList) -> list[Purchase]:

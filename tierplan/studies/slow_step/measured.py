@@ -140,7 +140,8 @@ def read_kineto(path: str, step_s: float | None = None) -> MeasuredStep:
         ]
     except DAMAGED as error:
         raise MeasuredStepError(f"{path} is no trace of torch.profiler, as export_chrome_trace writes it") from error
-    steps = sorted({(e["ts"], e["ts"] + e["dur"]) for e in events if _is_step(e)})
+    named = [e for e in events if str(e.get("name")).startswith("ProfilerStep#")]
+    steps = sorted({(e["ts"], e["ts"] + e["dur"]) for e in named if e.get("cat") != "gpu_user_annotation"})
     steps = steps[1:] if len(steps) > 2 else steps
     marked_s = (steps[-1][1] - steps[0][0]) / len(steps) / 1e6 if steps else 0.0
     if step_s and marked_s and not 1 / MOST_OF_ONE <= marked_s / step_s <= MOST_OF_ONE:
@@ -182,10 +183,6 @@ def _length(events: Iterable[Mapping[str, Any]]) -> float:
     """From the begin of the first to the end of the last."""
     begins, ends = zip(*((e["ts"], e["ts"] + e["dur"]) for e in events), strict=True)
     return float(max(ends) - min(begins))
-
-
-def _is_step(event: Mapping[str, Any]) -> bool:
-    return str(event.get("name")).startswith("ProfilerStep#") and event.get("cat") != "gpu_user_annotation"
 
 
 def _kind(event: Mapping[str, Any]) -> str | None:
