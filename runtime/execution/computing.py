@@ -1,22 +1,18 @@
-"""Ops that compute a unit: micro-batches on their way through the model.
-
-What an op's buffers are to it is worked out once, by their positions among what it reads and writes, since an op is the
-same in every step.
-"""
+"""Ops that compute a unit: micro-batches on their way through the model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 from tierplan.runtime.autograd.absent import refuse_count
 from tierplan.runtime.autograd.flow import Flow, flow_of
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun
 from tierplan.runtime.autograd.plain_values import PlainState
-from tierplan.runtime.autograd.units import FlatParameters, ModelUnit, first_trained
-from tierplan.runtime.execution.gradients import GradientRole, WithoutGradient, begin_gradients, end_gradients
-from tierplan.runtime.execution.instances import Call
+from tierplan.runtime.autograd.units import ModelUnit, first_trained
+from tierplan.runtime.execution.gradients import WithoutGradient, WrittenGradient, begin_gradients, end_gradients
+from tierplan.runtime.execution.instances import Call, Instance
 from tierplan.runtime.execution.values import (
     REMEDY,
     BufferValue,
@@ -24,12 +20,12 @@ from tierplan.runtime.execution.values import (
     SavedTensorsHandle,
     SizeError,
     begin_input,
-    content_of,
     expect,
     expect_at_most,
     value_of,
 )
 from tierplan.sim.contents import (
+    Content,
     Frozen,
     Gradients,
     Input,
@@ -42,47 +38,7 @@ from tierplan.sim.contents import (
     parse_content,
 )
 from tierplan.sim.ranks import Turn, is_pipeline, turns
-from tierplan.sim.schedule import Buffer, Op, Schedule
-
-
-class Roles(NamedTuple):
-    """What the buffers of one op are to it."""
-
-    parameters: tuple[tuple[int, FlatParameters], ...]
-    """That it reads, and whose memory they are."""
-    outputs: tuple[int, ...]
-    """Inputs of units that it writes."""
-    kept: tuple[int, ...]
-    """Saved tensors that stay, or are made again."""
-    saved: tuple[tuple[int, tuple[int, ...]], ...]
-    """Saved tensors that go their own way, with their indices."""
-    gradients: tuple[GradientRole, ...]
-    input_gradients: tuple[int, ...]
-
-
-def _roles_of(op: Op, buffers: Mapping[str, Buffer], unit_of: Callable[[str], ModelUnit]) -> Roles:
-    """Those of a computing op's buffers; `buffers` and `unit_of` know them by name."""
-    reads = [parse_content(buffers[name].content) for name in op.reads]
-    writes = [parse_content(buffers[name].content) for name in op.writes]
-    tied_at = {content.unit: k for k, content in enumerate(reads) if isinstance(content, TiedGradients)}
-    parameters, saved, gradients = [], [], []
-    for k, content in enumerate(reads):
-        if isinstance(content, Params | Frozen):
-            unit = unit_of(content.unit)
-            parameters.append((k, unit if isinstance(content, Params) else unit.frozen))
-    for k, content in enumerate(writes):
-        if isinstance(content, SavedActs):
-            saved.append((k, content.indices))
-        elif isinstance(content, Gradients | TiedGradients):
-            is_whole = isinstance(content, Gradients)
-            tied = tied_at.get(content.unit) if is_whole else None
-            gradients.append(GradientRole(k, unit_of(content.unit), tied, is_whole))
-
-    def written(*kinds: type) -> tuple[int, ...]:
-        return tuple(k for k, content in enumerate(writes) if isinstance(content, kinds))
-
-    kept = written(KeptActs, RecomputedActs)
-    return Roles(tuple(parameters), written(Input), kept, tuple(saved), tuple(gradients), written(InputGradient))
+from tierplan.sim.schedule import Schedule
 
 
 @dataclass(eq=False)
@@ -114,12 +70,7 @@ class Computing:
         self.without = WithoutGradient()
         self._running: MicroBatchRun | None = None
         """Whose forward was the last op of the compute stream, where several threads help."""
-        buffers = self.schedule.buffers_by_name()
-        self._roles = {
-            op.key: _roles_of(op, buffers, lambda name: self.units[self._index[name]])
-            for op in self.schedule.ops
-            if op.kind in ("forward", "recompute", "backward")
-        }
+        self._contents = {b.name: parse_content(b.content) for b in self.schedule.buffers}
 
     def close(self) -> None:
         """Ends micro-batches that are under way."""
@@ -129,9 +80,9 @@ class Computing:
 
     def _arrive(self, call: Call, batch_run: MicroBatchRun, wanted: type[Input | InputGradient], index: int) -> None:
         """What another rank has sent becomes a unit's input, or its gradient."""
-        for instance in call.reads:
+        for instance, _ in self._of(call.reads, wanted):
             value = instance.value
-            if isinstance(content_of(instance), wanted) and isinstance(value, BufferValue) and value.handle is None:
+            if isinstance(value, BufferValue) and value.handle is None:
                 leaves = batch_run.skip_front(value.rng) if wanted is Input else batch_run.runs[index].leaves
                 expect(instance, sum(leaf.nbytes for leaf in leaves))
                 for leaf, part in zip(leaves, value.block.data.split([x.nbytes for x in leaves]), strict=True):
@@ -142,18 +93,25 @@ class Computing:
                         leaf.grad = t
                 InputHandle(leaves, is_gradient=wanted is InputGradient).begin(value)
 
-    def _bind(self, call: Call) -> Roles:
+    def _of(self, instances: Sequence[Instance], *kinds: type[Content]) -> list[tuple[Instance, Any]]:
+        """Those of these kinds, each with its content."""
+        pairs = [(instance, self._contents[instance.buffer.name]) for instance in instances]
+        return [pair for pair in pairs if isinstance(pair[1], kinds)]
+
+    def _unit(self, name: str) -> ModelUnit:
+        return self.units[self._index[name]]
+
+    def _bind(self, call: Call) -> None:
         """Makes the parameters that the op reads those of the model, and what else it reads autograd's."""
         for instance in call.reads:
             if isinstance(value := instance.value, BufferValue) and value.handle is not None:
                 value.handle.use(value)
-        roles = self._roles[call.op.key]
-        for k, part in roles.parameters:
-            block = value_of(call.reads[k]).block
+        for instance, content in self._of(call.reads, Params, Frozen):
+            part = self._unit(content.unit).parts[isinstance(content, Frozen)]
+            block = value_of(instance).block
             if part.bound is not block.data or block.unbind is None:
                 block.unbind = part.unbind
                 part.bind(block)
-        return roles
 
     def compute_with(self, batch_run: MicroBatchRun | None) -> None:
         """The thread of this micro-batch, or the stream's own, computes now and is the one with helpers."""
@@ -171,21 +129,21 @@ class Computing:
         self.compute_with(batch_run)
         if index == turn.units.start:
             self._arrive(call, batch_run, Input, index)
-        roles = self._bind(call)
+        self._bind(call)
 
         def goes_on() -> bool:
-            nonlocal call, roles
+            nonlocal call
             if call.op.key not in self.flow.followed:
                 return False
-            self._end_forward(call, roles, batch_run)
+            self._end_forward(call, batch_run)
             call = self.go_on(call.op.stream)
-            roles = self._bind(call)
+            self._bind(call)
             return True
 
         batch_run.run_forward(index, goes_on, is_in_one=call.op.micro_batch in self.flow.in_one)
         if index == turn.units.start and (turn.is_visit or turn.is_one_of):
             self._check_front(call, batch_run)
-        self._end_forward(call, roles, batch_run)
+        self._end_forward(call, batch_run)
 
     def _check_front(self, call: Call, batch_run: MicroBatchRun) -> None:
         """Each turn leads the model through its front anew: it must have the same plain values there."""
@@ -193,21 +151,21 @@ class Computing:
         self._fronts = {key: values for key, values in self._fronts.items() if key[0] == call.step}
         refuse_count("the model", self._fronts.setdefault((call.step, call.op.micro_batch), now), now)
 
-    def _end_forward(self, call: Call, roles: Roles, batch_run: MicroBatchRun) -> None:
+    def _end_forward(self, call: Call, batch_run: MicroBatchRun) -> None:
         index, turn = self._index[call.op.unit], self._turn(call)
         recorder = batch_run.runs[index].recorder
         assert recorder is not None
         kept = recorder.kept_bytes
-        for k in roles.outputs:
-            value = begin_input(call.writes[k], batch_run.hand_over(index + 1, call.writes[k].buffer.size_bytes))
+        for instance, _ in self._of(call.writes, Input):
+            value = begin_input(instance, batch_run.hand_over(index + 1, instance.buffer.size_bytes))
             value.rng = batch_run.rng if turn.is_visit or index + 1 == turn.units.stop else ()
-        for k in roles.kept:
-            self.expect(call.writes[k], kept)
+        for instance, _ in self._of(call.writes, KeptActs, RecomputedActs):
+            self.expect(instance, kept)
             kept = 0
-        for k, indices in roles.saved:
-            saved = [recorder.away.pop(i) for i in indices if i in recorder.away]
-            self.expect(call.writes[k], sum([each.size_bytes for each in saved]))
-            call.writes[k].value = SavedTensorsHandle(saved).begin()
+        for instance, content in self._of(call.writes, SavedActs):
+            saved = [recorder.away.pop(i) for i in content.indices if i in recorder.away]
+            self.expect(instance, sum([each.size_bytes for each in saved]))
+            instance.value = SavedTensorsHandle(saved).begin()
         if kept:
             raise SizeError(
                 f"op {call.op.key!r} saved {kept:,} bytes for backward that no buffer of the schedule is declared for; "
@@ -230,24 +188,34 @@ class Computing:
             self.forward(call)
             return
         index, batch_run = self._index[call.op.unit], self._runs[self._run_key(call)]
-        roles = self._bind(call)
-        made_bytes = batch_run.run_again(index, makes_output=bool(roles.outputs))
-        for k in roles.kept:
-            self.expect(call.writes[k], made_bytes)
-        for k in roles.outputs:
-            begin_input(call.writes[k], batch_run.runs[index + 1].leaves)
+        self._bind(call)
+        outputs = self._of(call.writes, Input)
+        made_bytes = batch_run.run_again(index, makes_output=bool(outputs))
+        for instance, _ in self._of(call.writes, KeptActs, RecomputedActs):
+            self.expect(instance, made_bytes)
+        for instance, _ in outputs:
+            begin_input(instance, batch_run.runs[index + 1].leaves)
 
     def backward(self, call: Call) -> None:
         index, units = self._index[call.op.unit], self._turn(call).units
         batch_run = self._runs[key := self._run_key(call)]
         if index + 1 == units.stop:
             self._arrive(call, batch_run, InputGradient, index + 1)
-        roles = self._bind(call)
-        looks = begin_gradients(call, roles.gradients)
+        self._bind(call)
+        tied = {content.unit: instance for instance, content in self._of(call.reads, TiedGradients)}
+        written = [
+            WrittenGradient(instance, self._unit(unit := content.unit), tied.get(unit), is_whole=True)
+            for instance, content in self._of(call.writes, Gradients)
+        ]
+        written += [
+            WrittenGradient(instance, self._unit(content.unit), None, is_whole=False)
+            for instance, content in self._of(call.writes, TiedGradients)
+        ]
+        looks = begin_gradients(written)
         batch_run.run_backward(index)
-        self.without.note(call.step, end_gradients(call, roles.gradients, looks))
-        for k in roles.input_gradients:
-            begin_input(call.writes[k], batch_run.runs[index].leaves, is_gradient=True)
+        self.without.note(call.step, end_gradients(written, looks))
+        for instance, _ in self._of(call.writes, InputGradient):
+            begin_input(instance, batch_run.runs[index].leaves, is_gradient=True)
         if index == max(self._first_trained, units.start):
             self._runs.pop(key)
             if units.stop < len(self.units):

@@ -16,19 +16,19 @@ import torch
 from torch._utils import _flatten_dense_tensors
 
 from tierplan.runtime.autograd.units import ModelError, ModelUnit
-from tierplan.runtime.execution.instances import Call
+from tierplan.runtime.execution.instances import Instance
 from tierplan.runtime.execution.values import BufferValue, value_of
 from tierplan.runtime.optim.adam import CHUNK_ELEMENTS
 from tierplan.runtime.ranks.group import Ranks
 
 
-class GradientRole(NamedTuple):
+class WrittenGradient(NamedTuple):
     """A gradient that a backward writes."""
 
-    at: int
+    instance: Instance
     unit: ModelUnit
-    tied_at: int | None
-    """Where the op reads what a tied head has of it."""
+    tied: Instance | None
+    """What the op reads of it that a tied head has."""
     is_whole: bool
     """It is a unit's, and no tied head's share."""
 
@@ -158,39 +158,37 @@ Looks = list[tuple[torch.Tensor | None, int]]
 """Of each of a unit's parameters, the gradient that autograd is given, and how often it has been written."""
 
 
-def begin_gradients(call: Call, roles: Iterable[GradientRole]) -> list[Looks]:
-    """From now on, autograd adds to the gradients that a backward reads, or makes those that it writes. How they look,
-    by role.
+def begin_gradients(written: Iterable[WrittenGradient]) -> list[Looks]:
+    """From now on, autograd adds to the gradients that a backward reads, or makes those that it writes. How each looks.
 
     Gradients of one micro-batch are complete (those of a tied head included) before they are added to those of the
     micro-batches before, as in plain training.
     """
     looks = []
-    for role in roles:
-        instance, unit = call.writes[role.at], role.unit
+    for instance, unit, tied, _ in written:
         if instance.over is None:
             instance.value = BufferValue(gradients=[None] * len(unit.parameters))
         else:
             instance.value = value_of(instance.over)
             _lend(instance.value, unit)
         looks.append([(p.grad, -1 if p.grad is None else p.grad._version) for _, p in unit.parameters])
-        if role.tied_at is not None:
-            _lend(value_of(call.reads[role.tied_at]), unit)
+        if tied is not None:
+            _lend(value_of(tied), unit)
     return looks
 
 
-def end_gradients(call: Call, roles: Iterable[GradientRole], looks: Iterable[Looks]) -> dict[str, set[str]]:
+def end_gradients(written: Iterable[WrittenGradient], looks: Iterable[Looks]) -> dict[str, set[str]]:
     """Takes them from autograd. By unit whose gradients are whole, the parameters of which backward made none."""
     without: dict[str, set[str]] = {}
-    for role, look in zip(roles, looks, strict=True):
-        own, unit = value_of(call.writes[role.at]), role.unit
-        if role.is_whole:
+    for (instance, unit, tied_instance, is_whole), look in zip(written, looks, strict=True):
+        own = value_of(instance)
+        if is_whole:
             without[unit.name] = {
                 name
                 for (name, p), (before, version) in zip(unit.parameters, look, strict=True)
                 if p.grad is before and (before is None or before._version == version)
             }
-        tied = None if role.tied_at is None else value_of(call.reads[role.tied_at])
+        tied = None if tied_instance is None else value_of(tied_instance)
         if tied is own:
             tied = None
         if tied is not None:
@@ -198,6 +196,6 @@ def end_gradients(call: Call, roles: Iterable[GradientRole], looks: Iterable[Loo
         _take_back(own, unit, range(len(unit.parameters)))
         if tied is not None:
             take_over(own, unit, tied)
-        if role.is_whole:
+        if is_whole:
             _complete(own, unit)
     return without
