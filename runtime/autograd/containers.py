@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_not
 from typing import Any
 
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -76,11 +77,7 @@ class Lent:
     def _is_changed(self, k: int) -> bool:
         (names, items), now = self._before[k], self._containers[k]
         there = items_of(now)
-        return len(items) != len(there) or any(map(_is_other, items, there)) or names != names_of(now)
-
-
-def _is_other(a: object, b: object) -> bool:
-    return a is not b
+        return len(items) != len(there) or any(map(is_not, items, there)) or names != names_of(now)
 
 
 def _fill(container: Any, names: Iterable[object], items: Iterable[object]) -> None:

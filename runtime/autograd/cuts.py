@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
-from tierplan.runtime.autograd.units import ModelError, ModelUnit
+from tierplan.runtime.autograd.units import ModelError, ModelUnit, nodes_of
 
 Root = tuple[GradientEdge, torch.Tensor]
 """An output's place in the unit's graph, and the leaf that the next units see instead of it."""
@@ -45,7 +45,7 @@ def check_cut(name: str, roots: Sequence[Root], others: Iterable[Root]) -> None:
     """Raises `ModelError` where the graph of a unit with these roots goes past its boundary, to those of others."""
     own = {edge.node for edge, _ in roots}
     other = {edge.node for edge, _ in others} - own
-    if any(node in other for node in _nodes_of(own)):
+    if any(node in other for node in nodes_of(own)):
         raise ModelError(
             f"the model uses what it gave to an earlier block again at {name!r}, such as a residual that is added "
             "outside of the blocks; let blocks do that, and return what is needed later"
@@ -55,7 +55,7 @@ def check_cut(name: str, roots: Sequence[Root], others: Iterable[Root]) -> None:
 def check_loss(loss: torch.Tensor, absent: Mapping[int, tuple[str, str]]) -> None:
     """Raises `ModelError` where a loss comes from a parameter that need not be there, each by its identity, with its
     name and that of its unit."""
-    for node in _nodes_of([loss.grad_fn] if loss.grad_fn is not None else []):
+    for node in nodes_of([loss.grad_fn] if loss.grad_fn is not None else []):
         if (used := absent.get(id(getattr(node, "variable", None)))) is not None:
             raise ModelError(
                 f"the loss function uses parameter {used[0]!r} of unit {used[1]!r}, where a schedule need not have it; "
@@ -69,16 +69,6 @@ def absent_at_loss(units: Sequence[ModelUnit]) -> dict[int, tuple[str, str]]:
     there = (units[-1].name, units[-1].shares)
     absent = ((unit, name, p) for unit in units if unit.name not in there for name, p in unit.all_parameters)
     return {id(p): (name, unit.name) for unit, name, p in absent}
-
-
-def _nodes_of(starts: Collection[Node]) -> Iterator[Node]:
-    """Those of a graph, as far as it goes."""
-    seen, waiting = set(starts), list(starts)
-    while waiting:
-        yield (node := waiting.pop())
-        following = [n for n, _ in node.next_functions if n is not None and n not in seen]
-        seen.update(following)
-        waiting += following
 
 
 def handed_over(roots: Sequence[Root], flat: Sequence[object]) -> list[torch.Tensor]:

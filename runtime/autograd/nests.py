@@ -58,16 +58,14 @@ def items_of(container: Any) -> list[Any]:
     """What lies in it, without names."""
     if isinstance(container, dict):
         return [*container.values()]
-    return [*container] if isinstance(container, list | tuple | deque) else [*_children(container)]
+    if isinstance(container, list | tuple | deque):
+        return [*container]
+    return [*SUPPORTED_NODES[type(container)].flatten_fn(container)[0]]
 
 
 def names_of(container: Any) -> list[Any]:
     """Those of its items, where they have some."""
     return [*container] if isinstance(container, dict) else []
-
-
-def _children(container: object) -> Iterable[Any]:
-    return SUPPORTED_NODES[type(container)].flatten_fn(container)[0]
 
 
 def flatten(values: object) -> tuple[list[Any], Callable[[Sequence[object]], Any]]:
@@ -90,11 +88,7 @@ def flatten(values: object) -> tuple[list[Any], Callable[[Sequence[object]], Any
 
 
 def _are_leaves(values: Iterable[object]) -> bool:
-    return _LEAVES.issuperset(map(type, values)) or all(map(_is_leaf, values))
-
-
-def _is_leaf(value: object) -> bool:
-    return isinstance(value, torch.Tensor) or value is None or tree_is_leaf(value)
+    return _LEAVES.issuperset(map(type, values)) or all(map(tree_is_leaf, values))
 
 
 PLAIN = {type(None), bool, int, float, str}

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import Node
 from torch.utils import checkpoint
 
 from tierplan.runtime.autograd.nests import Forms, forms_of, tensors_in
@@ -400,18 +401,23 @@ def _refuse_looks(model: nn.Module, names: Collection[str], given: Iterable[Any]
     looked_at = {name: p for name, p in model.named_parameters() if name in names and p.requires_grad}
     if not looked_at:
         return
-    waiting = [node for node in given if node is not None]
-    nodes = set(waiting)
-    for node in waiting:  # which grows meanwhile
-        following = {n for n, _ in node.next_functions if n is not None} - nodes
-        nodes |= following
-        waiting += following
+    nodes = nodes_of([node for node in given if node is not None])
     trained = {id(node.variable) for node in nodes if hasattr(node, "variable")}
     if name := next((name for name, p in looked_at.items() if id(p) not in trained), None):
         raise ModelError(
             f"parameter {name!r} is trained behind block {num_blocks - 1}, but also looked at without a gradient in "
             "front of block 0, where a schedule need not have it; look at it behind the blocks alone"
         )
+
+
+def nodes_of(starts: Collection[Node]) -> Iterator[Node]:
+    """Those of a graph of autograd's, as far as it goes."""
+    seen, waiting = set(starts), list(starts)
+    while waiting:
+        yield (node := waiting.pop())
+        following = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= following
+        waiting += following
 
 
 def fake_twin(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
