@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -39,8 +40,9 @@ class ModelHooks:
 
     def __init__(self, model: nn.Module, units: Sequence[ModelUnit], are_replays_timed: bool = False) -> None:
         self._local = threading.local()
-        self._blocks: list[tuple[nn.Module, dict[str, Any]]] = []
-        """With the `forward` that was set on the instance, if there was one."""
+        replaced = ExitStack()
+        self.remove = replaced.close
+        """Gives the model its own `forward`s back."""
         self.recipes: dict[tuple[int, object], tuple[PlainState, Recipe | None]] = {}
         """How to make what a block has dropped again, by block and how it is called, once it is known, and with which
         plain values of its modules; None where that is run again each time."""
@@ -58,8 +60,8 @@ class ModelHooks:
         self._values = [self._outside if unit.block is None else PlainValues(unit.block.modules()) for unit in units]
         for index, unit in enumerate(units):
             if (block := unit.block) is not None:
-                self._blocks.append((block, {name: own for name, own in vars(block).items() if name == "forward"}))
-                block.forward = partial(self._forward, index, block.forward)
+                own = partial(self._forward, index, block.forward)
+                replaced.enter_context(patch.object(block, "forward", own))
 
     def __deepcopy__(self, memo: object) -> ModelHooks:
         raise ModelError(
@@ -99,10 +101,3 @@ class ModelHooks:
             yield
         finally:
             self._local.run = None
-
-    def remove(self) -> None:
-        """Gives the model its own `forward`s back."""
-        for block, own in self._blocks:
-            del block.forward
-            vars(block).update(own)
-        self._blocks.clear()
