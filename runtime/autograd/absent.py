@@ -59,9 +59,7 @@ class Absent(TorchDispatchMode):
         finally:
             self.__enter__()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         reads = not name.startswith("new_") and not name.endswith("_like")  # these look at shapes alone

@@ -11,7 +11,7 @@ them: a CPU build of PyTorch then saves what a CUDA build saves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -77,13 +77,7 @@ def as_made_before(leaf: torch.Tensor) -> torch.Tensor:
 class _WideOnCuda(TorchFunctionMode):
     """Inside, what CUDA's autocast has in fp32 is."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in IN_FP32 and torch.is_autocast_enabled("cpu"):
             args = [_wide(x) for x in args]
             kwargs = {name: _wide(x) for name, x in (kwargs or {}).items()}

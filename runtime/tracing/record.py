@@ -144,9 +144,7 @@ class UnitRecorder(Recording, TorchDispatchMode):
     def unpack(t: torch.Tensor) -> torch.Tensor:
         return t
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim":  # questions about a tensor
             return func(*args, **kwargs)
@@ -204,9 +202,7 @@ class ReadRecorder(TorchDispatchMode):
         self.changed: dict[str, bool] = {}
         """Whether values are written, or just where they are (`set_`, by which parametrizations come and go)."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         known = {t.untyped_storage()._cdata for t in tensors_in((args, kwargs or {}))}
         names = {self._names[address]: None for address in known if address in self._names}
@@ -230,7 +226,5 @@ def _grouped_mm(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 class ExpertsOnFakes(TorchDispatchMode):
     """Lets models with grouped products of experts run on fake tensors of any type."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _grouped_mm(func, args, kwargs or {}) if func is GROUPED_MM else func(*args, **(kwargs or {}))
