@@ -42,20 +42,14 @@ class _View:
     offset_bytes: int
 
 
-class _Several(tuple[object, ...]):
-    """An argument that is a list, with `_View`s."""
-
-    __slots__ = ()
-
-
 @dataclass(frozen=True, slots=True)
 class _Operation:
     """One operation that makes storages or writes into some."""
 
     func: Any
-    args: tuple[object, ...]
-    kwargs: Mapping[str, object]
-    """Tensors are `_View`s."""
+    given: list[object]
+    """Its arguments, flat, and what nests them; tensors are `_View`s."""
+    nested: Callable[[Sequence[object]], tuple[Sequence[object], dict[str, object]]]
     read: tuple[int, ...]
     """Numbers of their storages."""
     results: tuple[int | None, ...]
@@ -94,12 +88,6 @@ class OperationLog(TorchDispatchMode):
         """The tensor's storage is that of saved tensor `index`."""
         self.saved_number[index] = self.number(t)[0]
 
-    def _noted(self, value: object, read: list[int]) -> object:
-        """An argument as it is kept."""
-        if isinstance(value, list | tuple) and any(isinstance(x, torch.Tensor) for x in value):
-            return _Several(self._noted(x, read) for x in value)
-        return self._input(value, read) if isinstance(value, torch.Tensor) else value
-
     def _input(self, t: torch.Tensor, read: list[int]) -> _View:
         number, is_new = self.number(t)
         read.append(number)
@@ -110,13 +98,15 @@ class OperationLog(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         read: list[int] = []
-        noted = tuple(self._noted(x, read) for x in args), {name: self._noted(x, read) for name, x in kwargs.items()}
+        flat, nested = flatten((args, kwargs))
+        given = [self._input(x, read) if isinstance(x, torch.Tensor) else x for x in flat]
         out = func(*args, **kwargs)
         numbers = [self.number(t) if isinstance(t, torch.Tensor) else (None, False) for t in flatten(out)[0]]
         fresh = tuple(number if is_new else None for number, is_new in numbers)
         written = tuple(self.number(t)[0] for t in changed(func, args, kwargs))
         if written or any(n is not None for n in fresh):
-            self.calls.append(_Operation(func, *noted, tuple(read), fresh, written, is_random(func, args, kwargs)))
+            draws = is_random(func, args, kwargs)
+            self.calls.append(_Operation(func, given, nested, tuple(read), fresh, written, draws))
         return out
 
     def recipe(self, wanted: Iterable[int], available: Iterable[int]) -> Recipe | None:
@@ -215,13 +205,10 @@ class Recipe:
                 storages[value.number] = storage
             return look(storage, value.dtype, value.offset_bytes, value.size, value.stride)
 
-        def given(value: object) -> object:
-            return [looked_at(x) for x in value] if isinstance(value, _Several) else looked_at(value)
-
         mark()
         with torch.no_grad():
             for i, call in enumerate(self.calls):
-                args, kwargs = [given(x) for x in call.args], {name: given(x) for name, x in call.kwargs.items()}
+                args, kwargs = call.nested([looked_at(x) for x in call.given])
                 out = flatten(call.func(*args, **kwargs))[0]
                 del args, kwargs
                 mark()
