@@ -39,7 +39,7 @@ from tierplan.runtime.execution.placement import Placement, TrainingError, check
 from tierplan.runtime.execution.threads import begin_stream, let_helpers_go
 from tierplan.runtime.execution.values import Places
 from tierplan.runtime.measure.reference_work import ReferenceWork
-from tierplan.runtime.memory.files import Folders
+from tierplan.runtime.memory.files import Folder, Folders
 from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.optim.groups import check_groups
 from tierplan.runtime.ranks.alike import check_alike
@@ -109,7 +109,7 @@ class Trainer:
     on_step: Callable[[int, float], None] = lambda step, loss: None
     """Called with each finished step, from 0, and its loss, in the thread of `run` while training goes on. An error
     that it raises ends the run."""
-    out_dir: str | os.PathLike[str] | None = None
+    out_dir: Folder | None = None
     """Where steps are committed; nothing is, and nothing outlives a crash, if not given."""
     checkpoint_every: int | None = None
     """Commits after so many steps, and at the end of each `run`; only at the end if not given."""
@@ -117,7 +117,7 @@ class Trainer:
     """Every commit is read from the drives and compared before it counts; only the last one of a `run` if not."""
     resume: bool = False
     """Goes on from the last commit in `out_dir`, or begins if there is none."""
-    start: str | os.PathLike[str] | None = None
+    start: Folder | None = None
     """A folder that `save_copy` wrote: goes on from there, with the batches that follow."""
     fixed: Mapping[str, object] = field(default_factory=dict)
     """What else the numbers depend on, as JSON values, by name: a resume with another one is refused. Of batches,
@@ -276,7 +276,7 @@ class Trainer:
             self.was_stopped, self._is_stop_wanted = self._is_stop_wanted, False
             torch.set_num_threads(self._threads_before)
 
-    def save_copy(self, folder: str | os.PathLike[str]) -> None:
+    def save_copy(self, folder: Folder) -> None:
         """Writes the state so far into a folder of its own, for `start`; all ranks together. Nothing runs meanwhile."""
         losses = self.result().losses  # which says that nothing has been trained yet
         save_copy(folder, self._settings, self.placement, losses)

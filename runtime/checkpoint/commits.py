@@ -35,7 +35,7 @@ from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from tierplan.runtime.memory import files
 from tierplan.runtime.memory.arena import PAGE_BYTES, Block, padded
-from tierplan.runtime.memory.files import StoreError
+from tierplan.runtime.memory.files import Folder, StoreError
 from tierplan.runtime.memory.store import DamageError, Extent, Store
 from tierplan.runtime.memory.tier_file import RECORD_NAME
 from tierplan.runtime.ranks.group import Ranks
@@ -117,7 +117,7 @@ class Decision(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 class CommitLog:
     """The commits of one run, in its folder."""
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: Folder) -> None:
         self.folder = self.run_folder = Path(folder)
         files.make_folder(self.folder)
         self._record, self._next = self.folder / RECORD_NAME, self.folder / "next.json"
@@ -324,7 +324,7 @@ class CommitLogOfRank(CommitLog):
     good by `last`.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], ranks: Ranks) -> None:
+    def __init__(self, folder: Folder, ranks: Ranks) -> None:
         super().__init__(Path(folder) / f"rank-{ranks.rank}")
         self.run_folder = Path(folder)
         self._ranks, self._decided = ranks, Path(folder) / RECORD_NAME
@@ -399,7 +399,7 @@ def _check_equal(name: str, before: object, now: object) -> None:
         )
 
 
-def verify_commit(folder: str | os.PathLike[str], nvme_dirs: Sequence[str | os.PathLike[str]] = ()) -> str:
+def verify_commit(folder: Folder, nvme_dirs: Sequence[Folder] = ()) -> str:
     """Reads all of a run's last commit, in little memory; says what is whole.
 
     `nvme_dirs` are the folders of its NVMe tier now, if they are not where they were.

@@ -33,6 +33,7 @@ from tierplan.runtime.execution.threads import limit_this_thread
 from tierplan.runtime.execution.values import BufferValue, content_of, states_of, value_of
 from tierplan.runtime.memory import files
 from tierplan.runtime.memory.arena import PAGE_BYTES, Block, Pool, map_host, padded
+from tierplan.runtime.memory.files import Folder
 from tierplan.runtime.memory.store import DamageError, Extent, Store
 from tierplan.runtime.ranks.alike import check_alike
 from tierplan.runtime.ranks.collectives import own_part, shard_part
@@ -45,7 +46,7 @@ class Durability:
     """The commits of one run, made and resumed."""
 
     def __init__(
-        self, folder: str | os.PathLike[str], settings: Mapping[str, Any], *, resume: bool, ranks: Ranks | None = None
+        self, folder: Folder, settings: Mapping[str, Any], *, resume: bool, ranks: Ranks | None = None
     ) -> None:
         """Holds the folder until `close`. Raises `CommitError` if it holds a run that is not to be resumed, or of other
         settings, and `StoreError` if another run holds the folder."""
@@ -285,13 +286,11 @@ class Durability:
             store.verify(self._seal)
 
 
-def _log_in(folder: str | os.PathLike[str], ranks: Ranks | None) -> CommitLog:
+def _log_in(folder: Folder, ranks: Ranks | None) -> CommitLog:
     return CommitLog(folder) if ranks is None else CommitLogOfRank(folder, ranks)
 
 
-def save_copy(
-    folder: str | os.PathLike[str], settings: Mapping[str, Any], placement: Placement, losses: tuple[float, ...]
-) -> None:
+def save_copy(folder: Folder, settings: Mapping[str, Any], placement: Placement, losses: tuple[float, ...]) -> None:
     """Makes a folder that holds all of the state after its last step, and nothing elsewhere. Nothing runs meanwhile.
     Ranks, which call this together, each have a part there."""
     bodies, num_steps, carried = placement.bodies, placement.executor.num_steps_done, placement.executor.carried

@@ -12,9 +12,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from tierplan.runtime.autograd.coded import CodedLinear
 from tierplan.runtime.autograd.units import ModelUnit, placeholder
 from tierplan.runtime.execution.placement import Weights
-from tierplan.runtime.memory.files import naming
+from tierplan.runtime.memory.files import Folder, naming
 from tierplan.runtime.tracing.models import build_model
 from tierplan.sim.contents import Frozen, Params
 from tierplan.sim.trace import write_atomically
@@ -77,9 +76,7 @@ def _on_meta(module: nn.Module, name: str, p: nn.Parameter) -> nn.Parameter | No
 class _LargeOnMeta(TorchFunctionMode):
     """Inside, tensors that only parameters are as large as never have memory: all experts of a layer lie in one."""
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func in (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn) and kwargs.get("device") is None:
             sizes = kwargs.get("size") or (args[0] if args and isinstance(args[0], Sequence) else args)
@@ -141,7 +138,7 @@ def _reset_adapters(model: nn.Module, wanted: Set[int]) -> None:
                 getattr(module, name)("default", *more)
 
 
-def checkpoint_weights(model: nn.Module, folder: str | os.PathLike[str], *, seed: int = 0) -> Weights:
+def checkpoint_weights(model: nn.Module, folder: Folder, *, seed: int = 0) -> Weights:
     """Parameters from the safetensors files of a folder, read tensor by tensor; adapters begin by PEFT's rules."""
     files = _files_by_key(Path(folder))
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
@@ -263,7 +260,7 @@ def has_weights(folder: Path) -> bool:
     return False
 
 
-def export(trainer: Trainer, folder: str | os.PathLike[str]) -> None:
+def export(trainer: Trainer, folder: Folder) -> None:
     """Writes all parameters as a checkpoint that `from_pretrained` loads, one file per unit; of adapters, these alone.
 
     Needs memory for one unit. Tied parameters are written once, under the name of their owner.

@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -67,14 +67,13 @@ def let_helpers_go() -> None:
         library.omp_pause_resource_all(1)
 
 
-def threads_here(num_threads: int) -> AbstractContextManager[None]:
+@contextmanager
+def threads_here(num_threads: int) -> Iterator[None]:
     """So many threads for a while. One that has so many keeps its helpers: to start others takes some 50 us."""
     before = torch.get_num_threads()
-    return nullcontext() if before == num_threads else _other_threads(num_threads, before)
-
-
-@contextmanager
-def _other_threads(num_threads: int, before: int) -> Iterator[None]:
+    if before == num_threads:
+        yield
+        return
     limit_this_thread(num_threads)
     try:
         yield

@@ -54,7 +54,8 @@ def naming(operation: str, path: os.PathLike[str] | str) -> Iterator[None]:
 
 # ---- files and folders ----
 
-Folders = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+Folder = str | os.PathLike[str]
+Folders = Folder | Sequence[Folder]
 """Of the NVMe tier: one, or several to stripe over."""
 
 

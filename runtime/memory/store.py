@@ -16,7 +16,6 @@ bytes would take. That of *all bytes* is taken of what will be committed, and co
 from __future__ import annotations
 
 import errno
-import os
 import statistics
 import threading
 import time
@@ -31,7 +30,7 @@ import torch
 from xxhash import xxh3_64
 
 from tierplan.runtime.memory.arena import PAGE_BYTES, map_host, padded
-from tierplan.runtime.memory.files import StoreError
+from tierplan.runtime.memory.files import Folder, StoreError
 from tierplan.runtime.memory.striping import REQUEST_BYTES, Request, Striping, stripe_pattern
 from tierplan.runtime.memory.tier_file import FILE_NAME, PROBE_NAME, Owner, TierFile
 
@@ -68,7 +67,7 @@ class Store:
 
     def __init__(
         self,
-        folders: Sequence[str | os.PathLike[str]],
+        folders: Sequence[Folder],
         *,
         weights: Sequence[float] = (),
         pattern: Sequence[int] = (),
@@ -323,7 +322,7 @@ def _sample(content: torch.Tensor, digest: xxh3_64 | None = None) -> xxh3_64:
     return digest
 
 
-def measure_weights(folders: Sequence[str | os.PathLike[str]], *, probe_bytes: int = PROBE_BYTES) -> list[float]:
+def measure_weights(folders: Sequence[Folder], *, probe_bytes: int = PROBE_BYTES) -> list[float]:
     """Bytes per second of each folder's drive, written and read in equal parts; the median of three turns.
 
     A file of its own in each folder is written, read and removed.
