@@ -239,10 +239,11 @@ class CommitLog:
         Past the page cache where that goes: pages for 1 GB in it cost 0.3 to 2 s of a core that trains meanwhile.
         """
         path, stored, at = self.resident_path(num_steps), {}, PAGE_BYTES
-        fd, direct_fd = files.create_file(path), None
-        try:
+        with ExitStack() as opened:
+            fd = opened.enter_context(files.held_open(files.create_file(path)))
             files.write_at(fd, path, [memoryview(stamp("resident", run_id, num_steps))], 0)
-            direct_fd = files.open_direct(path)
+            if (direct_fd := files.open_direct(path)) is not None:
+                opened.enter_context(files.held_open(direct_fd))
             for name, pieces in contents:
                 begin, size_bytes, checksum = at, 0, xxh3_64()
                 for piece in pieces:
@@ -257,10 +258,6 @@ class CommitLog:
                     size_bytes=size_bytes, offset_bytes=begin, in_store=False, xxh3=checksum.hexdigest()
                 )
             files.sync_file(fd, path)
-        finally:
-            os.close(fd)
-            if direct_fd is not None:
-                os.close(direct_fd)
         files.sync_folder(self.folder)  # its name must be there before the record that needs it is
         return stored
 
@@ -277,14 +274,12 @@ class CommitLog:
                     f"{path}, which the last commit needs, is missing; the run cannot be resumed"
                 ) from error
             raise
-        try:
+        with files.held_open(fd):
             if os.fstat(fd).st_size < where.offset_bytes + where.size_bytes:
                 raise CommitError(f"{path} was cut short: {name!r} is not in it; the run cannot be resumed from it")
             files.read_at(fd, path, [memoryview(page)], 0)
             if where.size_bytes:
                 files.read_at(fd, path, [out.numpy().data], where.offset_bytes)
-        finally:
-            os.close(fd)
         if page != stamp("resident", commit.run_id, commit.num_steps):
             raise CommitError(f"{path} is not of the last commit; the run cannot be resumed from it")
         if xxh3_64_hexdigest(out.numpy().data) != where.xxh3:
@@ -296,11 +291,8 @@ class CommitLog:
         self._put(self._record, commit)
         lock = self.folder / LOCK_NAME
         if not files.read_content(lock):
-            fd = files.open_file(lock, os.O_RDWR | os.O_CREAT)
-            try:
+            with files.held_open(files.open_file(lock, os.O_RDWR | os.O_CREAT)) as fd:
                 files.write_at(fd, lock, [memoryview(COMMITTED)], 0)
-            finally:
-                os.close(fd)
         self._forget_others(commit)
 
     def _put(self, path: Path, commit: Commit) -> str:

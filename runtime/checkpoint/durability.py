@@ -297,8 +297,7 @@ def save_copy(folder: Folder, settings: Mapping[str, Any], placement: Placement,
     bodies.places.check_whole(num_steps)
     check_alike(bodies.ranks, {"the folder of a copy": os.path.realpath(folder)})
     log, run_id = _log_in(folder, bodies.ranks), os.urandom(8).hex()
-    lock = log.lock()
-    try:
+    with files.held_open(log.lock()):
         contents, blocks, places = _held(carried.values(), bodies)
         stored = (
             (x.buffer.content, [Block(read := bodies.places.read(x), read)])
@@ -316,8 +315,6 @@ def save_copy(folder: Folder, settings: Mapping[str, Any], placement: Placement,
                 frozen=dict(bodies.frozen_sums),
             )
         )
-    finally:
-        os.close(lock)
 
 
 def _by_last_use(carried: Mapping[str, Instance], schedule: Schedule) -> list[Instance]:

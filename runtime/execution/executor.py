@@ -6,8 +6,7 @@ business of a body, a function that is called in the worker with the op and its 
 models. A thread takes some 100 us to wake up, in which a small op is done: whoever lets such an op start does it.
 
 An op of a device that works by itself (CUDA) is *issued* when its body returns, and has *ended* when an event behind
-it says so. Streams of the device go on when it is issued, and wait for the event; the host goes on when it has ended.
-What one stream alone has used is that stream's again when it is issued (docs/design.md has the proof).
+it says so (docs/design.md has the rules and the proof).
 
 A run that does not come to its end raises `TierFullError`, or the error of the op whose body has raised one.
 """

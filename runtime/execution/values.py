@@ -367,13 +367,11 @@ class Places:
         value, size_bytes = value_of(instance), instance.buffer.size_bytes
         if value.gradients is not None:
             return torch.cat([g.cpu().view(-1) for g in value.gradients if g is not None]).view(torch.uint8)
-        place = value.place
-        if isinstance(place, Extent):
+        if isinstance(value.place, Extent):
             out = map_host(size_bytes)[:size_bytes]
-            self.drives.read(place, out)
+            self.drives.read(value.place, out)
             return out
-        assert isinstance(place, Block)
-        return place.data.cpu().clone()
+        return value.block.data.cpu().clone()
 
     def keep(self, extents: Set[Extent], snapshot: Snapshot) -> None:
         """From now on these extents, and what the snapshot has yet to read, are as they are for a commit."""

@@ -91,6 +91,15 @@ def open_file(path: Path, flags: int) -> int:
     return fd
 
 
+@contextlib.contextmanager
+def held_open(fd: int) -> Iterator[int]:
+    """The same descriptor, which is closed behind it."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 def open_direct(path: Path) -> int | None:
     """A descriptor of a file that has a page, for direct access; None where the file system does not take that. Some
     accept the flag and refuse the first transfer."""
@@ -241,23 +250,16 @@ def sync_file(fd: int, path: Path) -> None:
 
 def sync_folder(path: Path) -> None:
     """Returns when the names in the folder are on its drive as they stand."""
-    with naming("sync folder", path):
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+    with naming("sync folder", path), held_open(os.open(path, os.O_RDONLY | os.O_DIRECTORY)) as fd:
+        os.fsync(fd)
 
 
 def replace_content(path: Path, content: bytes) -> None:
     """At once and for good, the file holds this: a crash at any moment leaves the old content or the new."""
     temporary = path.with_suffix(".tmp")
-    fd = create_file(temporary)
-    try:
+    with held_open(create_file(temporary)) as fd:
         write_at(fd, temporary, [memoryview(content)], 0)
         sync_file(fd, temporary)
-    finally:
-        os.close(fd)
     rename_file(temporary, path)
     sync_folder(path.parent)
 
@@ -270,10 +272,8 @@ def read_content(path: Path) -> bytes | None:
         if error.errno == errno.ENOENT:
             return None
         raise
-    try:
+    with held_open(fd):
         content = bytearray(os.fstat(fd).st_size)
         if content:
             read_at(fd, path, [memoryview(content)], 0)
         return bytes(content)
-    finally:
-        os.close(fd)

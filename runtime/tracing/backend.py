@@ -4,9 +4,8 @@ Autocast is the CPU's, whose products run in 16 bits as CUDA's do. What CUDA's h
 softmax) is made so.
 
 `transformers` builds masks when it sees fake tensors that it would not build in a real run; that is undone, but where
-batches are padded. For CUDA,
-attention and dropout are replaced by CUDA's operations, and LayerNorm's statistics are in fp32, as its kernel has
-them: a CPU build of PyTorch then saves what a CUDA build saves.
+batches are padded. For CUDA, attention and dropout are replaced by CUDA's operations, and LayerNorm's statistics are in
+fp32, as its kernel has them: a CPU build of PyTorch then saves what a CUDA build saves.
 """
 
 from __future__ import annotations
