@@ -38,6 +38,7 @@ from tierplan.runtime.memory.arena import PAGE_BYTES, Block, padded
 from tierplan.runtime.memory.files import Folder, StoreError
 from tierplan.runtime.memory.store import DamageError, Extent, Store
 from tierplan.runtime.memory.tier_file import RECORD_NAME
+from tierplan.runtime.ranks.alike import differences
 from tierplan.runtime.ranks.group import Ranks
 
 FORMAT = "tierplan-commit"
@@ -373,21 +374,14 @@ def _checksum(record: Mapping[str, Any]) -> str:
 def check_same_settings(commit: Commit, settings: Mapping[str, Any]) -> None:
     """Raises `CommitError` unless the run to resume has these settings. Older commits do not say that losses
     are divided."""
-    before, now = {"divides_loss": True, **commit.settings}, json.loads(json.dumps(settings))
+    both = {"divides_loss": True, **commit.settings}, settings
+    before, now = (json.loads(json.dumps(each, sort_keys=True)) for each in both)
     if before.get("semantics") in AT_ONCE and now.get("semantics") in AT_ONCE:
         now["semantics"] = before["semantics"]
-    _check_equal("", before, now)
-
-
-def _check_equal(name: str, before: object, now: object) -> None:
-    if isinstance(before, Mapping) and isinstance(now, Mapping):
-        for key in sorted(before.keys() | now.keys()):
-            _check_equal(f"{name}.{key}" if name else key, before.get(key), now.get(key))
-    elif before != now:
+    for name, old, new in differences(before, now):
         why = OTHERWISE.get(name, "that would change its numbers. Use the old setting, or start a new run")
         raise CommitError(
-            f"the run was made with {name} = {reprlib.repr(before)}, and is to be resumed with {reprlib.repr(now)}; "
-            f"{why}"
+            f"the run was made with {name} = {reprlib.repr(old)}, and is to be resumed with {reprlib.repr(new)}; {why}"
         )
 
 

@@ -26,7 +26,7 @@ def check_alike(ranks: Ranks | None, given: Mapping[str, object], remedy: str = 
         return
     first, *others = map(json.loads, ranks.collect(json.dumps(given, default=_plain)))
     for rank, own in enumerate(others, start=1):
-        for name, here, there in _differences("", first, own):
+        for name, here, there in differences(first, own):
             raise UnlikeRanksError(
                 f"{name} is {reprlib.repr(there)} on rank {rank}, and {reprlib.repr(here)} on rank 0; ranks train one "
                 f"model together: {remedy}"
@@ -37,9 +37,10 @@ def _plain(x: object) -> str:
     return digest(x) if isinstance(x, Schedule) else type(x).__name__
 
 
-def _differences(name: str, a: Any, b: Any) -> Iterator[tuple[str, object, object]]:
+def differences(a: Any, b: Any, name: str = "") -> Iterator[tuple[str, object, object]]:
+    """Where two JSON values are not alike: the name of each such place, `training.dtype`, and both values."""
     if isinstance(a, dict) and isinstance(b, dict):
         for key in {**a, **b}:
-            yield from _differences(f"{name}.{key}" if name else key, a.get(key), b.get(key))
+            yield from differences(a.get(key), b.get(key), f"{name}.{key}" if name else key)
     elif a != b and repr(a) != repr(b):  # nan is not nan
         yield name, a, b
