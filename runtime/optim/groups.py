@@ -54,7 +54,9 @@ def segments(unit: ModelUnit, settings: OptimizerSettings) -> tuple[Segment, ...
     """The unit's flat buffer in runs of parameters that are updated alike, in order."""
     joined: list[Segment] = []
     for (name, _), length in zip(unit.parameters, unit.lengths, strict=True):
-        segment = _treatment(name, length, settings)
+        group = next((group for group in settings.groups if name in group.names), ParameterGroup(names=()))
+        decay = settings.weight_decay if group.weight_decay is None else group.weight_decay
+        segment = Segment(length=length, weight_decay=decay, lr_factor=group.lr_factor)
         is_odd = length % VECTOR_ELEMENTS != 0
         before = joined[-1] if joined else None
         if before and not is_odd and replace(before, length=length) == segment and before.length % VECTOR_ELEMENTS == 0:
@@ -62,9 +64,3 @@ def segments(unit: ModelUnit, settings: OptimizerSettings) -> tuple[Segment, ...
         else:
             joined.append(segment)
     return tuple(joined)
-
-
-def _treatment(name: str, length: int, settings: OptimizerSettings) -> Segment:
-    group = next((group for group in settings.groups if name in group.names), ParameterGroup(names=()))
-    decay = settings.weight_decay if group.weight_decay is None else group.weight_decay
-    return Segment(length=length, weight_decay=decay, lr_factor=group.lr_factor)
