@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any, get_type_hints
 
@@ -77,7 +77,7 @@ def train(
 
 
 @dataclass(eq=False)
-class Trainer:
+class Trainer(AbstractContextManager["Trainer"]):
     """A model placed into the tiers of a schedule; a context manager that gives everything back.
 
     `run` may be called several times. `restore_model` makes the model whole again, to be read and not to be changed.
@@ -192,9 +192,6 @@ class Trainer:
             raise TrainingError(f"{self.start} holds no state to begin with; give a folder that was saved by a run")
 
     # ---- life ----
-
-    def __enter__(self) -> Trainer:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

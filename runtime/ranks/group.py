@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -60,7 +60,7 @@ class StarterDeath(RankFailure):
     """The process that has started the ranks has died: nobody hears them, and no Ctrl-C reaches them any more."""
 
 
-class Ranks:
+class Ranks(AbstractContextManager["Ranks"]):
     """This process among others, as `torchrun` started it, which computes with so many threads (else as many as PyTorch
     has). A context manager that ends it in order."""
 
@@ -156,9 +156,6 @@ class Ranks:
             return bool(self._store.add("said", 1) == 1)
         except RuntimeError:  # the store is gone
             return True
-
-    def __enter__(self) -> Ranks:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
