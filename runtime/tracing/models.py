@@ -114,28 +114,24 @@ def model_class(config: Any) -> type[nn.Module]:
 def build_model(raw: Mapping[str, object], training: Training) -> nn.Module:
     """The model in training mode, with random weights (or none, on the meta device or in a fake-tensor mode)."""
     with refusals_of_transformers(raw, training):
-        return _build_model(raw, training)
-
-
-def _build_model(raw: Mapping[str, object], training: Training) -> nn.Module:
-    config = build_config(raw)
-    implementation = "sdpa" if training.attention == "flash" else "eager"
-    cls = model_class(config)
-    dtype = TORCH_DTYPES[training.dtype]
-    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # any: only sizes matter here
-    try:
-        model = cls._from_config(config, dtype=dtype, attn_implementation=implementation)  # type: ignore[attr-defined]
-    except ValueError as error:
-        if "scaled_dot_product_attention" not in str(error):
-            raise
-        model = cls._from_config(config, dtype=dtype, attn_implementation="eager")  # type: ignore[attr-defined]
-    model.config.loss_type = getattr(model, "loss_type", None) or model.config.__dict__.get("loss_type")
-    model.loss_type = model.config.loss_type or "ForCausalLM"  # which it takes then, with a warning
-    model.tie_weights()  # those of a model without memory have come apart; once adapted, they stay as they are
-    model = tuned(model.train(), training)
-    set_loss_chunks(model, training.loss_chunks)
-    return model
+        config = build_config(raw)
+        implementation = "sdpa" if training.attention == "flash" else "eager"
+        cls = model_class(config)
+        dtype = TORCH_DTYPES[training.dtype]
+        if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # any: only sizes matter here
+        try:
+            model = cls._from_config(config, dtype=dtype, attn_implementation=implementation)  # type: ignore[attr-defined]
+        except ValueError as error:
+            if "scaled_dot_product_attention" not in str(error):
+                raise
+            model = cls._from_config(config, dtype=dtype, attn_implementation="eager")  # type: ignore[attr-defined]
+        model.config.loss_type = getattr(model, "loss_type", None) or model.config.__dict__.get("loss_type")
+        model.loss_type = model.config.loss_type or "ForCausalLM"  # which it takes then, with a warning
+        model.tie_weights()  # those of a model without memory have come apart; once adapted, they stay as they are
+        model = tuned(model.train(), training)
+        set_loss_chunks(model, training.loss_chunks)
+        return model
 
 
 def tuned(model: Any, training: Training) -> nn.Module:
