@@ -463,9 +463,9 @@ class Search:
         nearest = max(failed, key=lambda c: min(c.room_gb.values(), default=-inf), default=None)
         reason = "" if lacking or nearest is None else nearest.reason
         others = tuple(name for name, result in self.compared.items() if result(is_best=False).step_s is not None)
-        asked = self.asked_semantics
+        may_fit, asked = may_fit and not lacking, self.asked_semantics
         return InfeasiblePlan(
-            self.workload, self.machine, lacking, reason, may_fit=not lacking and may_fit, others=others, semantics=asked
+            self.workload, self.machine, lacking, reason, may_fit=may_fit, others=others, semantics=asked
         )
 
     def _result(self, best: Candidate[Plan], bound: Bound, status: Status) -> PlanResult:

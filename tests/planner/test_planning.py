@@ -146,7 +146,7 @@ def test_that_nothing_fits_is_said_where_a_bound_says_so():
         plan(workload, small_machine(device_mb=20, host_mb=1, nvme_mb=1000), time_limit_s=1)
     assert caught.value.may_fit
     assert not caught.value.shortages
-    with pytest.raises(InfeasiblePlan, match="^no plan fits 'chain of 4'") as caught:
+    with pytest.raises(InfeasiblePlan, match=r"^no plan fits 'chain of 4'") as caught:
         plan(workload, small_machine(device_mb=4, host_mb=1, nvme_mb=1000), time_limit_s=1)
     assert not caught.value.may_fit
     assert caught.value.shortages
