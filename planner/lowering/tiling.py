@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tierplan.hwmodels.machine import KERNELS
 from tierplan.sim.contents import tile_name
-from tierplan.sim.workloads.work import work_bytes_at
+from tierplan.sim.workloads.work import WorkBytes, bytes_at
 from tierplan.sim.workloads.workload import SavedTensor, Unit, Workload
 
 
@@ -33,7 +33,16 @@ def _of_sequences(workload: Workload, sequences: int, accumulation: int, parts: 
     given = {"per_device_train_batch_size": sequences, "gradient_accumulation_steps": accumulation}
     units = tuple(_cut(unit, parts, times, sequences=sequences) for unit in workload.units)
     training = replace(workload.training, **given)  # type: ignore[arg-type]
-    return replace(workload, training=training, computed_for=None, units=units)
+    shared = (workload.training.per_device_train_batch_size, workload.shared_bytes), *workload.other_shared_bytes
+    _, shared_bytes = bytes_at(sequences, shared) if len(shared) > 1 else shared[0]
+    return replace(
+        workload,
+        training=training,
+        computed_for=None,
+        units=units,
+        shared_bytes=shared_bytes,
+        other_shared_bytes=shared,
+    )
 
 
 def cut_operators(workload: Workload, parts: int) -> Workload:
@@ -78,7 +87,7 @@ def _cut(unit: Unit, parts: int, times: int = 1, sequences: int | None = None) -
 
     known = () if sequences is None else unit.other_work_bytes
     whole = unit.work_bytes(parts if sequences is None else sequences * parts // times)
-    held = work_bytes_at(sequences or times, (whole, *known))
+    held = WorkBytes(*bytes_at(sequences or times, (whole, *known)))
     return replace(
         unit,
         forward=work(unit.forward),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+from typing import NamedTuple
 
 Amounts = Mapping[str, float]
 """Of work, by its kind."""
@@ -34,8 +35,7 @@ def total_work(works: Iterable[Amounts]) -> dict[str, float]:
     return total
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class WorkBytes:
+class WorkBytes(NamedTuple):
     """What a unit holds for a while in micro-batches of so many sequences: see `Unit.forward_work_bytes` and those
     behind it."""
 
@@ -45,18 +45,16 @@ class WorkBytes:
     accumulating: int
 
 
-def work_bytes_at(sequences: int, known: Iterable[WorkBytes]) -> WorkBytes:
-    """What is held for a while with so many sequences, from what is known of other numbers.
+def bytes_at(sequences: int, known: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    """The row for so many sequences: their number, and what is held, from rows that are known of other numbers.
 
-    Each is the most of several amounts that grow with that number, less one that does, too. So between two numbers it
-    is no more than on the line between them, which is the answer; beyond the largest, the line through the last two
+    Each entry is the most of several amounts that grow with the number, less one that does, too. So between two numbers
+    it is no more than on the line between them, which is the answer; beyond the largest, the line through the last two
     goes on. Of one number, in proportion.
     """
     points = sorted(known)
     if len(points) == 1:
-        points.insert(0, WorkBytes(0, 0, 0, 0))
-    k = min(max(bisect_left(points, WorkBytes(sequences, 0, 0, 0)), 1), len(points) - 1)
-    (a, *less), (b, *more) = astuple(points[k - 1]), astuple(points[k])
-    return WorkBytes(
-        sequences, *(max(0, x - (x - y) * (sequences - a) // (b - a)) for x, y in zip(less, more, strict=True))
-    )
+        points.insert(0, (0,) * len(points[0]))
+    k = min(max(bisect_left(points, (sequences,)), 1), len(points) - 1)
+    (a, *less), (b, *more) = points[k - 1], points[k]
+    return (sequences, *(max(0, x - (x - y) * (sequences - a) // (b - a)) for x, y in zip(less, more, strict=True)))

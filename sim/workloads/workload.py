@@ -274,8 +274,7 @@ class SavedTensor:
     replayable: bool = True
     """False where making it again would draw random numbers: then only a rerun of the whole unit does."""
     of_one_bytes: int | None = None
-    """Size in a micro-batch of one sequence, where known: not always its share of `size_bytes` (positions
-    do not grow with the batch)."""
+    """Size in a micro-batch of one sequence, where known: not always its share (positions do not grow with it)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,8 +327,7 @@ class Unit:
     """The same where the gradients of the unit's own parameters are added to earlier ones, which are there throughout;
     at least `backward_work_bytes`."""
     other_work_bytes: tuple[WorkBytes, ...] = ()
-    """The same three in micro-batches of other sizes, where known. They do not grow in proportion: gradients of
-    parameters are as large for one sequence as for many."""
+    """The same three in micro-batches of other sizes, where known: not in proportion, as gradients are of one size."""
     spread: float = 0.0
     """Relative standard deviation of measured times; 0 where they are modelled."""
 
@@ -397,6 +395,7 @@ class Workload(Shown):
     units: tuple[Unit, ...]
     shared_bytes: int = 0
     """Tensors made once per micro-batch and used by every block (masks, rotary tables): on the device throughout."""
+    other_shared_bytes: tuple[tuple[int, int], ...] = ()  # numbers of sequences, and the same in so many
     config: Mapping[str, object] = field(default_factory=dict)
     """The `config.json` it came from: what the runtime builds the model from."""
     first_with_more: str | None = field(default=None, repr=False, compare=False)
@@ -496,6 +495,6 @@ class Workload(Shown):
 
     def __repr__(self) -> str:
         t = self.training
+        size = f"{self.num_parameters / 1e9:.3g} B parameters in {len(self.units)} units"
         tokens = f"{t.per_device_train_batch_size} x {t.gradient_accumulation_steps} x {t.sequence_length} tokens"
-        head = f"<Workload {self.name}: {self.num_parameters / 1e9:.3g} B parameters in {len(self.units)} units"
-        return f"{head}; {tokens}, {t.precision}>"
+        return f"<Workload {self.name}: {size}; {tokens}, {t.precision}>"

@@ -154,17 +154,16 @@ def with_other_sizes(workload: Workload, at: Callable[[Training], Workload], siz
     sequence, what they hold for a while in one and in `sizes`. It comes from the workloads `at` those settings."""
     training = workload.training
     own = training.per_device_train_batch_size
-    others = {
-        n: at(replace(training, per_device_train_batch_size=n)).units for n in sorted({1, *sizes} - {own}) if n >= 1
-    }
+    others = {n: at(replace(training, per_device_train_batch_size=n)) for n in sorted({1, *sizes} - {own, 0})}
     units, of_both = [], dict[tuple[int, int], tuple[SavedTensor, ...]]()  # blocks that have theirs in common still do
     for u, unit in enumerate(workload.units):
-        held = tuple(of[u].work_bytes(n) for n, of in others.items())
-        alone = others[1][u] if 1 in others else unit
+        held = tuple(other.units[u].work_bytes(n) for n, other in others.items())
+        alone = others[1].units[u] if 1 in others else unit
         if own > 1 and len(alone.saved) == len(unit.saved):
             pairs, both = zip(unit.saved, alone.saved, strict=True), (id(unit.saved), id(alone.saved))
             if both not in of_both:
                 of_both[both] = tuple(replace(t, of_one_bytes=one.size_bytes) for t, one in pairs)
             unit = replace(unit, saved=of_both[both])
         units.append(replace(unit, other_work_bytes=held))
-    return replace(workload, units=tuple(units))
+    shared = tuple((n, other.shared_bytes) for n, other in others.items())
+    return replace(workload, units=tuple(units), other_shared_bytes=shared)
