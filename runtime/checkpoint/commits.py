@@ -20,6 +20,7 @@ A run's folder holds
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import reprlib
@@ -122,8 +123,10 @@ class CommitLog:
         self.folder = self.run_folder = Path(folder)
         files.make_folder(self.folder)
         self._record, self._next = self.folder / RECORD_NAME, self.folder / "next.json"
-        self.parts: Sequence[tuple[CommitLog, Commit]] = ()
-        """By rank, where the last commit is, if another number of ranks has made it."""
+        self.is_of_others = False
+        """Whether another number of ranks has made the last commit."""
+        self._decided_on: Decision | None = None
+        """What has made the last commit that of all, where ranks have made it or go on from it."""
 
     def lock(self) -> int:
         """A descriptor; until it is closed, no other process trains here. Raises `StoreError` when one does."""
@@ -141,7 +144,7 @@ class CommitLog:
             self._check_never()
             return None
         if content[:1] == b"[":
-            return self._of_others(self.folder, self._decision(self._record, content))
+            return self._of_others(self._decision(self._record, content))
         return self._commit_in(self._record, content)[0]
 
     def _check_never(self) -> None:
@@ -200,17 +203,28 @@ class CommitLog:
             "whole copies of the folders of all ranks, or start the run anew in another folder"
         )
 
-    def _of_others(self, folder: Path, decided: Decision) -> Commit:
+    def _of_others(self, decided: Decision) -> Commit:
         """The last commit of all, by another number of ranks; what each had is in `parts`."""
-        num_ranks = decided.num_ranks
+        self.is_of_others, self._decided_on = True, decided
+        return with_changes(self.parts[0][1], seal=None, folders=(), stripes=(), store_bytes=0)
+
+    @functools.cached_property
+    def parts(self) -> Sequence[tuple[CommitLog, Commit]]:
+        """By rank, where the last commit is; empty where one process has made it and goes on. What a rank needs, and
+        has not committed itself, is made of them. Raises `CommitError` where ranks cannot take from one another."""
+        if (decided := self._decided_on) is None:
+            return ()
+        folder, num_ranks = self.run_folder, decided.num_ranks
         logs = [CommitLog(folder / f"rank-{k}") for k in range(num_ranks)] if num_ranks > 1 else [CommitLog(folder)]
-        self.parts = [(log, log.after(decided, k)) for k, log in enumerate(logs)]
-        first = self.parts[0][1]
-        if first.rng or any(where.in_store for _, own in self.parts for where in own.contents.values()):
-            what = "random numbers of its own" if first.rng else "contents on the NVMe tier"
+        parts = [(log, log.after(decided, k)) for k, log in enumerate(logs)]
+        if (rng := parts[0][1].rng) or any(where.in_store for _, own in parts for where in own.contents.values()):
+            what = "random numbers of its own" if rng else "contents on the NVMe tier"
             own = f"{num_ranks} ranks"
-            raise CommitError(f"{folder} holds a run of {own} with {what}; resume it with {own}")
-        return with_changes(first, seal=None, folders=(), stripes=(), store_bytes=0)
+            raise CommitError(
+                f"{folder} holds a run of {own} with {what}; resume it with {own}, and with a plan that divides it "
+                "among them as before"
+            )
+        return parts
 
     def _decision(self, path: Path, content: bytes) -> Decision:
         """After how many steps how many ranks were committed together."""
@@ -332,10 +346,12 @@ class CommitLogOfRank(CommitLog):
         else:
             decided = self._decision(self._decided, content)
         if decided.num_ranks == self._ranks.size:
-            return self.after(decided, self._ranks.rank)
-        if self._ranks.rank > 0:  # behind the first, which makes good what a crash has left
+            own, self._decided_on = self.after(decided, self._ranks.rank), decided
+            self._ranks.barrier("commits")  # each has made good what a crash has left
+            return own
+        if self._ranks.rank > 0:  # behind the first, which does so
             self._ranks.barrier("commits")
-        others = self._of_others(self._decided.parent, decided)
+        others = self._of_others(decided)
         if self._ranks.rank == 0:
             self._ranks.barrier("commits")
         return others
@@ -350,10 +366,10 @@ class CommitLogOfRank(CommitLog):
         files.sync_folder(self.folder)
         self._forget_others(commit)
         going_on = [self._decided.parent / f"rank-{k}" for k in range(self._ranks.size)]
-        for log, old in self.parts if self._ranks.rank == 0 else ():
+        for log, old in self.parts if self.is_of_others and self._ranks.rank == 0 else ():
             if log.folder not in going_on:
                 files.remove_file(log.resident_path(old.num_steps))
-        self.parts = ()
+        self.is_of_others = False
 
 
 def stamp(what: str, run_id: str, num_steps: int) -> bytes:

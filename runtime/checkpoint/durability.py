@@ -191,27 +191,23 @@ class Durability:
                     )
                 taken[content] = Extent(where.offset_bytes, where.size_bytes)
                 store.allocate_at(taken[content], where.xxh3)
-        for instance in placement.executor.carried.values():
-            content, size_bytes = instance.buffer.content, instance.buffer.size_bytes
+        carried = placement.executor.carried.values()
+        sizes_bytes = {x.buffer.content: x.buffer.size_bytes for x in carried}
+        for instance in carried:
+            content = instance.buffer.content
             committed = commit.contents.get(content)
-            states = content_of(instance)
-            if isinstance(states, Frozen):  # what was not trained: the model has it
+            if isinstance(content_of(instance), Frozen):  # what was not trained: the model has it
                 continue
-            is_cut_otherwise = bool(self._log.parts) and isinstance(states, Params | States | Gradients)
-            if is_cut_otherwise or (committed is None and isinstance(states, States)):
-                if committed is None or not committed.is_absent:
-                    placement.fill(instance, self._cut_otherwise(instance, bodies))
-                    continue
-            elif committed is None or committed.size_bytes != size_bytes:
-                raise CommitError(f"the last commit has no {content!r} of {size_bytes:,} bytes; plan again")
-            if committed.is_absent:
+            if committed is not None and committed.is_absent:
                 instance.value = BufferValue(bodies.places.allocate(instance), is_absent=True)
+            elif committed is None or self._log.is_of_others or not self._is_cut_so(instance, sizes_bytes):
+                placement.fill(instance, self._cut_otherwise(instance, bodies))
             elif committed.in_store and instance.buffer.tier == NVME:
                 with self._intact(f"{content!r} of the last commit in {self.folder} is damaged"):
                     bodies.places.drives.verify(taken[content])
                 instance.value = BufferValue(taken[content])
             else:
-                placement.fill(instance, self._committed(content, bodies))
+                placement.fill(instance, self._committed(content, bodies, self._log, commit))
         bodies.places.committed = {*taken.values(), *([self._seal] if self._seal else [])}
         return tuple(torch.frombuffer(bytearray.fromhex(s), dtype=torch.uint8) for s in commit.rng)
 
@@ -224,13 +220,11 @@ class Durability:
                 "not trained are no part of a commit; load those that the run began with"
             )
 
-    def _committed(self, content: str, bodies: Bodies, log: CommitLog | None = None) -> torch.Tensor:
+    def _committed(self, content: str, bodies: Bodies, log: CommitLog, commit: Commit) -> torch.Tensor:
         """The bytes of one content of the last commit, or of another rank's, in host memory."""
-        assert self.last is not None
-        commit = next((commit for of_rank, commit in self._log.parts if of_rank is log), self.last)
         where = commit.contents[content]
         if not where.in_store:
-            return (log or self._log).read_resident(commit, content)
+            return log.read_resident(commit, content)
         memory = map_host(where.size_bytes)[: where.size_bytes]
         extent = Extent(where.offset_bytes, where.size_bytes)
         with self._intact(f"{content!r} of the last commit in {self.folder} is damaged"):
@@ -245,35 +239,56 @@ class Durability:
         except DamageError as error:
             raise CommitError(f"{otherwise}; {remedy}: {error}") from error
 
-    def _cut_otherwise(self, instance: Instance, bodies: Bodies) -> torch.Tensor:
-        """What one rank has of a unit, from a commit in which states travelled in other parts, or that was made by
-        another number of ranks."""
+    def _is_cut_so(self, instance: Instance, sizes_bytes: Mapping[str, int]) -> bool:
+        """Whether this rank has committed what is to be here, with as many bytes; of states, in the same parts."""
         assert self.last is not None
         content = content_of(instance)
-        assert isinstance(content, Params | States | Gradients)
+        all_of = states_of(content.unit, sizes_bytes) if isinstance(content, States) else [content]
+        there = {str(each): self.last.contents.get(str(each)) for each in all_of}
+        return all(where is not None and where.size_bytes == sizes_bytes[each] for each, where in there.items())
+
+    def _cut_otherwise(self, instance: Instance, bodies: Bodies) -> torch.Tensor:
+        """What one rank is to have of a unit, from a commit in which states travelled in other parts, or in which the
+        work was divided otherwise among ranks."""
+        content, lacking_bytes = content_of(instance), instance.buffer.size_bytes
+        lacking = CommitError(
+            f"the last commit has no {str(content)!r} of {lacking_bytes:,} bytes, or a part of it; plan again"
+        )
+        if not isinstance(content, Params | States | Gradients):
+            raise lacking
         unit, layout = bodies.unit_of(content), bodies.layouts[content.unit]
-        shares: list[list[torch.Tensor]] = []
-        cut: list[States] = []
-        for log, commit in self._log.parts or [(self._log, self.last)]:
-            there = states_of(unit.name, commit.contents) if isinstance(content, States) else []
-            names: Sequence[Params | States | Gradients] = there or [content]
-            if any(str(name) not in commit.contents for name in names):
-                continue  # of a pipeline, another rank has the unit
-            cut = there
-            shares.append([self._committed(str(name), bodies, log) for name in names])
         each = unit.dtype.itemsize
         size_bytes = layout.size_bytes(layout.whole) if isinstance(content, States) else unit.num_trained * each
-        is_whole = bool(shares) and sum(map(len, shares[0])) == size_bytes
-        parts = shares[0] if is_whole else [part for share in shares for part in share]
+
+        def names_in(commit: Commit) -> Sequence[Params | States | Gradients]:
+            """Empty where another rank has the unit, in a pipeline."""
+            there = states_of(unit.name, commit.contents) if isinstance(content, States) else []
+            return there or ([content] if str(content) in commit.contents else [])
+
+        def is_whole(commit: Commit) -> bool:
+            return sum(commit.contents[str(name)].size_bytes for name in names_in(commit)) == size_bytes
+
+        whole = next((part for part in self._parts() if is_whole(part[1])), None)
+        shares = [whole] if whole is not None else [part for part in self._log.parts if names_in(part[1])]
+        parts = [self._committed(str(name), bodies, *share) for share in shares for name in names_in(share[1])]
         if sum(map(len, parts)) != size_bytes:
-            raise CommitError(f"the last commit has no {str(content)!r}, or a part of it; plan again")
+            raise lacking
         if not isinstance(content, States):
             own = own_part(instance, unit, bodies.ranks)
             return torch.cat(parts)[own.start * each : own.stop * each]
-        ranges = [shard_part(name, unit, k, len(shares)) for k in range(len(shares)) for name in cut]
-        if is_whole:
-            ranges = [layout.part(name) for name in cut]
+        ranges = [
+            layout.part(name) if whole is not None else shard_part(name, unit, rank, len(shares))
+            for rank, (_, commit) in enumerate(shares)
+            for name in states_of(unit.name, commit.contents)
+        ]
         return layout.cut(layout.join(parts, ranges), bodies.states_part(content))
+
+    def _parts(self) -> Iterator[tuple[CommitLog, Commit]]:
+        """Where the last commit is: this rank's own first, then those of all."""
+        if not self._log.is_of_others:
+            assert self.last is not None
+            yield self._log, self.last
+        yield from self._log.parts
 
     def _check_seal(self, commit: Commit, bodies: Bodies) -> None:
         store = bodies.places.store

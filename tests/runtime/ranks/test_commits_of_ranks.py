@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.runtime.ranks.pair import run_ranks
-from tests.runtime.ranks.test_ranks import ADAM
+from tests.runtime.ranks.test_ranks import ADAM, OWN_MEMORY
 from tests.runtime.ranks.test_unlike_ranks import Mixture, batches, planned
 from tierplan.cli import main
 from tierplan.runtime.checkpoint.commits import (
@@ -157,22 +157,24 @@ def test_all_ranks_go_on_from_one_step(crash_of_first: int | None, crash_of_seco
         assert again.num_steps == 3
 
 
-@pytest.mark.parametrize("num", [1, 4])
+@pytest.mark.parametrize("num", [1, 2, 4])
 @pytest.mark.parametrize(
     ("more", "what"),
-    [({"contents": {"states/L0": Stored(size_bytes=8, offset_bytes=0, in_store=True)}}, "contents on the NVMe"),
+    [({"contents": {"states/L0": Stored(size_bytes=8, offset_bytes=0, in_store=True)}}, "contents on the NVMe tier"),
      ({"rng": ("00",)}, "random numbers of its own")],
 )  # fmt: skip
-def test_another_number_of_ranks_is_told_what_only_as_many_can_resume(
+def test_who_divides_the_work_otherwise_is_told_what_only_as_many_can_resume(
     more: dict[str, Any], what: str, num: int, tmp_path: Path
 ) -> None:
-    """On the drive every rank has its own extents, which are not cut anew."""
+    """On the drive every rank has its own extents, which are not cut anew. As many ranks go on with their own."""
     for rank in range(2):
-        log(tmp_path, rank).write(with_changes(commit(3), **more))
+        log(tmp_path, rank).write(own := with_changes(commit(3), **more))
     other: Any = TwoRanks(0)
     other.size = num
-    with pytest.raises(CommitError, match=f"holds a run of 2 ranks with {what}.*; resume it with 2 ranks"):
-        (CommitLog(tmp_path) if num == 1 else CommitLogOfRank(tmp_path, other)).last()
+    resumed = CommitLog(tmp_path) if num == 1 else CommitLogOfRank(tmp_path, other)
+    assert num != 2 or resumed.last() == own
+    with pytest.raises(CommitError, match=f"of 2 ranks with {what}; resume it with 2 ranks, and with a plan that div"):
+        resumed.parts if num == 2 else resumed.last()
 
 
 def test_what_ranks_cannot_resume(tmp_path: Path) -> None:
@@ -263,3 +265,35 @@ def test_a_copy_of_ranks_has_the_part_of_each(tmp_path: Path) -> None:
         trainer.run(given[4:], 2)
         trainer.restore_model()
     assert same_weights(model, plain)
+
+
+DIVISIONS: list[tuple[str, dict[str, object]]] = [
+    ("zero-3", {}), ("harmony-pp", {**OWN_MEMORY, "pack": 1}), ("harmony-pp", {**OWN_MEMORY, "pack": 2}),
+    ("zero-2", {}), ("ddp", {}), ("zero-3", {"params": "host", "optimizer": "host"}), ("harmony-dp", OWN_MEMORY),
+]  # fmt: skip
+"""The last commit of each is what the next one goes on from."""
+
+
+def train_divided(ranks: Ranks, folder: Path, divisions: Sequence[tuple[str, dict[str, object]]]) -> list[str]:
+    """What is wrong with a step by each of these divisions of the work among as many ranks."""
+    given = batches([0, 1] * len(divisions))
+    for done, (policy, options) in enumerate(divisions):
+        model, each = Mixture(), 2 if policy.startswith("harmony") else 1
+        with Trainer(
+            planned(model, policy, options, each), model, optimizer=ADAM, ranks=ranks, out_dir=folder / "run",
+            resume=True, nvme_dir=folder / f"nvme-{ranks.rank}",
+        ) as trainer:  # fmt: skip
+            assert trainer.num_steps_done == done
+            trainer.run(given, 1)
+            trainer.restore_model()
+            losses = list(trainer.result().losses)
+    plain = Mixture()
+    wanted = train_plainly(plain, given, steps=len(divisions), optimizer=ADAM, gradient_accumulation_steps=2)
+    return [
+        what for what, is_so in [("losses", losses == wanted), ("weights", same_weights(model, plain))] if not is_so
+    ]
+
+
+def test_as_many_ranks_go_on_with_another_division_of_the_work(tmp_path: Path) -> None:
+    """Each rank had its own record alone: "the last commit has no 'params/embed' of 2,048 bytes; plan again"."""
+    assert run_ranks(train_divided, 2, tmp_path, DIVISIONS) == [[], []]
