@@ -106,7 +106,8 @@ class Done:
                 if self.interval_s:
                     lines[-1] += f", 9 in 10 between {self.interval_s[0]:.3f} s and {self.interval_s[1]:.3f} s"
             for what, sizes in (("peak", result.peak_bytes), ("moved", result.moved_bytes)):
-                lines.append(f"{what} " + ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items()))
+                if named := ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items()):
+                    lines.append(f"{what} {named}")
         lines += result.notes
         lines.append(f"written to {self.out_dir}" + ("; resume with --resume" if self.was_stopped else ""))
         return "\n".join(part for line in lines for part in wrapped(line))

@@ -55,9 +55,11 @@ def files(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def write_plan(files: Path, training: Training = CPU) -> None:
+MOVING = UnitPlan(params="nvme", grads="host", states="nvme", acts="host")
+
+
+def write_plan(files: Path, training: Training = CPU, choice: UnitPlan = MOVING) -> None:
     workload = trace_config("tiny", json.loads((files / "config.json").read_text()), training)
-    choice = UnitPlan(params="nvme", grads="host", states="nvme", acts="host")
     save_schedule(lower(uniform_plan(workload, choice), workload, machine()), files / "plan.json")
 
 
@@ -92,6 +94,18 @@ def test_run_writes_everything_and_the_loss_falls(files: Path, capsys: pytest.Ca
     from transformers import GPT2LMHeadModel
 
     GPT2LMHeadModel.from_pretrained(files / "out" / "model")
+
+
+@pytest.mark.parametrize(("choice", "is_said"), [(MOVING, True), (UnitPlan(), False)])
+def test_what_was_moved_is_said_where_something_was(
+    choice: UnitPlan, is_said: bool, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a plan that stays on the device it was a line with nothing behind it."""
+    write_plan(files, choice=choice)
+    assert main(arguments(files, 1, "out", "--no-export")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("peak gpu0") for line in lines)
+    assert any(line.startswith("moved") for line in lines) == is_said
 
 
 def test_a_resumed_run_is_an_uninterrupted_one(files: Path) -> None:
