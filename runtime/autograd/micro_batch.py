@@ -87,7 +87,7 @@ class MicroBatchRun:
     """Of this micro-batch's random numbers; None leaves PyTorch's generators alone."""
     is_first_of_two: bool = False
     """A pack visits: its blocks run forward once more for backward, on this rank or on another one."""
-    shapes: object = ()
+    shapes: Sequence[tuple[torch.Size, torch.dtype]] = ()
     """Of the batch's tensors."""
     loss: torch.Tensor = _NO_LOSS
     """In host memory, when the device is done with the forward."""

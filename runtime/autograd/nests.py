@@ -25,7 +25,7 @@ def addresses(values: object) -> set[int]:
     return {t.untyped_storage().data_ptr() for t in tensors_in(values)}
 
 
-def shapes_of(values: Iterable[object]) -> tuple[object, ...]:
+def shapes_of(values: Iterable[object]) -> tuple[tuple[torch.Size, torch.dtype], ...]:
     """Shapes and types of the tensors among some values."""
     return tuple((t.shape, t.dtype) for t in values if isinstance(t, torch.Tensor))
 

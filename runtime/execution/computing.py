@@ -140,10 +140,27 @@ class Computing:
             self._bind(call)
             return True
 
-        batch_run.run_forward(index, goes_on, is_in_one=call.op.micro_batch in self.flow.in_one)
-        if index == turn.units.start and (turn.is_visit or turn.is_one_of):
-            self._check_front(call, batch_run)
-        self._end_forward(call, batch_run)
+        try:
+            batch_run.run_forward(index, goes_on, is_in_one=call.op.micro_batch in self.flow.in_one)
+            if index == turn.units.start and (turn.is_visit or turn.is_one_of):
+                self._check_front(call, batch_run)
+            self._end_forward(call, batch_run)
+        except SizeError as error:
+            if other := self._other_batch(batch_run):
+                raise SizeError(f"{other}: {error}") from error
+            raise
+
+    def _other_batch(self, batch_run: MicroBatchRun) -> str:
+        """What is to be said of a batch with no tensor of as many rows as the schedule's micro-batches have."""
+        assert self.schedule.step is not None
+        planned = self.schedule.step.training.per_device_train_batch_size
+        rows = [shape[0] for shape, _ in batch_run.shapes if shape]
+        if not rows or planned in rows:
+            return ""
+        return (
+            f"a batch of {rows[0]} sequences was given, and the schedule is of micro-batches of {planned}, into which "
+            f"its plan may have cut those that were asked for. Give it batches of {planned}, as its step.training says"
+        )
 
     def _check_front(self, call: Call, batch_run: MicroBatchRun) -> None:
         """Each turn leads the model through its front anew: it must have the same plain values there."""

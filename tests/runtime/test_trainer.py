@@ -297,11 +297,15 @@ def schedule_for(model: nn.Module, choice: UnitPlan, training: Training = CPU) -
     return lower(uniform_plan(workload, choice), workload, machine())
 
 
-def test_other_shapes_than_planned_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("shape", "what"),
+    [({"length": 32}, "^"), ({"batch": 4}, "^a batch of 4 .* of micro-batches of 2, .* of 2, as .*: ")],
+)
+def test_other_shapes_than_planned_are_refused(shape: dict[str, int], what: str, tmp_path: Path) -> None:
     model = make_model("gpt2")
     schedule = schedule_for(model, UnitPlan(acts="host"))
-    with pytest.raises(SizeError, match=r"is declared with .* bytes, but holds"):
-        train(schedule, model, make_batches(2, length=32), steps=2, nvme_dir=tmp_path)
+    with pytest.raises(SizeError, match=what + r"buffer .* is declared with .* bytes, but holds"):
+        train(schedule, model, make_batches(2, **shape), steps=2, nvme_dir=tmp_path)
 
 
 def test_another_model_than_planned_is_refused(tmp_path: Path) -> None:
