@@ -210,8 +210,8 @@ class PlanSimulator:
             if kind in capacity and size > capacity[kind].capacity_bytes:
                 tier = capacity[kind]
                 reason = (
-                    f"parameters and optimizer states need {size:,} bytes in tier {tier.name!r}, which has "
-                    f"{tier.capacity_bytes:,}; place fewer there or raise its capacity"
+                    f"{size:,} bytes of parameters and optimizer states are to be in tier {tier.name!r}, which has "
+                    f"{tier.capacity_bytes:,}"
                 )
                 room_gb: dict[str, float] = {of: (t.capacity_bytes - held[of]) / GB for of, t in capacity.items()}
                 return Candidate(plan, None, partial(str, reason), short_tier=kind, room_gb=room_gb)

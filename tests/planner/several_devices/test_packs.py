@@ -184,4 +184,4 @@ def test_packs_whose_parameters_and_states_have_no_room_are_known_at_once(monkey
         tried = PlanSimulator(workload, machine, Budget.of(1.0))(POLICIES[name](workload, machine, {}))
         assert not tried.fits
         assert tried.short_tier == "host"
-        assert "parameters and optimizer states need" in tried.reason
+        assert "bytes of parameters and optimizer states are to be in tier 'host', which has" in tried.reason
