@@ -130,8 +130,10 @@ class Search:
         self.has_all_orders = len(self.chains) == len(shapes)
         finest = self.workload.training.per_device_train_batch_size
         may_fit = self.seeds.best is not None or self.has_room
-        if only is None and "vertical" in wanted and 1 < finest <= MOST_PARTS and not may_fit:
-            self.chains.append(self._chain("vertical", [finest], self.seeds.by_shape, 1.0, Solver(seed=self.seed)))
+        tried_parts = max(shapes.get("vertical", [1]))
+        more = [num for num in range(tried_parts + 1, min(finest, MOST_PARTS) + 1) if finest % num == 0]
+        if only is None and "vertical" in wanted and more and not may_fit:
+            self.chains.append(self._chain("vertical", more, self.seeds.by_shape, 1.0, Solver(seed=self.seed)))
         self.in_rounds = self._rounds()
 
     def compare(self, policies: Iterable[str] | None = None) -> None:

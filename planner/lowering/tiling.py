@@ -33,15 +33,16 @@ def _of_sequences(workload: Workload, sequences: int, accumulation: int, parts: 
     given = {"per_device_train_batch_size": sequences, "gradient_accumulation_steps": accumulation}
     units = tuple(_cut(unit, parts, times, sequences=sequences) for unit in workload.units)
     training = replace(workload.training, **given)  # type: ignore[arg-type]
-    shared = (workload.training.per_device_train_batch_size, workload.shared_bytes), *workload.other_shared_bytes
-    _, shared_bytes = bytes_at(sequences, shared) if len(shared) > 1 else shared[0]
+    others = workload.other_shared_bytes
+    shared = (workload.training.per_device_train_batch_size, workload.shared_bytes), *others
+    _, shared_bytes = bytes_at(sequences, shared) if others else shared[0]
     return replace(
         workload,
         training=training,
         computed_for=None,
         units=units,
         shared_bytes=shared_bytes,
-        other_shared_bytes=shared,
+        other_shared_bytes=shared if others else (),
     )
 
 

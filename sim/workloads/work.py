@@ -52,7 +52,7 @@ def bytes_at(sequences: int, known: Iterable[tuple[int, ...]]) -> tuple[int, ...
     it is no more than on the line between them, which is the answer; beyond the largest, the line through the last two
     goes on. Of one number, in proportion.
     """
-    points = sorted(known)
+    points = sorted({row[0]: row for row in known}.values())
     if len(points) == 1:
         points.insert(0, (0,) * len(points[0]))
     k = min(max(bisect_left(points, (sequences,)), 1), len(points) - 1)

@@ -130,6 +130,13 @@ def test_what_is_short_is_short_however_micro_batches_are_cut():
     assert plan(workload, small_machine(device_mb=enough_mb, host_mb=600, nvme_mb=0), time_limit_s=2).step_s > 0
 
 
+def test_where_eight_parts_of_a_micro_batch_have_no_room_sixteen_are_tried_before_single_sequences():
+    workload = chain(forward_s=[1.0] * 3, parameters=[MB] * 3, saved_mb=[[640]] * 3, batch=32)
+    found = plan(workload, small_machine(device_mb=70, host_mb=6000, nvme_mb=0), time_limit_s=1).plan
+    assert isinstance(found, UnitwisePlan)
+    assert found.sub_batches == 16
+
+
 def test_a_search_that_the_clock_ended_does_not_say_that_nothing_fits(monkeypatch):
     compare_with(monkeypatch, {})
     monkeypatch.setattr(budget.Budget, "is_out_of_time", True)

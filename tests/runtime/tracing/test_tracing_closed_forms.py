@@ -203,10 +203,11 @@ def test_a_micro_batch_that_is_cut_saves_what_a_smaller_one_does(family: str, pa
         return workload_of("x", config_of(family), training)
 
     whole, smaller = of(6), of(6 // parts)
-    assert cut_batches(whole, parts).shared_bytes == smaller.shared_bytes
-    for mine, grown, other in zip(
-        cut_batches(whole, parts).units, with_batch(of(1), 6 // parts).units, smaller.units, strict=True
-    ):
+    cut = cut_batches(whole, parts)
+    assert cut.shared_bytes == smaller.shared_bytes
+    grown_again = with_batch(cut, 6).units
+    assert [u.work_bytes(1) for u in grown_again] == [u.work_bytes(1) for u in whole.units]
+    for mine, grown, other in zip(cut.units, with_batch(of(1), 6 // parts).units, smaller.units, strict=True):
         assert [t.size_bytes for t in mine.saved] == [t.size_bytes for t in other.saved]
         assert mine.work_bytes(1) == other.work_bytes(1)
         assert grown.work_bytes(1) == other.work_bytes(1) or parts == 2  # between what is known of two and of four
