@@ -36,7 +36,7 @@ def test_everything_that_people_look_at_fits_two_lines_of_a_terminal() -> None:
     refused = predict("in-memory", workload, toy_machine(device_bytes=3 * 2**20))
     assert re.search(r"holds [\d.]+ MiB in tier 'gpu0'.* \.\.\.>$", repr(refused)), "as commands say it, in whole words"
     small = tp.plan(workload, toy_machine(device_bytes=64 * 2**20), time_limit_s=1, policies=["in-memory"])
-    assert "need 308 MiB in tier 'gpu0', which has 64 MiB" in str(small.rows())
+    assert "308 MiB of parameters and optimizer states are to be in tier 'gpu0', which has 64 MiB" in str(small.rows())
     assert "limited by" in repr(planned)
     assert f"{len(steady.trace.spans):,} ops" in repr(steady.trace)
     assert isinstance(steady.trace, Trace)
