@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 from tierplan.hwmodels.machine import KERNELS
 from tierplan.sim.contents import tile_name
@@ -88,7 +88,7 @@ def _cut(unit: Unit, parts: int, times: int = 1, sequences: int | None = None) -
 
     known = () if sequences is None else unit.other_work_bytes
     whole = unit.work_bytes(parts if sequences is None else sequences * parts // times)
-    held = WorkBytes(*bytes_at(sequences or times, (whole, *known)))
+    held = WorkBytes(*bytes_at(sequences or times, map(astuple, (whole, *known))))
     return replace(
         unit,
         forward=work(unit.forward),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 Amounts = Mapping[str, float]
 """Of work, by its kind."""
@@ -35,7 +34,8 @@ def total_work(works: Iterable[Amounts]) -> dict[str, float]:
     return total
 
 
-class WorkBytes(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class WorkBytes:
     """What a unit holds for a while in micro-batches of so many sequences: see `Unit.forward_work_bytes` and those
     behind it."""
 
