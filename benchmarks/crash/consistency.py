@@ -23,6 +23,7 @@ import errno
 import os
 import platform
 import random
+import select
 import shutil
 import signal
 import sys
@@ -104,6 +105,9 @@ UNITWISE: Mapping[str, UnitPlan] = {
 }
 RECORDED = ("everything on NVMe", "states in parts", "everything in memory", "two drives", "fuyou, delayed")
 STEPS = 4
+PATIENCE_S = 120.0
+"""For a step of a run that is to be killed. One that is forked beside other threads may wait for ever for a lock that
+these held: once it is killed for that, too."""
 RECORDED_STEPS = 3
 
 
@@ -211,7 +215,7 @@ def compare(one: Case, found: Mapping[str, str], done: int, steps: int, where: s
 def kills(name: str, count: int, folder: Path, seed: int) -> dict[str, int]:
     """Kills so many runs, each of which goes on where the one before was killed."""
     one, rng, done, attempt = case(name), random.Random(seed), 0, 0
-    found = {"kills": 0, "runs": 0, "kills_before_a_commit": 0}
+    found, stuck = {"kills": 0, "runs": 0, "kills_before_a_commit": 0}, 0
     times_s = [time.monotonic()]
     train(one, folder / "first", on_step=lambda step, loss: times_s.append(time.monotonic()))
     begin_s, stepping_s = times_s[1] - times_s[0], time.monotonic() - times_s[1]
@@ -233,10 +237,15 @@ def kills(name: str, count: int, folder: Path, seed: int) -> dict[str, int]:
             time.sleep(rng.uniform(0.0, begin_s))
         else:
             for _ in range(rng.randint(1, STEPS - done)):  # whole steps, however fast this machine is today
+                if not select.select([has_stepped], [], [], PATIENCE_S)[0]:
+                    stuck += 1
+                    break
                 os.read(has_stepped, 1)
             time.sleep(rng.uniform(0.0, stepping_s / STEPS))
         os.close(has_stepped)
         os.kill(child, signal.SIGKILL)
+        if stuck > 1:
+            raise Broken(f"{name}, run {attempt}: no step in {PATIENCE_S:g} s, for the second time")
         _, status = os.waitpid(child, 0)
         if os.waitstatus_to_exitcode(status) not in (0, -signal.SIGKILL):
             raise Broken(f"{name}, run {attempt}: it ended by itself after {found['kills']} kills, status {status}")
