@@ -239,13 +239,14 @@ def kills(name: str, count: int, folder: Path, seed: int) -> dict[str, int]:
             for _ in range(rng.randint(1, STEPS - done)):  # whole steps, however fast this machine is today
                 if not select.select([has_stepped], [], [], PATIENCE_S)[0]:
                     stuck += 1
+                    print(f"{name}, run {attempt}: no step in {PATIENCE_S:g} s", file=sys.stderr, flush=True)
                     break
                 os.read(has_stepped, 1)
             time.sleep(rng.uniform(0.0, stepping_s / STEPS))
         os.close(has_stepped)
         os.kill(child, signal.SIGKILL)
         if stuck > 1:
-            raise Broken(f"{name}, run {attempt}: no step in {PATIENCE_S:g} s, for the second time")
+            raise Broken(f"{name}, run {attempt}: for the second time no step in {PATIENCE_S:g} s")
         _, status = os.waitpid(child, 0)
         if os.waitstatus_to_exitcode(status) not in (0, -signal.SIGKILL):
             raise Broken(f"{name}, run {attempt}: it ended by itself after {found['kills']} kills, status {status}")
