@@ -123,15 +123,12 @@ class InfeasiblePlan(PlanError):
         """What is short, without the micro-batch that would do."""
         if self.endurance:
             return f"no plan for {self.workload.name!r} spares the drives of {self.machine.name!r}: {self.endurance}"
+        of_what = f"{self.workload.name!r} into the memory of {self.machine.name!r}"
         if self.not_found:
-            where = f"into the memory of {self.machine.name!r}"
-            return f"no plan that fits {self.workload.name!r} {where} was found {self.not_found}"
-        lines = [f"no plan fits {self.workload.name!r} into the memory of {self.machine.name!r}"]
+            return f"no plan that fits {of_what} was found {self.not_found}"
+        lines = [f"no plan fits {of_what}"]
         if self.may_fit:
-            lines = [
-                f"no plan that fits {self.workload.name!r} into the memory of {self.machine.name!r} was found, and no "
-                "bound says that there is none"
-            ]
+            lines = [f"no plan that fits {of_what} was found, and no bound says that there is none"]
         for s in self.shortages:
             lines.append(
                 f"{'or ' * (len(lines) > 1)}{s.tier} memory is short by at least {format_bytes(s.short_bytes)}: it has "

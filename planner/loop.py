@@ -459,13 +459,15 @@ class Search:
             why = f"in {self.budget.time_limit_s:g} s, though memory may do; search for longer (--time-limit)"
             return InfeasiblePlan(self.workload, self.machine, (), not_found=why)
         finest = self.posed("vertical", self.workload.training.per_device_train_batch_size)
-        may_fit = self.num_devices > 1 or any(bound.feasible for bound in bounds)
-        lacking = () if may_fit else least_lacking([*problems, finest])
+        if is_on_several := self.num_devices > 1:  # where bounds are of units alone
+            bounds = [bound_of_totals(self._of_one_device("horizontal", 1, None), 1)]
+        may_fit = any(bound.feasible for bound in bounds)
+        lacking = () if may_fit or is_on_several else least_lacking([*problems, finest])
         failed = (c for c in self.simulate_plan.seen.values() if not c.fits)  # the nearest to fitting says why
         nearest = max(failed, key=lambda c: min(c.room_gb.values(), default=-inf), default=None)
         reason = "" if lacking or nearest is None else nearest.reason
         others = tuple(name for name, result in self.compared.items() if result(is_best=False).step_s is not None)
-        may_fit, asked = may_fit and not lacking, self.asked_semantics
+        asked = self.asked_semantics
         return InfeasiblePlan(
             self.workload, self.machine, lacking, reason, may_fit=may_fit, others=others, semantics=asked
         )
