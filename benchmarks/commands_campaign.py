@@ -168,10 +168,12 @@ def run_hour(hour: Hour, runs: int) -> None:
         hour.tierplan("machine", "measure", "--budget-s", hour.measure_s, "--nvme", nvme)
     text = "".join(path.read_text() for path in sorted(Path(os.__file__).parent.glob("*.py"))[:60])
     (home / "text.txt").write_text(text)
-    groups, policies, settings = COMBINATIONS, POLICIES, []
+    groups: Sequence[Combination] = COMBINATIONS
+    policies: Sequence[str] = POLICIES
+    settings = list[str]()
     if hour.devices > 1:
-        groups = tuple(group for group in COMBINATIONS if group.name in DEVICES_COMBINATIONS)
-        policies = tuple(DEVICES_POLICIES)
+        groups = [group for group in COMBINATIONS if group.name in DEVICES_COMBINATIONS]
+        policies = [*DEVICES_POLICIES]
         if not link.exists():
             link.write_text(json.dumps(measured_link(hour.devices)))
         settings = json.loads(link.read_text())
@@ -321,15 +323,15 @@ def page(runs: Sequence[Record], devices: int = 1) -> str:
         ]
     head = ("model", "plan", "predicted", "90 % interval", "measured", "raw", "slowdown", "normalised", "load")
     tables: dict[str, list[tuple[str, ...]]] = {hour: [] for hour, _, _ in rows}
-    for (hour, *row), of_row in rows.items():
-        if not (good_runs := answered[hour, *row]):
-            tables[hour].append((*row, of_row[0]["why_not"][:80], *[""] * 6))
+    for (hour, model, plan), of_row in rows.items():
+        if not (good_runs := answered[hour, model, plan]):
+            tables[hour].append((model, plan, of_row[0]["why_not"][:80], *[""] * 6))
             continue
         low_s, high_s = good_runs[0]["interval_s"]
         slowdown = median_of(good_runs, "slowdown")
         tables[hour].append(
             (
-                *row, format_s(good_runs[0]["step_s"]["predicted"]), f"{format_s(low_s)} to {format_s(high_s)}",
+                model, plan, format_s(good_runs[0]["step_s"]["predicted"]), f"{format_s(low_s)} to {format_s(high_s)}",
                 ", ".join(format_s(step_s) for step_s in sorted(run["step_s"]["measured"] for run in good_runs)),
                 format_error(median_of(good_runs, "step_error_frac")), f"{slowdown:.2f}" if slowdown else "-",
                 format_error(median_of(good_runs, "normalised_error_frac")), f"{median_of(good_runs, 'load'):.1f}",

@@ -31,7 +31,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.records import arguments
 
@@ -146,8 +146,10 @@ def all_slices(args: argparse.Namespace) -> Slices:
     inner = (python, "-m", "benchmarks.gpu", "--out", str(args.out), "--device", args.device, *args.size)
     tests = [str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("tests/**/test_*.py")) if "mark.gpu" in p.read_text()]
     # what newer or older packages only warn of is no failure there; cuBLAS is deterministic with a fixed workspace only
-    pytest = ("env", "CUBLAS_WORKSPACE_CONFIG=:4096:8", python, "-m", "pytest", "-q", "-W", "default", "-rs")
-    pytest = (*pytest, "-p", "no:cacheprovider")
+    pytest = (
+        *("env", "CUBLAS_WORKSPACE_CONFIG=:4096:8"),
+        *(python, "-m", "pytest", "-q", "-W", "default", "-rs", "-p", "no:cacheprovider"),
+    )
     slices: dict[str, Sequence[str]] = {"environment": (*inner, "--inner", "environment")}
     if args.device == "fake":
         slices |= {f"tests/{Path(t).stem}": (*pytest, t) for t in FAKE_TESTS}
@@ -210,7 +212,7 @@ def beside_plain(
     from tierplan.sim.output.perfetto import write_perfetto
     from tierplan.sim.workloads.workload import Training
 
-    where = "cuda" if device == "cuda" else "cpu"
+    where: Literal["cpu", "cuda"] = "cuda" if device == "cuda" else "cpu"
     training = Training(
         sequence_length=64 if width < 512 else 256, per_device_train_batch_size=1 if width < 512 else 8,
         dtype="fp32" if where == "cpu" else "bf16", backend=where,

@@ -226,8 +226,8 @@ def kills(name: str, count: int, folder: Path, seed: int) -> dict[str, int]:
         if child == 0:
             try:
                 os.close(has_stepped)
-                now = train(one, path, on_step=lambda step, loss, pipe=steps: os.write(pipe, b"."))
-                compare(one, now, STEPS, STEPS, f"{name}, run {attempt}")
+                trained = train(one, path, on_step=lambda step, loss, pipe=steps: os.write(pipe, b"."))
+                compare(one, trained, STEPS, STEPS, f"{name}, run {attempt}")
                 os._exit(0)
             except BaseException as error:
                 print(f"{name}, run {attempt}: {error!r}", file=sys.stderr, flush=True)

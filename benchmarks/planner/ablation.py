@@ -190,8 +190,8 @@ def table(records: list[Record]) -> str:
         )
         for r in records
     ]  # fmt: skip
-    head = ("machine", "model", "batch", *names, "bound")
-    lines += ["", "Steps in seconds:", "", *markdown_table(head, steps, right=range(2, len(head)))]
+    of_steps = ("machine", "model", "batch", *names, "bound")
+    lines += ["", "Steps in seconds:", "", *markdown_table(of_steps, steps, right=range(2, len(of_steps)))]
     lines += ["", f"Version {versions_of(records)}."]
     return "\n".join(lines)
 

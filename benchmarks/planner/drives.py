@@ -37,6 +37,7 @@ def answer(drives: int, host: str, *, time_limit_s: float = TIME_LIMIT_S) -> dic
     machine = load_machine("fuyou-4090", [f"nvme.drives={drives}", f"host.capacity={host}"])
     workload = load_workload("gpt-13b", Training(per_device_train_batch_size=BATCH, dtype="fp16"))
     result = plan(workload, machine, time_limit_s=time_limit_s)
+    assert isinstance(result.plan, UnitwisePlan), "one device has plans of units"
     fuyou = lower(decide("fuyou", workload, machine), workload, machine)
     return {
         "drives": drives,

@@ -52,10 +52,14 @@ CONFIGS: Mapping[str, dict[str, object]] = {"gpt-1.3b": SMALL, "gpt-0.35b": MEDI
 """The other sizes are named configurations."""
 ONE_DEVICE = "gpu.count=1"
 SEQUENCE = 1024
-RANDOM_MACHINES = ("cloud-h100", "desktop-4090", "fsdp-qlora-a5000", "fuyou-4090", "laptop", "server-8xh100")
-RANDOM_MACHINES += ("roundpipe-8x4090", "ssdtrain-a100", "zero-offload-v100", "dgx-8xa100-80gb")
-RANDOM_MODELS = (*MODELS, "gpt-100b", "llama-3.1-8b", "llama-3.3-70b", "qwen3-4b", "qwen3-14b", "qwen3-32b")
-RANDOM_MODELS += ("qwen3-30b-a3b", "mixtral-8x7b")
+RANDOM_MACHINES = (
+    "cloud-h100", "desktop-4090", "fsdp-qlora-a5000", "fuyou-4090", "laptop", "server-8xh100",
+    "roundpipe-8x4090", "ssdtrain-a100", "zero-offload-v100", "dgx-8xa100-80gb",
+)  # fmt: skip
+RANDOM_MODELS = (
+    *MODELS, "gpt-100b", "llama-3.1-8b", "llama-3.3-70b", "qwen3-4b", "qwen3-14b", "qwen3-32b",
+    "qwen3-30b-a3b", "mixtral-8x7b",
+)  # fmt: skip
 RANDOM_HOST_GB = (32, 48, 64, 96, 128, 192, 256, 384, 512, 768)
 CLEARLY = 1.10
 PART = "grid"
@@ -135,8 +139,8 @@ def answer(
 
 
 def questions(args: argparse.Namespace) -> Iterator[Question]:
-    for label, *of, model, batch, length in drawn(args.random, args.seed) if args.random else scenarios():
-        ask = partial(answer, *of, model, batch, length, time_limit_s=args.time_limit)
+    for label, name, overrides, model, batch, length in drawn(args.random, args.seed) if args.random else scenarios():
+        ask = partial(answer, name, overrides, model, batch, length, time_limit_s=args.time_limit)
         yield {"machine": label, "model": model, "batch": batch}, ask
 
 
@@ -179,8 +183,8 @@ def table(records: list[Record]) -> str:
         if r["fits"]:
             cells = [f"{r['step_s']:.2f}", f"{r['lower_bound_s']:.2f}", f"{100 * r['gap']:.1f} %", r["bound_by"]]
             best_s = r["best_policy_s"]
-            faster = [r["best_policy"], f"{best_s:.2f}", format_frac(best_s / r["step_s"] - 1)] if best_s else None
-            cells += faster or ["none fits", "", ""]
+            by = [r["best_policy"], f"{best_s:.2f}", format_frac(best_s / r["step_s"] - 1)] if best_s else None
+            cells += by or ["none fits", "", ""]
         rows.append((r["machine"], r["model"], str(r["batch"]), *cells))
     return "\n".join([*lines, *markdown_table(head, rows, right=(2, 3, 4, 5, 8, 9))])
 

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from unittest import mock
 
 from benchmarks.planner.grid import MACHINES, question
+from tierplan.planner.plan import UnitwisePlan
 from tierplan.planner.planning import plan
 from tierplan.planner.results import PlanResult
 from tierplan.sim.output.text import markdown_table
@@ -39,6 +40,7 @@ def main() -> None:
     for label, model, batch in SCENARIOS:
         whole, split = (answer(label, model, batch, in_parts=in_parts) for in_parts in (False, True))
         found = [cell for r in (whole, split) for cell in (f"{r.step_s:.2f}", f"{100 * r.gap:.1f} %")]
+        assert isinstance(split.plan, UnitwisePlan), "one device has plans of units"
         shards = max(unit.state_shards for unit in split.plan.units)
         rows.append((label, model, str(batch), f"{split.lower_bound_s:.2f}", *found, str(shards)))
     print("\n".join(markdown_table(head, rows, right=range(2, 9))))

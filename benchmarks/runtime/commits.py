@@ -20,6 +20,7 @@ import statistics
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from xxhash import xxh3_64
@@ -87,7 +88,7 @@ def costs(ends: list[tuple[float, float]]) -> dict[str, Record]:
 def cost(choice: UnitPlan, length: int, folder: Path, *, cycles: int, width: int, num_blocks: int) -> Record:
     """What each commit costs, in steps, and what a plain thread does."""
     period = len(KINDS) * STEPS
-    commits = {"out_dir": folder / "run", "checkpoint_every": period, "read_back": False}
+    commits: dict[str, Any] = {"out_dir": folder / "run", "checkpoint_every": period, "read_back": False}
     raw = gpt2(width, num_blocks, positions=length)
     with (
         ThreadPoolExecutor(1) as pool,

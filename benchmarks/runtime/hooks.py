@@ -60,8 +60,9 @@ def _micro_batch(system: str, model: Any) -> Callable[[], object]:
         return lambda: (engine.backward(engine(**given).loss), engine.step())
     if system == "fsdp":
         torch.distributed.init_process_group("gloo")
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
         for part in (*model.model.layers, model):
-            torch.distributed.fsdp.fully_shard(part, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+            torch.distributed.fsdp.fully_shard(part, mesh=mesh)
     return lambda: model(**given).loss.backward()
 
 

@@ -32,6 +32,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +127,10 @@ def with_tierplan(args: argparse.Namespace, settings: Mapping[str, Any], folder:
     training = Training(
         per_device_train_batch_size=args.batch, sequence_length=args.length, dtype=args.dtype, backend="cpu"
     )
-    again = {"acts": "recompute"} if settings.get("checkpoint") else {}
+    choice = UnitPlan(**settings["homes"])
+    choice = replace(choice, acts="recompute") if settings.get("checkpoint") else choice
     place = machine(int(args.device_mib * MIB), int(args.host_mib * MIB))
-    windows = {"prefetch_params_units": 2, "prefetch_states_units": 3}
-    schedule = schedule_of(config(args), UnitPlan(**settings["homes"], **again), training, place, **windows)
+    schedule = schedule_of(config(args), choice, training, place, prefetch_params_units=2, prefetch_states_units=3)
     losses: list[float] = []
     model = make_model(args, {})
     trainer = Trainer(
@@ -218,14 +219,9 @@ def with_fsdp(args: argparse.Namespace, settings: Mapping[str, Any], folder: Pat
     distributed.init_process_group("gloo")
     model = make_model(args, settings, dtype="fp32")
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if args.dtype == "bf16" else None)
-    how = {
-        "mesh": init_device_mesh("cpu", (1,)),
-        "mp_policy": mixed,
-        "offload_policy": CPUOffloadPolicy(pin_memory=False),
-    }
-    for block in model.transformer.h:
-        fully_shard(block, **how)
-    fully_shard(model, **how)
+    mesh, in_host = init_device_mesh("cpu", (1,)), CPUOffloadPolicy(pin_memory=False)
+    for part in (*model.transformer.h, model):
+        fully_shard(part, mesh=mesh, mp_policy=mixed, offload_policy=in_host)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     batch = make_batch(args)
 

@@ -28,6 +28,7 @@ from contextlib import ExitStack
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -115,7 +116,7 @@ def larger(nvme_dir: Path, cap_bytes: int, width: int, num_blocks: int, steps: i
 
     threading.Thread(target=watch, daemon=True).start()
     raw, places = gpt2(width, num_blocks), UnitPlan(params="nvme", grads="host", states="nvme")
-    settings = {
+    settings: dict[str, Any] = {
         "optimizer": OptimizerSettings(lr=1e-5),
         "on_step": lambda step, loss: print(f"step {step}: loss {loss:.4f}", flush=True),
     }

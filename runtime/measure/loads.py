@@ -47,7 +47,7 @@ class Load:
     """Its work kind: `bytes`, `matmul_bf16_flops`, ..."""
     amount: float
     """Work of one run."""
-    run: Callable[[], None]
+    run: Callable[[], object]
     """Does the work and returns when it is done."""
     op_amount: float = 0.0
     """Work of one op, where `run` does several (forward and backward); 0: the same as `amount`."""
