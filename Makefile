@@ -72,8 +72,10 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# The simulator's machine code, which each process of the tests would make for itself; any question of several devices.
+# Modules, and the simulator's machine code, which each process of the tests would make for itself, also where the
+# environment asks Python to write none (`PYTHONDONTWRITEBYTECODE`); any question of several devices.
 compiled: $(STAMP)
+	$(BIN)/python -m compileall -q hwmodels planner runtime sim tierplan validation
 	$(BIN)/tierplan advise --quick --model gpt2 --machine roundpipe-8x4090 > /dev/null
 
 nightly: $(STAMP) lint types
