@@ -56,7 +56,7 @@ def test_it_asks_and_answers(path: Path) -> None:
 )
 def test_it_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib").use("Agg")
-    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 200_000)
+    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 50_000)
     monkeypatch.chdir(tmp_path)
     import matplotlib.pyplot as plt
 
@@ -69,9 +69,11 @@ def test_it_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_one_runs_in_a_kernel(tmp_path: Path) -> None:
     """The documented way: jupytext makes a notebook, a kernel runs it, and its pictures are in it."""
     jupytext = pytest.importorskip("jupytext")
-    nbclient = pytest.importorskip("nbclient")
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
     notebook = jupytext.read(ROOT / "notebooks" / f"{IN_A_KERNEL}.py")
+    short = "from tierplan.planner.search import budget\nbudget.DEFAULT_OPS = 50_000"
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(short))
     nbclient.NotebookClient(
         notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     ).execute()
