@@ -100,7 +100,7 @@ cases = given(
 )  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @cases
 def test_executors_end_what_the_simulator_ends(
     schedule: Schedule, num: int, num_steps: int, joint: set[int], seed: int
