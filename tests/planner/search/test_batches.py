@@ -104,7 +104,10 @@ def test_divisions_that_race_leave_little(seed: int, monkeypatch: pytest.MonkeyP
     assert found.result.step_s <= min(step_s for step_s in policies_s if step_s is not None)
 
 
-@pytest.mark.parametrize(("model", "capacity", "sequences"), [("llama-3.2-3b", 24, 16), ("llama-3.1-8b", 15, 4)])
+@pytest.mark.parametrize(
+    ("model", "capacity", "sequences"),
+    [("llama-3.2-3b", 24, 16), pytest.param("llama-3.1-8b", 15, 4, marks=pytest.mark.nightly)],
+)
 def test_divisions_race_where_no_plan_with_micro_batches_together_fits(
     model: str, capacity: int, sequences: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,7 +64,7 @@ def searched(workload: Workload, machine: Machine) -> float | None:
     return found.staged.step_s if found.staged else None
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(n, marks=pytest.mark.nightly) for n in range(3, 6))])
 def test_hardly_any_stages_are_quicker(seed: int) -> None:
     """Of all borders, with one stage more than devices too, and all sets of blocks that keep their activations, which
     may be of any size."""
