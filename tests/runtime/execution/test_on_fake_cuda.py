@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.runtime import test_trainer
 from tests.runtime.checkpoint.test_commits import (  # noqa: F401
     test_a_run_resumes_on_another_plan,
     test_resumed_training_is_uninterrupted_training,
@@ -25,7 +27,6 @@ from tests.runtime.test_trainer import (  # noqa: F401
     test_gpt2_with_every_action,
     test_in_a_device_too_small_for_plain_training,
     test_over_budget_is_an_error_before_the_allocation,
-    test_random_plans,
     test_running_on_continues,
     test_sgd_and_a_learning_rate_schedule,
 )
@@ -49,3 +50,11 @@ def on_fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert devices
     assert list(itertools.chain(*(device.races for device in devices))) == []
     assert sum(device.pinned_bytes for device in devices) == 0
+
+
+@pytest.mark.parametrize(
+    "seed", [0, 1, 2, 5, *(pytest.param(n, marks=pytest.mark.nightly) for n in (3, 4, *range(6, 20)))]
+)
+def test_random_plans(seed: int, tmp_path: Path) -> None:
+    """Those of each day have each family, and each dtype, accumulation and clipping."""
+    test_trainer.test_random_plans(seed, tmp_path)

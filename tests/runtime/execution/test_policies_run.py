@@ -17,7 +17,9 @@ from tierplan.runtime.trainer import Trainer
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 NOT_RUN = ("harmony", "virtual-memory", "mobius", "roundpipe")
-RUN = [name for name in POLICIES if not name.startswith(NOT_RUN)]
+AS_FULL_RECOMPUTE = ("ddp", "fsdp", "megatron-tp")
+"""On one device; so what is true of its runs is true of theirs."""
+RUN = [name for name in POLICIES if not name.startswith(NOT_RUN) and name not in AS_FULL_RECOMPUTE]
 """With their defaults; harmony has a test of its own, nobody would run virtual memory, and
 pipelines are for several devices."""
 
@@ -84,6 +86,19 @@ def test_what_is_only_simulated_is_refused(policy: str, options: dict[str, objec
     schedule = lower(decide(policy, workload, machine(), options), workload, machine())
     with pytest.raises(TrainingError, match=message):
         Trainer(schedule, model)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_on_one_device_some_are_full_recompute(dtype: str, clip: float | None) -> None:
+    """Op by op, and buffer by buffer."""
+    training = replace(CPU, dtype=dtype, max_grad_norm=clip)  # type: ignore[arg-type]
+    workload = observed_workload(make_model("gpt2", dtype=dtype), make_batches(1)[0], training)
+    full = lower(decide("full-recompute", workload, machine()), workload, machine())
+    for policy in AS_FULL_RECOMPUTE:
+        same = lower(decide(policy, workload, machine()), workload, machine())
+        assert same.name.startswith(policy)
+        assert replace(same, name=full.name, meta=full.meta) == full
 
 
 @pytest.mark.parametrize("policy", RUN)
