@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from tierplan.planner.milp.amounts import Problem
+from tierplan.planner.milp.amounts import Problem, UnitAmounts
 from tierplan.planner.milp.modes import MODES, Mode
 from tierplan.planner.milp.rates import STATE_SHARDS
 from tierplan.planner.plan import PackPlan, Plan, Sharing, UnitPlan, UnitwisePlan
@@ -248,6 +248,32 @@ def placed(plan: UnitwisePlan, choice: UnitPlan, mode: Mode) -> UnitPlan:
 def placement_of(where: UnitPlan | Mode) -> Placement:
     """Where parameters, states, gradients and frozen parameters live, and where updates are made."""
     return where.params, where.states, where.grads, where.frozen, where.update
+
+
+def nearer(problem: Problem, u: int, choice: UnitPlan, kind: Place) -> Mode | None:
+    """The placement with what unit `u` has farther away in this kind of tier; None where nothing is or may be so."""
+
+    def near(place: Place) -> Place:
+        return place if RANK[place] < RANK[kind] else kind
+
+    wanted = near(choice.params), near(choice.states), choice.frozen and near(choice.frozen)
+    if wanted == (choice.params, choice.states, choice.frozen):
+        return None
+    modes = (MODES[k] for k in problem.modes(u))
+    able = [mode for mode in modes if (mode.params, mode.states, mode.frozen) == wanted]
+    same = (mode for mode in able if (mode.update, mode.grads) == (choice.update, choice.grads))
+    return able[0] if able and wanted[1] == "device" else next(same, None)
+
+
+def more_gb(unit: UnitAmounts, old: UnitPlan, new: UnitPlan | Mode, kind: Place) -> float:
+    """By how much more parameters and optimizer states it has in a kind of tier with another placement."""
+
+    def held_gb(where: UnitPlan | Mode) -> float:
+        places = where.params, where.frozen or where.params, where.states
+        sizes_gb = unit.params_gb, unit.frozen_gb, unit.states_gb
+        return sum(gb for place, gb in zip(places, sizes_gb, strict=True) if place == kind)
+
+    return held_gb(new) - held_gb(old)
 
 
 def with_those_of(choice: UnitPlan, other: UnitPlan, names: Sequence[str] = PLACEMENT) -> UnitPlan:

@@ -20,10 +20,20 @@ from tierplan.planner.milp.amounts import Problem
 from tierplan.planner.milp.modes import MODES
 from tierplan.planner.milp.rates import STATE_SHARDS
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.plan_rules import Place
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.descent import BETTER
 from tierplan.planner.search.exchanges import ACTIVATIONS, alike
-from tierplan.planner.search.moves import OVER_UNITS, WINDOWS, in_shards, placed, reducing, with_those_of
+from tierplan.planner.search.moves import (
+    OVER_UNITS,
+    WINDOWS,
+    in_shards,
+    more_gb,
+    nearer,
+    placed,
+    reducing,
+    with_those_of,
+)
 
 SLOPES = (-0.8, -0.5, -0.2, 0.0, 0.2, 0.5, 0.8)
 BEGINS, ENDS = (0.0, 0.1, 0.2, 0.4, 0.6, 0.8), (1.0, 0.97, 0.95, 0.9, 0.7)
@@ -40,6 +50,8 @@ all others are of what holds for all blocks."""
 OTHER, LATENESS = 0.4, 0.5
 """Of the first, those to a placement that differs in one thing from one that there is; and of these, in whether the
 update is late."""
+KINDS: tuple[Place, ...] = ("device", "host")
+"""Of memory that is filled where a change leaves some free."""
 ALL_WINDOWS = (*WINDOWS, (0, 1, 0), (1, 1, 0))
 """Those that leave the device room for states that come there, too."""
 STALE = 250
@@ -100,13 +112,32 @@ def _placed(choice: UnitPlan, placement: UnitPlan, actions: UnitPlan | None) -> 
     return with_those_of(choice, actions, ACTIVATIONS) if actions else choice
 
 
+def _moved(pattern: Pattern, source: UnitPlan, target: UnitPlan, num: int) -> Pattern:
+    """With so many units of one placement in another one."""
+    spreads = dict(pattern.spreads)
+    for placement, more in ((source, -num), (target, num)):
+        if placement != pattern.common:
+            known = spreads.get(placement, Spread(0))
+            spreads[placement] = replace(known, num=known.num + more)
+    return replace(pattern, spreads=spreads)
+
+
 class Patterns:
     """From the regular plan with as many units of each placement as a plan has to quicker ones.
 
-    What is changed of a pattern is drawn at random, by the seed.
+    What is changed of a pattern is drawn at random, by the seed. A change that only frees memory is not quicker; so
+    what has room there is tried with it, where that may pay by the bound's `s_per_gb` of memory.
     """
 
-    def __init__(self, problem: Problem, plan: UnitwisePlan, simulate_plan: PlanSimulator, seed: int) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        plan: UnitwisePlan,
+        simulate_plan: PlanSimulator,
+        s_per_gb: Mapping[str, float],
+        seed: int,
+    ) -> None:
+        self.problem, self.s_per_gb = problem, s_per_gb
         self.plan, self.simulate_plan, self.rng = plan, simulate_plan, random.Random(seed)
         self.blocks = [u for u, unit in enumerate(problem.workload.units) if unit.kind == "block"]
         self.choices = [plan.units[u] for u in self.blocks]
@@ -125,13 +156,40 @@ class Patterns:
         stale = 0
         while stale < STALE:
             changed = self._changed()
-            tried = self._tried(changed)
             stale += 1
-            if tried.step_s is not None and (self.best.step_s is None or tried.step_s < self.best.step_s * BETTER):
-                self.pattern, self.best, stale = changed, tried, 0
-            yield self.best
+            for pattern in self._with_filled(changed):
+                tried = self._tried(pattern)
+                if tried.step_s is not None and (self.best.step_s is None or tried.step_s < self.best.step_s * BETTER):
+                    self.pattern, self.best, stale = pattern, tried, 0
+                yield self.best
             if self.best.step_s is not None and self.best.step_s <= goal_s:
                 return
+
+    def _with_filled(self, pattern: Pattern) -> Iterator[Pattern]:
+        """A pattern, and where it is no better, what fills the memory that it leaves free, if that may pay."""
+        yield (last := pattern)
+        tried = self._tried(pattern)
+        for kind in KINDS:
+            if tried.step_s is None or self.best.step_s is None or last is self.pattern:
+                return
+            room_gb = tried.room_gb.get(kind, 0.0)
+            if tried.step_s - self.s_per_gb.get(kind, 0.0) * room_gb <= self.best.step_s:
+                filled = self._filled(pattern, kind, room_gb)
+                if filled is not None:
+                    yield (last := filled)
+
+    def _filled(self, pattern: Pattern, kind: Place, room_gb: float) -> Pattern | None:
+        """With as many more units in this kind of tier as there is room for, of the commonest that are farther away."""
+        nums = {placement: spread.num for placement, spread in pattern.spreads.items()}
+        nums[pattern.common] = len(self.blocks) - sum(nums.values())
+        for source, most in sorted(nums.items(), key=lambda each: -each[1]):
+            near = nearer(self.problem, self.blocks[0], source, kind)
+            if near is not None:
+                gb = more_gb(self.problem.units[self.blocks[0]], source, near, kind)
+                target = with_those_of(UnitPlan(), placed(self.plan, source, near))
+                num = min(int(room_gb / gb), most) if gb > 0 else 0
+                return _moved(pattern, source, target, num) if num > 0 else None
+        return None
 
     def _tried(self, pattern: Pattern) -> Candidate[UnitwisePlan]:
         return self.simulate_plan(pattern.made_of(self.plan, self.blocks))
@@ -161,23 +219,18 @@ class Patterns:
 
     def _replaced(self, pattern: Pattern) -> Pattern:
         """Some units of one placement have another one, which may be new."""
-        rng, spreads = self.rng, dict(pattern.spreads)
+        rng, spreads = self.rng, pattern.spreads
         source = rng.choice([*(placement for placement, spread in spreads.items() if spread.num), pattern.common])
         target, num = rng.choice([*spreads, pattern.common]), rng.choice(NUMS)
         if rng.random() < OTHER:
             target = self._other(rng.choice((source, target)))
-        if source in spreads:
-            num = min(num, spreads[source].num)
-            spreads[source] = replace(spreads[source], num=spreads[source].num - num)
-        if target != pattern.common:
-            spreads.setdefault(target, Spread(0))
-            spreads[target] = replace(spreads[target], num=spreads[target].num + num)
-        return replace(pattern, spreads=spreads)
+        return _moved(pattern, source, target, min(num, spreads[source].num) if source in spreads else num)
 
     def _other(self, placement: UnitPlan) -> UnitPlan:
         """A placement that differs in one thing: whether the update is late, or where something is."""
         is_summed_late = self.plan.devices > 1 and placement.update == "device"
-        if self.rng.random() < LATENESS and not is_summed_late:
+        may_be_late = self.plan.semantics == "in-backward" and not is_summed_late
+        if self.rng.random() < LATENESS and may_be_late:
             return replace(placement, late_update=not placement.late_update)
         parts = ("params", "frozen", "states", "update")
         near = [mode for mode in self.modes if sum(getattr(mode, p) != getattr(placement, p) for p in parts) == 1]

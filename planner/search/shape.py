@@ -236,7 +236,7 @@ def _of_many_units(
         yield from shifted(found.by_shape[shape], seed)
 
     def regular(seed: int) -> Iterator[float]:
-        patterns = Patterns(p, found.by_shape[shape].plan, simulate_plan, seed)
+        patterns = Patterns(p, found.by_shape[shape].plan, simulate_plan, bound.s_per_gb, seed)
         yield from going(patterns.descend(goal_s))
         if patterns.best.fits:
             yield from shifted(patterns.best, seed)

@@ -59,7 +59,7 @@ def test_the_first_pattern_has_the_plans_placements_evenly_spread() -> None:
     for u in blocks[:4]:
         units[u] = ON_DRIVE
     p = problem(workload, machine, semantics="in-backward")
-    first = Patterns(p, replace(plan, units=tuple(units)), PlanSimulator(workload, machine, Budget(60)), 0).best
+    first = Patterns(p, replace(plan, units=tuple(units)), PlanSimulator(workload, machine, Budget(60)), {}, 0).best
     there = [k for k, u in enumerate(blocks) if first.plan.units[u].states == "nvme"]
     assert there == [int((i + 0.5) * len(blocks) / 4) for i in range(4)]
 
@@ -74,7 +74,7 @@ def question() -> tuple[PlanSimulator, Patterns]:
     blocks = [u for u, unit in enumerate(workload.units) if unit.kind == "block"]
     units = [ON_DRIVE if u in blocks[:8] else IN_HOST for u in range(len(workload.units))]
     plan = UnitwisePlan(policy="planner", units=tuple(units))
-    return simulate_plan, Patterns(problem(workload, machine, semantics="in-backward"), plan, simulate_plan, 3)
+    return simulate_plan, Patterns(problem(workload, machine, semantics="in-backward"), plan, simulate_plan, {}, 3)
 
 
 def test_spread_over_the_chain_is_quicker_than_side_by_side() -> None:
@@ -100,3 +100,31 @@ def test_the_descent_ends_quicker_than_it_began_and_repeats_itself() -> None:
     assert ends[0] == ends[1]
     _, patterns = question()
     assert next(patterns.descend(goal_s=1e9)) is patterns.best  # near enough at once
+
+
+def test_what_a_pattern_has_freed_on_the_device_is_filled_with_units() -> None:
+    """Recomputing frees memory and takes longer; with as many states there as it has room for, it pays."""
+    num = 24
+    workload = chain(forward_s=[0.02] * num, parameters=[10 * MB] * num, saved_mb=[[10]] * num)
+    machine = small_machine(device_mb=700, host_mb=8_000, nvme_mb=0, adam_m_per_s=100, link_mb_per_s=1_000)
+    p, simulate_plan = (
+        problem(workload, machine, semantics="in-backward"),
+        PlanSimulator(workload, machine, Budget(1e9)),
+    )
+    plan = uniform_plan(workload, IN_HOST)
+    patterns = Patterns(p, plan, simulate_plan, {"device": 10.0}, 0)
+    kept = patterns.best
+    made = replace(patterns.pattern, actions=UnitPlan(acts="recompute"))
+    tried = simulate_plan(made.made_of(plan, patterns.blocks))
+    assert kept.step_s is not None
+    assert tried.step_s is not None
+    assert tried.step_s > kept.step_s
+    assert tried.room_gb["device"] > kept.room_gb["device"]
+    _, filled, *_ = patterns._with_filled(made)
+    more = simulate_plan(filled.made_of(plan, patterns.blocks))
+    there = sum(unit.states == "device" for unit in more.plan.units)
+    unit = p.units[patterns.blocks[0]]
+    assert there == int(tried.room_gb["device"] / (unit.params_gb + unit.states_gb))
+    assert there > 0
+    assert more.step_s is not None
+    assert more.step_s < kept.step_s
