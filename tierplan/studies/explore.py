@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from html import escape
 from typing import Any
 
 from tierplan.hwmodels.extras import words_of_missing
@@ -13,17 +14,21 @@ from tierplan.planner.plan_rules import PLANNER
 from tierplan.planner.planning import plan
 from tierplan.planner.policies import POLICIES
 from tierplan.planner.prediction import Prediction, predict
-from tierplan.sim.output.text import format_bytes
+from tierplan.sim.output.text import format_bytes, wrapped
 from tierplan.sim.workloads.workload import Workload
+from tierplan.studies.advise import QUICK_TODAY_S
+from tierplan.studies.answer import answer_lines, prediction_text, step_text
+from tierplan.studies.evaluate import BestPlan
 from tierplan.studies.slow_step.setups import part_of
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 
-def explore(workload: Workload, machine: Machine, *, time_limit_s: float = 0.4) -> Any:
+def explore(workload: Workload, machine: Machine, *, time_limit_s: float | None = QUICK_TODAY_S) -> Any:
     """Controls for a notebook: who decides, how large memories are, how fast parts are; below, what comes of it.
 
-    The planner searches for `time_limit_s` only, so that the answer follows the hand; `tp.plan` searches for longer.
+    For each change the planner does the work that `time_limit_s` usually buys, on any computer the same: by default
+    the short search of `tierplan advise --quick`, with None the whole one of `tierplan plan`.
     """
     try:
         import ipywidgets as widgets
@@ -54,8 +59,8 @@ def explore(workload: Workload, machine: Machine, *, time_limit_s: float = 0.4) 
         for name, control in parts.items():
             streams = {s.name for s in machine.streams if part_of(s.name) == name}
             changed = with_faster(changed, streams | own_limits(machine, streams), control.value)
-        prediction = _predict(method.value, workload, changed, time_limit_s)
-        figures.value = prediction._repr_html_()
+        lines, prediction = _answer(method.value, workload, changed, time_limit_s)
+        figures.value = f"<pre>{escape(lines)}</pre>"
         picture.value = _drawn(prediction)
 
     controls = [method, *(control for _, control in memories), *parts.values()]
@@ -66,13 +71,31 @@ def explore(workload: Workload, machine: Machine, *, time_limit_s: float = 0.4) 
     return widgets.VBox([widgets.Box(controls, layout=wrap), figures, picture])
 
 
-def _predict(policy: str, workload: Workload, machine: Machine, time_limit_s: float) -> Prediction:
+def _answer(policy: str, workload: Workload, machine: Machine, time_limit_s: float | None) -> tuple[str, Prediction]:
+    """What `tierplan simulate` and `tierplan plan` print of it, and how short the planner's search was."""
     if policy != PLANNER:
-        return predict(policy, workload, machine)
+        prediction = predict(policy, workload, machine)
+        return prediction_text(prediction), prediction
     try:
-        return plan(workload, machine, time_limit_s=time_limit_s).prediction
+        result = plan(workload, machine, time_limit_s=time_limit_s, by_clock=False)
     except InfeasiblePlan as error:
-        return Prediction(policy=PLANNER, model=workload.name, machine=machine.name, plan=None, reason=error.what)
+        no = Prediction(policy=PLANNER, model=workload.name, machine=machine.name, plan=None, reason=error.what)
+        return prediction_text(no), no
+    p, notes = result.prediction, list[str]()
+    if time_limit_s is not None and result.status != "within-gap":
+        ended = ", and the clock ended it before its work was done" * (result.status == "time-limit")
+        notes.append(
+            f"At least {p.tokens_per_s:,.0f} tokens/s: the search was short{ended}. The whole one mostly finds a "
+            "quicker plan: tp.plan(workload, machine), or tp.explore(workload, machine, time_limit_s=None)."
+        )
+    if machine.num_devices > 1:
+        notes.append(f"The plan is for all {machine.num_devices} GPUs; fewer were not tried.")
+    has = step_text(
+        p.micro_batch, p.accumulation, result.plan.num_batches, p.devices, workload.training.sequence_length
+    )
+    heads = [f"{PLANNER}: {p.model} on {p.where}", has, *notes]
+    best = BestPlan(workload=workload, machine=machine, result=result)
+    return "\n".join([*(line for head in heads for line in wrapped(head)), *answer_lines(best)]), p
 
 
 def _drawn(prediction: Prediction) -> bytes:
