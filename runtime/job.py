@@ -5,6 +5,7 @@ JobError(ValueError)   a run that cannot begin; says what is wrong with which ar
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -229,9 +230,10 @@ def run_job(job: Job, *, show_progress: bool = False, ranks: Ranks | None = None
             was_stopped = was_asked() if ranks is None else trainer.was_stopped
             was_stopped = was_stopped and trainer.num_steps_done < job.num_steps
             if job.export and not was_stopped:
-                export(trainer, job.out_dir / "model")
-                for path in tokenizer_files if rank == 0 else ():
-                    write_atomically(job.out_dir / "model" / path.name, path.read_bytes())
+                with _saying_what_is_safe(trainer.num_steps_done):
+                    export(trainer, job.out_dir / "model")
+                    for path in tokenizer_files if rank == 0 else ():
+                        write_atomically(job.out_dir / "model" / path.name, path.read_bytes())
             return Done(
                 result=result,
                 num_steps=trainer.num_steps_done,
@@ -241,6 +243,20 @@ def run_job(job: Job, *, show_progress: bool = False, ranks: Ranks | None = None
                 was_stopped=was_stopped,
                 out_dir=job.out_dir,
             )
+
+
+@contextmanager
+def _saying_what_is_safe(num_steps: int) -> Iterator[None]:
+    """Inside, where the exported model cannot be written, the error says that nothing but that is missing."""
+    try:
+        yield
+    except OSError as error:
+        what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        raise files.StoreError(
+            error.errno or errno.EIO,
+            f"the trained model was not exported: {what}. All {num_steps} steps are committed: when that is mended, "
+            "the same command with --resume trains nothing more and exports it",
+        ) from error
 
 
 def _of_all(result: RunResult, trace: Trace) -> RunResult:

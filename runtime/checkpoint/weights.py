@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from tierplan.runtime.autograd.coded import CodedLinear
 from tierplan.runtime.autograd.units import ModelUnit, placeholder
 from tierplan.runtime.execution.placement import Weights
-from tierplan.runtime.memory.files import Folder, naming
+from tierplan.runtime.memory.files import Folder, make_folder, naming, remove_file, sync_folder
 from tierplan.runtime.tracing.models import build_model
 from tierplan.sim.contents import Frozen, Params
 from tierplan.sim.trace import write_atomically
@@ -263,7 +263,9 @@ def has_weights(folder: Path) -> bool:
 def export(trainer: Trainer, folder: Folder) -> None:
     """Writes all parameters as a checkpoint that `from_pretrained` loads, one file per unit; of adapters, these alone.
 
-    Needs memory for one unit. Tied parameters are written once, under the name of their owner.
+    Needs memory for one unit. Tied parameters are written once, under the name of their owner. Earlier weights there
+    are removed before the first is written, and the index comes last: an export that is cut off, which the trainer can
+    do again, leaves nothing that loads, never weights of two steps.
     """
     target = Path(folder)
     if trainer.ranks is not None and trainer.ranks.rank > 0:  # the first one writes what all have
@@ -276,9 +278,22 @@ def export(trainer: Trainer, folder: Folder) -> None:
     if hasattr(trainer.model, "peft_config"):
         _export_adapters(trainer, target)
         return
-    owners = [unit for unit in trainer.units if unit.all_parameters]
+    make_folder(target)
+    for path in (target / INDEX_NAME, *sorted(target.glob("model*.safetensors"))):  # buffers behind what needs them
+        remove_file(path)
+    sync_folder(target)
+    model: Any = trainer.model
+    for part in ("config", "generation_config"):
+        if getattr(model, part, None) is not None:
+            with naming("write", target / f"{part}.json"):
+                getattr(model, part).save_pretrained(target)
     weight_map: dict[str, str] = {}
     total_bytes = 0
+    if buffers := saved_buffers(trainer.model):
+        write_atomically(target / BUFFERS_NAME, save(buffers, metadata={"format": "pt"}))
+        total_bytes += sum(t.nbytes for t in buffers.values())
+        weight_map.update(dict.fromkeys(buffers, BUFFERS_NAME))
+    owners = [unit for unit in trainer.units if unit.all_parameters]
     for number, unit in enumerate(owners, 1):
         name = f"model-{number:05d}-of-{len(owners):05d}.safetensors"
         contents = [kind(unit.name) for part, kind in zip(unit.parts, (Params, Frozen), strict=True) if part.parameters]
@@ -286,17 +301,8 @@ def export(trainer: Trainer, folder: Folder) -> None:
         write_flat(target / name, unit.all_parameters, parts)
         total_bytes += sum(map(len, parts))
         weight_map.update(dict.fromkeys((key for key, _ in unit.all_parameters), name))
-    if buffers := saved_buffers(trainer.model):
-        write_atomically(target / BUFFERS_NAME, save(buffers, metadata={"format": "pt"}))
-        total_bytes += sum(t.nbytes for t in buffers.values())
-        weight_map.update(dict.fromkeys(buffers, BUFFERS_NAME))
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     write_atomically(target / INDEX_NAME, json.dumps(index, indent=2))
-    model: Any = trainer.model
-    for part in ("config", "generation_config"):
-        if getattr(model, part, None) is not None:
-            with naming("write", target / f"{part}.json"):
-                getattr(model, part).save_pretrained(target)
 
 
 def _export_adapters(trainer: Trainer, target: Path) -> None:

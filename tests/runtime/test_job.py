@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -27,6 +28,7 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime import job
 from tierplan.runtime.autograd.coded import code_base
+from tierplan.runtime.checkpoint import weights
 from tierplan.runtime.checkpoint.commits import CommitLog
 from tierplan.runtime.data.text import TokenBatches
 from tierplan.runtime.memory.arena import PAGE_BYTES
@@ -93,6 +95,37 @@ def test_run_writes_everything_and_the_loss_falls(files: Path, capsys: pytest.Ca
     assert "30 steps done" in capsys.readouterr().out
     from transformers import GPT2LMHeadModel
 
+    GPT2LMHeadModel.from_pretrained(files / "out" / "model")
+
+
+def test_where_the_model_cannot_be_exported_the_steps_are_safe(
+    files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import GPT2LMHeadModel
+
+    assert main(arguments(files, 1, "out")) == 0
+    write, num_left = weights.write_flat, 1
+
+    def full(path: Path, *args: Any) -> None:
+        nonlocal num_left
+        num_left -= 1
+        if num_left < 0:
+            raise OSError(errno.ENOSPC, "cannot be written: No space left on device", str(path))
+        write(path, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(weights, "write_flat", full)
+        assert main(arguments(files, 2, "out", "--resume")) == 1
+    said = capsys.readouterr().err
+    assert "model-00002-of-00004.safetensors: cannot be written: No space left on device. All 2 steps are comm" in said
+    assert "the same command with --resume trains nothing more and exports it" in said
+    with pytest.raises(OSError, match="no file named"):
+        GPT2LMHeadModel.from_pretrained(files / "out" / "model")
+    assert main(arguments(files, 2, "out", "--resume")) == 0
+    assert "0 of them now" in capsys.readouterr().out
+    assert main(arguments(files, 2, "whole")) == 0
+    found, whole = weights_in(files / "out" / "model"), weights_in(files / "whole" / "model")
+    assert all(torch.equal(found[key], whole[key]) for key in whole)
     GPT2LMHeadModel.from_pretrained(files / "out" / "model")
 
 

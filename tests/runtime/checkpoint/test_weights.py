@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.autograd.units import split_model
+from tierplan.runtime.checkpoint import weights as weights_module
 from tierplan.runtime.checkpoint.weights import (
     WeightsError,
     checkpoint_weights,
@@ -99,6 +102,84 @@ def test_exported_models_load_with_from_pretrained_and_come_back(family: str, tm
     for unit in split_model(hollow, batch):
         for (name, _), tensor in zip(unit.parameters, weights(unit), strict=True):
             assert torch.equal(tensor, trained[name]), name
+
+
+def test_an_export_that_is_cut_off_leaves_nothing_that_loads_or_all_of_one_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over an earlier export it left weights of two steps, which loaded in silence."""
+    model = make_model("gpt2")
+    workload = observed_workload(model, make_batches(1)[0], CPU)
+    schedule = lower(uniform_plan(workload, UnitPlan()), workload, machine())
+    left = -1
+
+    def counted(operation: Any) -> Any:
+        def work(*args: Any) -> None:
+            nonlocal left
+            if left == 0:
+                raise OSError(errno.ENOSPC, "full")
+            left -= 1
+            operation(*args)
+
+        return work
+
+    def exported(trainer: Trainer, most: int) -> bool:
+        nonlocal left
+        left = most
+        try:
+            export(trainer, folder)
+        except OSError:
+            return False
+        return True
+
+    def found() -> dict[str, torch.Tensor]:
+        return {name: p.detach() for name, p in model.from_pretrained(folder).named_parameters()}  # type: ignore[operator]
+
+    for name in ("write_atomically", "remove_file"):
+        monkeypatch.setattr(weights_module, name, counted(getattr(weights_module, name)))
+    folder, hollow = tmp_path / "model", hollow_model(raw_config(model), CPU)
+    with Trainer(schedule, model, nvme_dir=tmp_path / "nvme") as trainer:
+        trainer.run(make_batches(1), 1)
+        assert exported(trainer, -1)
+        first = tmp_path / "first"
+        shutil.copytree(folder, first)
+        old = found()
+        trainer.run(make_batches(2)[1:], 1)
+        assert exported(trainer, -1)
+        new = found()
+        assert not all(torch.equal(old[name], new[name]) for name in new)
+        most, outcomes = 0, set[str]()
+        while True:
+            shutil.rmtree(folder)
+            shutil.copytree(first, folder)
+            is_whole = exported(trainer, most)
+            for read in (found, lambda: read_whole(hollow, folder)):
+                try:
+                    loaded = read()
+                except (OSError, WeightsError):
+                    outcomes.add("refused")
+                    assert not is_whole
+                    continue
+                which = {all(torch.equal(loaded[name], of[name]) for name in loaded) for of in (old, new)}
+                assert True in which, f"a mixture, after {most} operations"
+                outcomes.add("loaded")
+            if is_whole:
+                break
+            most += 1
+    assert outcomes == {"refused", "loaded"}
+    assert most > len(list(first.glob("*.safetensors")))
+    (folder / "model.safetensors").write_bytes(b"of someone who saved it as one")
+    with Trainer(schedule, model, nvme_dir=tmp_path / "nvme") as trainer:
+        trainer.run(make_batches(1), 1)
+        assert exported(trainer, -1)
+    assert found()
+
+
+def read_whole(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
+    """As `tierplan run --model folder` reads it."""
+    weights = checkpoint_weights(model, folder)
+    units = split_model(model, make_batches(1)[0])
+    return {name: t.clone() for unit in units for (name, _), t in zip(unit.parameters, weights(unit), strict=True)}
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
