@@ -7,6 +7,7 @@ reads and `tierplan.hwmodels.build` turns into a `Machine`.
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import exp, inf, isfinite, log
@@ -286,8 +287,13 @@ class Machine(Shown):
         return [*tiers, *rates]
 
     def __repr__(self) -> str:
-        tiers = ", ".join(f"{tier.name} {tier.capacity_bytes / 2**30:,.1f} GiB" for tier in self.tiers)
-        return f"<Machine {self.name}: {tiers}; {len(self.streams)} streams, {len(self.shared_limits)} shared limits>"
+        tiers: list[str] = []
+        for (_, size), run in itertools.groupby(self.tiers, key=lambda tier: (tier.kind, tier.capacity_bytes)):
+            first, *more = [tier.name for tier in run]
+            to, each = (f" to {more[-1]}", " each") if more else ("", "")
+            tiers.append(f"{first}{to} {size / 2**30:,.1f} GiB{each}")
+        rest = f"{len(self.streams)} streams, {len(self.shared_limits)} shared limits"
+        return f"<Machine {self.name}: {', '.join(tiers)}; {rest}>"
 
 
 def _named(what: str, name: str, items: tuple[_T, ...]) -> _T:

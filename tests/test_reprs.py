@@ -7,6 +7,7 @@ from html import escape
 
 import tierplan as tp
 from tests.toys import toy_machine, toy_workload
+from tierplan.hwmodels.scaling import with_capacity
 from tierplan.hwmodels.shown import SHOWN_ROWS, Shown
 from tierplan.planner.prediction import predict
 from tierplan.sim.trace import Trace
@@ -40,3 +41,14 @@ def test_everything_that_people_look_at_fits_two_lines_of_a_terminal() -> None:
     assert "limited by" in repr(planned)
     assert f"{len(steady.trace.spans):,} ops" in repr(steady.trace)
     assert isinstance(steady.trace, Trace)
+
+
+def test_gpus_that_are_alike_are_named_once() -> None:
+    eight = tp.load_machine("desktop-4090", ["gpu.count=8"])
+    assert repr(eight).startswith(
+        "<Machine desktop-4090: gpu0 to gpu7 23.0 GiB each, host 51.6 GiB, nvme 1,862.6 GiB; "
+    )
+    one = tp.load_machine("desktop-4090")
+    assert repr(one).startswith("<Machine desktop-4090: gpu0 23.0 GiB, host 51.6 GiB, nvme ")
+    unequal = with_capacity(eight, {"gpu1": 2**30})
+    assert ": gpu0 23.0 GiB, gpu1 1.0 GiB, gpu2 to gpu7 23.0 GiB each, host " in repr(unequal)
