@@ -117,13 +117,14 @@ class Done:
         """The same, and each step's loss, as JSON values: of the whole run, and of the steps since it was resumed."""
         result = self.result
         step_s = result.step_s if result.step_ends_s else None
+        losses = [_as_json(loss) for loss in result.losses]
         return {
             "steps": self.num_steps,
-            "losses": list(result.losses),
+            "losses": losses,
             "this_session": {
                 "first_step": result.num_resumed_steps,
                 "steps": len(result.step_ends_s),
-                "losses": list(result.losses[result.num_resumed_steps :]),
+                "losses": losses[result.num_resumed_steps :],
                 "step_s": step_s,
                 "tokens_per_s": self.tokens_per_step / step_s if step_s else None,
                 "peak_bytes": dict(result.peak_bytes) if step_s else {},
@@ -226,6 +227,12 @@ def run_job(job: Job, *, show_progress: bool = False, ranks: Ranks | None = None
                     trace.save(job.out_dir / "trace.json")
             if (extra := trainer.num_steps_done - job.num_steps) > 0:
                 note = f"--steps asks for {job.num_steps} steps of the whole run, which had {extra} more before"
+                result = replace(result, notes=(*result.notes, note))
+            if wrong := [step for step, loss in enumerate(result.losses) if not math.isfinite(loss)]:
+                of = f"{len(wrong)} step{'s' * (len(wrong) > 1)}, first of step {wrong[0]}"
+                note = (
+                    f"the loss of {of}, is not finite (null in metrics.jsonl); all gradients were, so training went on"
+                )
                 result = replace(result, notes=(*result.notes, note))
             was_stopped = was_asked() if ranks is None else trainer.was_stopped
             was_stopped = was_stopped and trainer.num_steps_done < job.num_steps
@@ -402,7 +409,7 @@ class _Metrics(ExitStack):
         step_s, self._last_s = now_s - self._last_s, now_s
         record = {
             "step": step,
-            "loss": loss,
+            "loss": _as_json(loss),
             "lr": self._rate(step),
             "step_s": step_s,
             "predicted_step_s": self._predicted_s,
@@ -413,6 +420,11 @@ class _Metrics(ExitStack):
         if self._show:
             self._bar.set_postfix_str(f"loss {loss:.4f}, {self._tokens / step_s:,.0f} tokens/s", refresh=False)
             self._bar.update()
+
+
+def _as_json(loss: float) -> float | None:
+    """JSON has no inf and no nan."""
+    return loss if math.isfinite(loss) else None
 
 
 def _step_of(line: str) -> float:

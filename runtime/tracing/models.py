@@ -18,6 +18,7 @@ from tierplan.runtime.autograd.chunked_loss import set_loss_chunks
 from tierplan.runtime.autograd.coded import code_base
 from tierplan.runtime.execution.device import TORCH_DTYPES
 from tierplan.sim.workloads.adapters import Adapters, read_adapters
+from tierplan.sim.workloads.families.units import NO_NEXT_TOKEN
 from tierplan.sim.workloads.workload import EXPERTS, Training, WorkloadError
 
 MAPPINGS = [f"MODEL_FOR_{task}_LM_MAPPING" for task in ("CAUSAL", "SEQ_TO_SEQ_CAUSAL", "MASKED")]
@@ -129,9 +130,16 @@ def build_model(raw: Mapping[str, object], training: Training) -> nn.Module:
         model.config.loss_type = getattr(model, "loss_type", None) or model.config.__dict__.get("loss_type")
         model.loss_type = model.config.loss_type or "ForCausalLM"  # which it takes then, with a warning
         model.tie_weights()  # those of a model without memory have come apart; once adapted, they stay as they are
-        model = tuned(model.train(), training)
-        set_loss_chunks(model, training.loss_chunks)
+        base, model = model, tuned(model.train(), training)
+        if training.sequence_length == 1 and base.loss_type == "ForCausalLM":
+            base.loss_function = _no_next_token  # which models that look for no next token do not call
+        else:
+            set_loss_chunks(model, training.loss_chunks)
         return model
+
+
+def _no_next_token(*unused: object, **ignored: object) -> None:
+    raise WorkloadError(NO_NEXT_TOKEN)
 
 
 def tuned(model: Any, training: Training) -> nn.Module:

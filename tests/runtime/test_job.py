@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import signal
 import subprocess
@@ -20,13 +21,13 @@ import torch
 
 from tests.runtime.autograd.test_coded import ADDED
 from tests.runtime.checkpoint.test_weights import raw_config
-from tests.runtime.models import make_model
+from tests.runtime.models import make_batches, make_model, observed_workload
 from tests.runtime.test_trainer import CPU, machine
 from tests.toys import uniform_plan
 from tierplan.cli import main
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
-from tierplan.runtime import job
+from tierplan.runtime import job, reference
 from tierplan.runtime.autograd.coded import code_base
 from tierplan.runtime.checkpoint import weights
 from tierplan.runtime.checkpoint.commits import CommitLog
@@ -36,11 +37,13 @@ from tierplan.runtime.memory.tier_file import HEADER_BYTES
 from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.optim.groups import without_decay
 from tierplan.runtime.reference import train_plainly
+from tierplan.runtime.tracing.models import build_model
 from tierplan.runtime.tracing.trace import trace_config
 from tierplan.sim.schedule_file import save_schedule
 from tierplan.sim.trace import Trace
 from tierplan.sim.workloads.formats import FORMATS
 from tierplan.sim.workloads.workload import Training
+from tierplan.validation.comparison.run_folder import load_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -392,6 +395,45 @@ def test_a_run_that_could_not_begin_leaves_no_tokens_of_its_data(files: Path) ->
     assert main(arguments(files, 2, "out", "--no-export")) == 0
     assert main(arguments(files, 2, "fresh", "--no-export")) == 0
     assert [row["loss"] for row in metrics(files, "out")] == [row["loss"] for row in metrics(files, "fresh")]
+
+
+def test_a_loss_that_is_no_number_is_null_and_is_said(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its gradients are finite, so training goes on, as plain training does. JSON has no NaN."""
+    plain, num = reference.loss_of, 0
+
+    def loss_of(*args: Any) -> torch.Tensor:
+        nonlocal num
+        num += 1
+        return plain(*args) + (torch.nan if num == 2 else 0.0)
+
+    with mock.patch("tierplan.runtime.trainer.loss_of", loss_of):
+        assert main(arguments(files, 3, "out", "--no-export")) == 0
+    lines = (files / "out" / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    assert [row["loss"] is None for row in found] == [False, True, False]
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the loss of 1 step, first of step 1, is not finite (null in metrics.jsonl)" in said
+    losses = load_run(files / "out")[1]
+    assert [math.isnan(loss) for loss in losses] == [False, True, False]
+    assert main(arguments(files, 3, "plain", "--no-export")) == 0
+    assert losses[2] == metrics(files, "plain")[2]["loss"]
+    assert main([*arguments(files, 3, "out", "--no-export", "--resume"), "--json"]) == 0
+    told = capsys.readouterr().out
+    assert json.loads(told[told.index("{") :], parse_constant=pytest.fail)["losses"][1] is None
+
+
+def test_a_plan_for_sequences_of_one_token_is_refused_before_an_update(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its loss is nan, in plain training, too: a causal model has no next token there."""
+    one = replace(CPU, sequence_length=1)
+    batch = {name: tokens[:, :1] for name, tokens in make_batches(1)[0].items()}
+    model = build_model(json.loads((files / "config.json").read_text()), CPU)
+    workload = observed_workload(model, batch, one)
+    save_schedule(lower(uniform_plan(workload, MOVING), workload, machine()), files / "plan.json")
+    assert main(arguments(files, 1, "out")) == 1
+    assert "sequence_length is 1, but the loss of a causal model is that of the next token" in capsys.readouterr().err
+    assert not (files / "out" / "commit.json").exists()
 
 
 def test_resuming_a_run_that_is_done_keeps_its_trace(files: Path, capsys: pytest.CaptureFixture[str]) -> None:

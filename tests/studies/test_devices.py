@@ -21,7 +21,7 @@ from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule_file import save_schedule
 from tierplan.sim.workloads.models import load_workload, workload_of
 from tierplan.sim.workloads.workload import Training, Workload
-from tierplan.studies.answer import batch_text, question_text
+from tierplan.studies.answer import batch_text, question_text, step_text
 from tierplan.studies.evaluate import fewer_devices, predict_point
 from tierplan.studies.page import shown_row
 from tierplan.studies.purchases import PriceList
@@ -325,3 +325,7 @@ def test_plan_and_advise_say_how_many_gpus_have_the_micro_batches(
         assert num == record["devices"] == 2, "each has micro-batches of its own"
         assert "on each of 2 GPUs, 64 tokens each" in text
         assert command == "plan" or re.search(r"this plan +\d+ x \d+ per GPU", text)
+
+
+def test_one_token_is_one() -> None:
+    assert step_text(1, 1, 1, 1, 1) == "one micro-batch of 1 sequence, 1 token each"

@@ -127,7 +127,7 @@ def division_of(row: Mapping[str, Any], seq: int) -> tuple[int, int, int]:
 def step_text(micro_batch: int, accumulation: int, num_batches: int, devices: int, seq: int) -> str:
     """What a step has, and who has it: `num_batches` of the devices have micro-batches of their own, or all share."""
     whose = f" on each of {num_batches} GPUs" if num_batches > 1 else f", which {devices} GPUs share" * (devices > 1)
-    return f"{_batches(accumulation, micro_batch)}{whose}, {seq} tokens each"
+    return f"{_batches(accumulation, micro_batch)}{whose}, {seq} token{'s' * (seq != 1)} each"
 
 
 def batch_text(micro_batch: int, accumulation: int, num_batches: int) -> str:

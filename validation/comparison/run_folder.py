@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from math import nan
 from pathlib import Path
 
 from tierplan.hwmodels import load_machine
@@ -30,7 +31,8 @@ def load_run(folder: str | os.PathLike[str]) -> tuple[Trace, tuple[float, ...]]:
     if metrics.is_file():
         for number, line in enumerate(metrics.read_text(encoding="utf-8").splitlines(), 1):
             try:
-                losses.append(float(json.loads(line)["loss"]))
+                loss = json.loads(line)["loss"]
+                losses.append(nan if loss is None else float(loss))  # JSON has no numbers that are not finite
             except (ValueError, KeyError, TypeError) as error:
                 raise RunFolderError(f"{metrics}, line {number}, is no record of a step: {line[:60]!r}") from error
     return Trace.load(path / "trace.json"), tuple(losses)

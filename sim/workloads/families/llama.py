@@ -124,8 +124,6 @@ def check(config: Config, training: Training) -> None:
             f"{config.heads} heads of {head_dim_of(config)} share {groups} keys and values, which transformers repeats "
             f"for heads wider than {WIDEST_HEAD}: the closed forms do not cover that; use tracing (--exact)"
         )
-    if training.sequence_length == 1:
-        raise NotCovered("sequence_length is 1: the closed forms do not cover a single token; use tracing (--exact)")
     window = config.raw.get("sliding_window")
     uses_window = config.flag("use_sliding_window", default=config.raw["model_type"] == "mistral")
     if uses_window and isinstance(window, int) and training.sequence_length > window:

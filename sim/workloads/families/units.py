@@ -241,9 +241,17 @@ def cross_entropy(tape: Tape, logits: Value, labels: Value) -> Value:
     return tape.connect(loss, [log_probabilities], loss_backward)
 
 
+NO_NEXT_TOKEN = (
+    "sequence_length is 1, but the loss of a causal model is that of the next token, which such a sequence has not, so "
+    "that it is nan in plain training, too; give 2 or more (--seq)"
+)
+
+
 def causal_head(tape: Tape, config: Config, hidden: Value, labels: Value, *, tied: bool = True) -> Value:
     """Logits by the table of embeddings or (unless a config says otherwise, by `tied`) by a matrix, and the cross
     entropy of the next token in fp32, over shifted labels."""
+    if tape.training.sequence_length == 1:
+        raise WorkloadError(NO_NEXT_TOKEN)
     tied, saved = config.flag("tie_word_embeddings", default=tied), tape.training.saved_modules
     own, vocabulary = "lm_head" in saved, config.vocabulary
     if saved:  # copies are no longer tied; where their originals have no use, they count here

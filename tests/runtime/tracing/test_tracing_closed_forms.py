@@ -7,11 +7,13 @@ from dataclasses import astuple, fields, replace
 from typing import Any
 
 import pytest
+import torch
 from transformers import CONFIG_MAPPING
 from transformers.activations import ACT2FN
 
 from tests.configs import CLOSED, config_of
 from tierplan.planner.lowering.tiling import cut_batches, with_batch
+from tierplan.runtime.tracing.models import build_model
 from tierplan.runtime.tracing.trace import trace_config
 from tierplan.sim.workloads.families.llama import ROPE_TYPES
 from tierplan.sim.workloads.families.ops import COMPOSITE, SAVE_INPUT, SAVE_OUTPUT
@@ -392,6 +394,19 @@ def test_heads_that_are_too_wide_for_flash_attention(family: str, backend: str, 
             workload_of("x", {**raw, "num_key_value_heads": 2}, training)
 
 
-def test_a_single_token_is_traced() -> None:
-    with pytest.raises(NotCovered, match=r"sequence_length is 1: .* a single token"):
-        workload_of("x", config_of("llama"), Training(sequence_length=1))
+@pytest.mark.parametrize(("family", "has_next"), [("gpt2", False), ("llama", False), ("bert", True)])
+def test_a_sequence_of_one_token_has_no_loss_where_it_is_of_the_next_one(family: str, has_next: bool) -> None:
+    """Plain training tells which models that are."""
+    raw, training = config_of(family), Training(sequence_length=1, dtype="fp32", backend="cpu")
+    one = torch.ones(1, 1, dtype=torch.int64)
+    plain = build_model(raw, replace(training, sequence_length=2))
+    assert torch.isfinite(plain(input_ids=one, labels=one).loss) == has_next
+    if has_next:
+        assert trace_config("x", raw, training).units
+        assert workload_of("x", raw, training).units
+        return
+    for described in (workload_of, trace_config):
+        with pytest.raises(WorkloadError, match=r"sequence_length is 1, but .* next token.*; give 2 or more"):
+            described("x", raw, training)
+    with pytest.raises(WorkloadError, match="next token"):
+        build_model(raw, training)(input_ids=one, labels=one)
