@@ -132,6 +132,8 @@ def build_model(raw: Mapping[str, object], training: Training) -> nn.Module:
         model.tie_weights()  # those of a model without memory have come apart; once adapted, they stay as they are
         base, model = model, tuned(model.train(), training)
         if training.sequence_length == 1 and base.loss_type == "ForCausalLM":
+            if training.loss_chunks > 1:  # of the next token by name
+                _no_next_token()
             base.loss_function = _no_next_token  # which models that look for no next token do not call
         else:
             set_loss_chunks(model, training.loss_chunks)

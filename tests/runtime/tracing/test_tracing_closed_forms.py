@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import astuple, fields, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -405,8 +406,9 @@ def test_a_sequence_of_one_token_has_no_loss_where_it_is_of_the_next_one(family:
         assert trace_config("x", raw, training).units
         assert workload_of("x", raw, training).units
         return
-    for described in (workload_of, trace_config):
+    for described, chunks in product((workload_of, trace_config), (1, 2)):
+        training = replace(training, loss_chunks=chunks)
         with pytest.raises(WorkloadError, match=r"sequence_length is 1, but .* next token.*; give 2 or more"):
             described("x", raw, training)
     with pytest.raises(WorkloadError, match="next token"):
-        build_model(raw, training)(input_ids=one, labels=one)
+        build_model(raw, replace(training, loss_chunks=1))(input_ids=one, labels=one)
