@@ -14,6 +14,7 @@ from tierplan.hwmodels.scaling import with_capacity, with_faster
 from tierplan.planner.planning import plan
 from tierplan.planner.prediction import predict
 from tierplan.planner.results import PlanResult
+from tierplan.sim.digest import digest
 from tierplan.sim.workloads.workload import Workload
 from tierplan.studies.advise import QUICK_TODAY_S
 from tierplan.studies.answer import limited_text, prediction_text
@@ -60,7 +61,7 @@ def test_the_planner_answers_by_counted_work_and_says_that_its_search_is_short(m
     asked: list[dict[str, Any]] = []
 
     def recorded(*args: Any, **settings: Any) -> PlanResult:
-        asked.append(settings)
+        asked.append({**settings, "machine": digest(args[1])})
         return plan(*args, **settings)
 
     monkeypatch.setattr("tierplan.studies.explore.plan", recorded)
@@ -82,6 +83,7 @@ def test_the_planner_answers_by_counted_work_and_says_that_its_search_is_short(m
     assert plan(workload, machine).step_s < found.step_s
     assert [one["time_limit_s"] for one in asked] == [0.02, QUICK_TODAY_S, None]
     assert not any(one["by_clock"] for one in asked)
+    assert {one["machine"] for one in asked} == {digest(machine)}, "as it is, until a slider is moved"
 
 
 def test_all_gpus_have_one_slider() -> None:
