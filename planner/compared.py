@@ -14,7 +14,7 @@ from tierplan.planner.policies import ESTIMATES, NEED_SEVERAL_DEVICES, POLICIES,
 from tierplan.planner.results import PolicyResult
 from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.planner.search.incumbents import Batches
-from tierplan.planner.search.moves import untied
+from tierplan.planner.search.local.moves import untied
 from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import Workload, WorkloadError
 

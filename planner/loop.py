@@ -29,7 +29,7 @@ from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.from_program import ProgramPlans
 from tierplan.planner.search.incumbents import Batches, Incumbents, per_batch_s, step_s_of
 from tierplan.planner.search.lesser import Known, needs_no_drives, without_excess
-from tierplan.planner.search.moves import loosened, off_drives, reducing, with_shape_of
+from tierplan.planner.search.local.moves import loosened, off_drives, reducing, with_shape_of
 from tierplan.planner.search.race import GOOD_FRAC, MOST_OPS, OrderSearch, Racer, race, rounds
 from tierplan.planner.search.shape import sub_batches_of, tried
 from tierplan.planner.several_devices.packs.search import bound_of_packs, search_packs

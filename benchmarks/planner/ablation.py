@@ -35,8 +35,8 @@ from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.planner.search.from_program import ProgramPlans
 from tierplan.planner.search.incumbents import Incumbents
-from tierplan.planner.search.moves import spread
-from tierplan.planner.search.shifts import StreamPrices, applied, reliefs
+from tierplan.planner.search.local.moves import spread
+from tierplan.planner.search.local.shifts import StreamPrices, applied, reliefs
 from tierplan.sim.output.text import markdown_table
 from tierplan.sim.workloads.workload import Workload, WorkloadError
 

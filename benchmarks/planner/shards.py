@@ -29,7 +29,7 @@ SCENARIOS = (
 def answer(label: str, model: str, batch: int, *, in_parts: bool) -> PlanResult:
     with ExitStack() as stack:
         if not in_parts:
-            for module in ("moves", "from_program"):
+            for module in ("local.moves", "from_program"):
                 stack.enter_context(mock.patch(f"tierplan.planner.search.{module}.with_shards", lambda plan, *_: plan))
         return plan(*question(*MACHINES[label], model, batch), time_limit_s=TIME_LIMIT_S)
 

@@ -51,7 +51,7 @@ from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.planner.search.from_program import late_updates
 from tierplan.planner.search.knobs import SETTINGS
-from tierplan.planner.search.moves import with_shards, with_windows
+from tierplan.planner.search.local.moves import with_shards, with_windows
 from tierplan.runtime.checkpoint.weights import hollow_model, random_weights
 from tierplan.runtime.measure.machine import measure_description
 from tierplan.runtime.run_result import RunResult

@@ -27,7 +27,7 @@ from tierplan.planner.results import PlanResult, PolicyResult
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.incumbents import Batches
 from tierplan.planner.search.lesser import Known
-from tierplan.planner.search.moves import with_shape_of
+from tierplan.planner.search.local.moves import with_shape_of
 from tierplan.planner.search.race import GOOD_FRAC, Racer, race
 from tierplan.sim.digest import digest
 from tierplan.sim.step import Semantics

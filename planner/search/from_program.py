@@ -18,7 +18,7 @@ from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.incumbents import Incumbents
 from tierplan.planner.search.knobs import Knobs, tune
-from tierplan.planner.search.moves import on_its_devices, with_late_here, with_shards, with_windows
+from tierplan.planner.search.local.moves import on_its_devices, with_late_here, with_shards, with_windows
 
 WRITE_FRACS = (0.8, 0.5, 0.25, 0.1, 0.03, 0.01)
 """Shares of the drives' endurance that are planned with, one after the other, while simulated plans exceed it."""

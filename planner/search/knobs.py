@@ -18,7 +18,7 @@ from tierplan.planner.milp.model import Margins
 from tierplan.planner.milp.rates import STATE_SHARDS
 from tierplan.planner.plan import UnitwisePlan
 from tierplan.planner.search.candidates import Candidate
-from tierplan.planner.search.moves import LATE_ONE_IN, OVER_UNITS
+from tierplan.planner.search.local.moves import LATE_ONE_IN, OVER_UNITS
 
 Trial = Callable[["Knobs"], Candidate[UnitwisePlan] | None]
 """Plans with these knobs and simulates; None where the program has no solution."""

@@ -25,10 +25,10 @@ from tierplan.planner.milp.rates import STATE_SHARDS
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import PLACES, PLANNER, Order, Place
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
-from tierplan.planner.search.descent import descend, descend_with_restarts
 from tierplan.planner.search.from_program import ProgramPlans
 from tierplan.planner.search.incumbents import Incumbents
-from tierplan.planner.search.moves import (
+from tierplan.planner.search.local.descent import descend, descend_with_restarts
+from tierplan.planner.search.local.moves import (
     RANK,
     in_shards,
     loosened,
@@ -38,9 +38,9 @@ from tierplan.planner.search.moves import (
     with_shape_of,
     with_windows,
 )
-from tierplan.planner.search.patterns import Patterns
+from tierplan.planner.search.local.patterns import Patterns
+from tierplan.planner.search.local.shifts import descend_by_shifts
 from tierplan.planner.search.race import FIRST_OPS, GOOD_FRAC, Racer, race
-from tierplan.planner.search.shifts import descend_by_shifts
 from tierplan.sim.workloads.workload import Workload
 
 SUB_BATCHES, SUB_BATCHES_OF_MANY = (2, 4, 8), (4,)

@@ -23,8 +23,8 @@ from tierplan.planner.milp.bounds import compute_s
 from tierplan.planner.plan import PackPlan, Packs, shared_micro_batches
 from tierplan.planner.plan_rules import PackForm, Runs
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
-from tierplan.planner.search.descent import BETTER
 from tierplan.planner.search.incumbents import Incumbents
+from tierplan.planner.search.local.descent import BETTER
 from tierplan.planner.several_devices.packs.estimate import PackEstimate
 
 Ends = tuple[int, ...]

@@ -11,7 +11,7 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.plan import PackPlan, UnitwisePlan
 from tierplan.planner.policies import decide
 from tierplan.planner.prediction import predict
-from tierplan.planner.search.moves import loosened
+from tierplan.planner.search.local.moves import loosened
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training, Unit, Workload

@@ -19,7 +19,7 @@ from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.planning import plan
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
-from tierplan.planner.search.moves import WINDOWS, with_windows
+from tierplan.planner.search.local.moves import WINDOWS, with_windows
 from tierplan.sim.pricing import price
 from tierplan.sim.workloads.workload import Workload
 

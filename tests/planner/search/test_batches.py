@@ -20,7 +20,7 @@ from tierplan.planner.results import PolicyResult
 from tierplan.planner.search import batches, budget
 from tierplan.planner.search.batches import _in_their_best, divisors, plan_sequences
 from tierplan.planner.search.lesser import Known
-from tierplan.planner.search.moves import untied
+from tierplan.planner.search.local.moves import untied
 from tierplan.planner.search.race import Racer, race
 from tierplan.sim.workloads.models import load_workload, workload_of
 from tierplan.sim.workloads.workload import Training, Workload

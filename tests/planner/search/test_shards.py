@@ -13,8 +13,8 @@ from tierplan.planner.milp.modes import MODES
 from tierplan.planner.plan import UnitPlan
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
-from tierplan.planner.search.moves import FAMILIES, with_placement, with_shards
-from tierplan.planner.search.shifts import with_more_in_host
+from tierplan.planner.search.local.moves import FAMILIES, with_placement, with_shards
+from tierplan.planner.search.local.shifts import with_more_in_host
 
 
 def test_every_move_from_a_plan_in_shards_is_a_plan() -> None:

@@ -13,7 +13,7 @@ from tierplan.hwmodels.names import NVME
 from tierplan.planner import loop
 from tierplan.planner.lowering import lower
 from tierplan.planner.planning import plan
-from tierplan.planner.search.moves import off_drives
+from tierplan.planner.search.local.moves import off_drives
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training
 

@@ -32,7 +32,7 @@ from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.incumbents import Batches
 from tierplan.planner.search.lesser import Known
-from tierplan.planner.search.moves import on_its_devices, with_late_here
+from tierplan.planner.search.local.moves import on_its_devices, with_late_here
 from tierplan.planner.several_devices.packs.search import bound_of_packs
 from tierplan.planner.several_devices.sharded import sharded
 from tierplan.sim.workloads.workload import Workload

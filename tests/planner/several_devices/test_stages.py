@@ -19,7 +19,7 @@ from tierplan.planner.prediction import predict
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.planner.search.incumbents import Incumbents
-from tierplan.planner.search.moves import untied as untied_plans
+from tierplan.planner.search.local.moves import untied as untied_plans
 from tierplan.planner.several_devices.packs.search import runs_to
 from tierplan.planner.several_devices.packs.stages import StageEstimate, search_stages
 from tierplan.sim.ranks import SEND

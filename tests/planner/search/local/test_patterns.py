@@ -13,7 +13,7 @@ from tierplan.planner.milp.amounts import problem
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
-from tierplan.planner.search.patterns import SLOPES, Pattern, Patterns, Spread
+from tierplan.planner.search.local.patterns import SLOPES, Pattern, Patterns, Spread
 
 IN_HOST = UnitPlan(params="host", grads="host", states="host")
 ON_DRIVE = replace(IN_HOST, states="nvme")

@@ -21,9 +21,9 @@ from tierplan.planner.milp.modes import MODES, Mode
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import ACTIONS
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
-from tierplan.planner.search.descent import BETTER
-from tierplan.planner.search.exchanges import alike, exchanged
-from tierplan.planner.search.moves import (
+from tierplan.planner.search.local.descent import BETTER
+from tierplan.planner.search.local.exchanges import alike, exchanged
+from tierplan.planner.search.local.moves import (
     GENERAL_FAMILIES,
     Placement,
     acting,

@@ -22,9 +22,9 @@ from tierplan.planner.milp.rates import STATE_SHARDS
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import Place
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
-from tierplan.planner.search.descent import BETTER
-from tierplan.planner.search.exchanges import ACTIVATIONS, alike
-from tierplan.planner.search.moves import (
+from tierplan.planner.search.local.descent import BETTER
+from tierplan.planner.search.local.exchanges import ACTIVATIONS, alike
+from tierplan.planner.search.local.moves import (
     OVER_UNITS,
     WINDOWS,
     in_shards,

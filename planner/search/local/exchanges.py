@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tierplan.planner.plan import UnitwisePlan
-from tierplan.planner.search.moves import PLACEMENT, with_those_of
+from tierplan.planner.search.local.moves import PLACEMENT, with_those_of
 from tierplan.sim.workloads.workload import Workload, first_alike
 
 ACTIVATIONS = ("acts", "input")

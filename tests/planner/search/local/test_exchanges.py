@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.planner.search import exchanges
-from tierplan.planner.search.exchanges import exchanged
+from tierplan.planner.search.local import exchanges
+from tierplan.planner.search.local.exchanges import exchanged
 
 CHOICES = [
     UnitPlan(params="host" if u % 3 else "device", states="host", acts="recompute" if u % 2 else "host", input="host")

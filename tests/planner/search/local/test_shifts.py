@@ -12,12 +12,12 @@ from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import lower_bound
 from tierplan.planner.plan import UnitPlan
 from tierplan.planner.plan_rules import PlanError
-from tierplan.planner.search import shifts as module
 from tierplan.planner.search.batches import divisors
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
-from tierplan.planner.search.moves import BROUGHT_ONE_IN, with_brought_states
-from tierplan.planner.search.shifts import NUM_RELIEFS, StreamPrices, applied, descend_by_shifts, reliefs, shifts
+from tierplan.planner.search.local import shifts as module
+from tierplan.planner.search.local.moves import BROUGHT_ONE_IN, with_brought_states
+from tierplan.planner.search.local.shifts import NUM_RELIEFS, StreamPrices, applied, descend_by_shifts, reliefs, shifts
 from tierplan.sim.compiled.simulation import simulate_columns
 
 EVERYTHING_OUT = UnitPlan(params="nvme", grads="host", states="nvme", acts="nvme", input="host")

@@ -16,7 +16,14 @@ from tierplan.planner.milp.modes import MODES
 from tierplan.planner.plan import UnitwisePlan
 from tierplan.planner.plan_rules import ACTIONS
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
-from tierplan.planner.search.moves import FAMILIES, SHORT_CHAIN, WINDOWS, with_action, with_placement, with_windows
+from tierplan.planner.search.local.moves import (
+    FAMILIES,
+    SHORT_CHAIN,
+    WINDOWS,
+    with_action,
+    with_placement,
+    with_windows,
+)
 
 BETTER = 1 - 1e-4
 """A move counts as an improvement when it shortens the step by more than this."""
