@@ -303,7 +303,8 @@ class Search:
             return []
 
         going = race(racers, self.budget, meet=meet)
-        return OrderSearch(problems, bounds, from_program, share, left - self.budget.ops_left, racers, going)
+        spent_ops = left - self.budget.ops_left if self.num_devices == 1 else 0.0  # of several, bounds are beside it
+        return OrderSearch(problems, bounds, from_program, share, spent_ops, racers, going)
 
     def _bound(self, p: Problem, solver: Solver) -> Bound:
         started = time.perf_counter()

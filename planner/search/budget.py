@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from tierplan.sim.compiled.compiler import computing_s, wall_s
 
 DEFAULT_OPS = 1_800_000
-MORE_TIMES, MORE_TIMES_OF_SEVERAL = 2.0, 0.9
+MORE_TIMES, MORE_TIMES_OF_SEVERAL = 2.0, 0.75
 """Default budgets that a search may spend beyond it, far from the bound; and one for several devices, whose ops take
 longer, or of several divisions at once."""
 OPS_PER_S = 200_000
