@@ -51,7 +51,7 @@ OTHER, LATENESS = 0.4, 0.5
 """Of the first, those to a placement that differs in one thing from one that there is; and of these, in whether the
 update is late."""
 KINDS: tuple[Place, ...] = ("device", "host")
-"""Of memory that is filled where a change leaves some free."""
+"""Of memory that is filled where a change frees some."""
 ALL_WINDOWS = (*WINDOWS, (0, 1, 0), (1, 1, 0))
 """Those that leave the device room for states that come there, too."""
 STALE = 250
@@ -166,20 +166,21 @@ class Patterns:
                 return
 
     def _with_filled(self, pattern: Pattern) -> Iterator[Pattern]:
-        """A pattern, and where it is no better, what fills the memory that it leaves free, if that may pay."""
-        yield (last := pattern)
+        """A pattern, and where it is no better, what fills the memory that its change has freed, if that may pay."""
+        before, last = self.best, pattern
+        yield last
         tried = self._tried(pattern)
         for kind in KINDS:
-            if tried.step_s is None or self.best.step_s is None or last is self.pattern:
+            if tried.step_s is None or before.step_s is None or last is self.pattern:
                 return
-            room_gb = tried.room_gb.get(kind, 0.0)
-            if tried.step_s - self.s_per_gb.get(kind, 0.0) * room_gb <= self.best.step_s:
-                filled = self._filled(pattern, kind, room_gb)
+            freed_gb = tried.room_gb.get(kind, 0.0) - max(0.0, before.room_gb.get(kind, 0.0))
+            if tried.step_s - self.s_per_gb.get(kind, 0.0) * freed_gb <= before.step_s:
+                filled = self._filled(pattern, kind, freed_gb)
                 if filled is not None:
                     yield (last := filled)
 
-    def _filled(self, pattern: Pattern, kind: Place, room_gb: float) -> Pattern | None:
-        """With as many more units in this kind of tier as there is room for, of the commonest that are farther away."""
+    def _filled(self, pattern: Pattern, kind: Place, freed_gb: float) -> Pattern | None:
+        """With as many more units in this kind of tier as it has freed, of the commonest that are farther away."""
         nums = {placement: spread.num for placement, spread in pattern.spreads.items()}
         nums[pattern.common] = len(self.blocks) - sum(nums.values())
         for source, most in sorted(nums.items(), key=lambda each: -each[1]):
@@ -187,7 +188,7 @@ class Patterns:
             if near is not None:
                 gb = more_gb(self.problem.units[self.blocks[0]], source, near, kind)
                 target = with_those_of(UnitPlan(), placed(self.plan, source, near))
-                num = min(int(room_gb / gb), most) if gb > 0 else 0
+                num = min(int(freed_gb / gb), most) if gb > 0 else 0
                 return _moved(pattern, source, target, num) if num > 0 else None
         return None
 

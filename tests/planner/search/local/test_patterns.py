@@ -105,8 +105,8 @@ def test_the_descent_ends_quicker_than_it_began_and_repeats_itself() -> None:
 def test_what_a_pattern_has_freed_on_the_device_is_filled_with_units() -> None:
     """Recomputing frees memory and takes longer; with as many states there as it has room for, it pays."""
     num = 24
-    workload = chain(forward_s=[0.02] * num, parameters=[10 * MB] * num, saved_mb=[[10]] * num)
-    machine = small_machine(device_mb=700, host_mb=8_000, nvme_mb=0, adam_m_per_s=100, link_mb_per_s=1_000)
+    workload = chain(forward_s=[0.02] * num, parameters=[10 * MB] * num, saved_mb=[[30]] * num)
+    machine = small_machine(device_mb=1_200, host_mb=8_000, nvme_mb=0, adam_m_per_s=100, link_mb_per_s=1_000)
     p, simulate_plan = (
         problem(workload, machine, semantics="in-backward"),
         PlanSimulator(workload, machine, Budget(1e9)),
@@ -124,7 +124,8 @@ def test_what_a_pattern_has_freed_on_the_device_is_filled_with_units() -> None:
     more = simulate_plan(filled.made_of(plan, patterns.blocks))
     there = sum(unit.states == "device" for unit in more.plan.units)
     unit = p.units[patterns.blocks[0]]
-    assert there == int(tried.room_gb["device"] / (unit.params_gb + unit.states_gb))
-    assert there > 0
+    freed_gb = tried.room_gb["device"] - kept.room_gb["device"]
+    assert there == int(freed_gb / (unit.params_gb + unit.states_gb))
+    assert there > 2
     assert more.step_s is not None
     assert more.step_s < kept.step_s
