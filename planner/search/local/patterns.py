@@ -51,7 +51,9 @@ OTHER, LATENESS = 0.4, 0.5
 """Of the first, those to a placement that differs in one thing from one that there is; and of these, in whether the
 update is late."""
 KINDS: tuple[Place, ...] = ("device", "host")
-"""Of memory that is filled where a change frees some."""
+"""Of memory that is filled behind a change."""
+CHANGE, TIMES_AS_OFTEN = "change", 3
+"""How much more often than changes filling must have helped for all to be filled that is free behind a change."""
 ALL_WINDOWS = (*WINDOWS, (0, 1, 0), (1, 1, 0))
 """Those that leave the device room for states that come there, too."""
 STALE = 250
@@ -138,6 +140,8 @@ class Patterns:
         seed: int,
     ) -> None:
         self.problem, self.s_per_gb = problem, s_per_gb
+        self.num_tried, self.num_helped = Counter[str](), Counter[str]()
+        """Of changes, and of kinds of memory that were filled behind them."""
         self.plan, self.simulate_plan, self.rng = plan, simulate_plan, random.Random(seed)
         self.blocks = [u for u, unit in enumerate(problem.workload.units) if unit.kind == "block"]
         self.choices = [plan.units[u] for u in self.blocks]
@@ -166,21 +170,36 @@ class Patterns:
                 return
 
     def _with_filled(self, pattern: Pattern) -> Iterator[Pattern]:
-        """A pattern, and where it is no better, what fills the memory that its change has freed, if that may pay."""
+        """A pattern, and where it is no better, what fills the memory that it leaves free, if that may pay.
+
+        What its change has freed always; all that is free as long as that helps clearly more often than changes do.
+        """
         before, last = self.best, pattern
         yield last
         tried = self._tried(pattern)
+        self._count(CHANGE, pattern is self.pattern)
         for kind in KINDS:
             if tried.step_s is None or before.step_s is None or last is self.pattern:
                 return
-            freed_gb = tried.room_gb.get(kind, 0.0) - max(0.0, before.room_gb.get(kind, 0.0))
-            if tried.step_s - self.s_per_gb.get(kind, 0.0) * freed_gb <= before.step_s:
-                filled = self._filled(pattern, kind, freed_gb)
+            room_gb = tried.room_gb.get(kind, 0.0)
+            if self._helps(kind) < TIMES_AS_OFTEN * self._helps(CHANGE):
+                room_gb -= max(0.0, before.room_gb.get(kind, 0.0))
+            if tried.step_s - self.s_per_gb.get(kind, 0.0) * room_gb <= before.step_s:
+                filled = self._filled(pattern, kind, room_gb)
                 if filled is not None:
                     yield (last := filled)
+                    self._count(kind, filled is self.pattern)
 
-    def _filled(self, pattern: Pattern, kind: Place, freed_gb: float) -> Pattern | None:
-        """With as many more units in this kind of tier as it has freed, of the commonest that are farther away."""
+    def _count(self, what: str, has_helped: bool) -> None:
+        self.num_tried[what] += 1
+        self.num_helped[what] += has_helped
+
+    def _helps(self, what: str) -> float:
+        """How often it has helped, with once beforehand."""
+        return (self.num_helped[what] + 1) / (self.num_tried[what] + 1)
+
+    def _filled(self, pattern: Pattern, kind: Place, room_gb: float) -> Pattern | None:
+        """With as many more units in this kind of tier as there is room for, of the commonest that are farther away."""
         nums = {placement: spread.num for placement, spread in pattern.spreads.items()}
         nums[pattern.common] = len(self.blocks) - sum(nums.values())
         for source, most in sorted(nums.items(), key=lambda each: -each[1]):
@@ -188,7 +207,7 @@ class Patterns:
             if near is not None:
                 gb = more_gb(self.problem.units[self.blocks[0]], source, near, kind)
                 target = with_those_of(UnitPlan(), placed(self.plan, source, near))
-                num = min(int(freed_gb / gb), most) if gb > 0 else 0
+                num = min(int(room_gb / gb), most) if gb > 0 else 0
                 return _moved(pattern, source, target, num) if num > 0 else None
         return None
 
