@@ -279,7 +279,8 @@ def export(trainer: Trainer, folder: Folder) -> None:
         _export_adapters(trainer, target)
         return
     make_folder(target)
-    for path in (target / INDEX_NAME, *sorted(target.glob("model*.safetensors"))):  # buffers behind what needs them
+    shards = sorted(target.glob("model-*-of-*.safetensors"))
+    for path in (target / INDEX_NAME, target / "model.safetensors", *shards, target / BUFFERS_NAME):
         remove_file(path)
     sync_folder(target)
     model: Any = trainer.model

@@ -169,10 +169,12 @@ def test_an_export_that_is_cut_off_leaves_nothing_that_loads_or_all_of_one_step(
     assert outcomes == {"refused", "loaded"}
     assert most > len(list(first.glob("*.safetensors")))
     (folder / "model.safetensors").write_bytes(b"of someone who saved it as one")
+    (other := folder / "model_of_mine.safetensors").write_bytes(b"is nobody's business")
     with Trainer(schedule, model, nvme_dir=tmp_path / "nvme") as trainer:
         trainer.run(make_batches(1), 1)
         assert exported(trainer, -1)
     assert found()
+    assert other.exists()
 
 
 def read_whole(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
