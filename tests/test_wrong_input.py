@@ -47,7 +47,7 @@ def refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, s
     [
         ([*SIMULATE, "--batch", "-1"], "-1 is out of range; give a whole number of 1 or more"),
         ([*SIMULATE, "--batch", "x"], "'x' is no whole number; give a whole number of 1 or more"),
-        ([*SIMULATE, "--devices", "1025"], "give a whole number of 1 to 1,024"),
+        ([*SIMULATE, "--devices", "129"], "give a whole number of 1 to 128; "),
         ([*SIMULATE, "--seq", "0"], "sequence_length: 0 is out of range"),
         ([*SIMULATE, "--lora", ""], "--lora: '' says nothing, as a variable of the shell that is not set"),
         ([*SIMULATE, "--freeze", " "], "--freeze: ' ' says nothing"),

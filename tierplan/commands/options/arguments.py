@@ -116,7 +116,7 @@ def _number(kind: Callable[[str], T], name: str, rule: str, is_right: Callable[[
 
 def whole(least: int, most: float = math.inf) -> Callable[[str], int]:
     """A whole number of `least` or more, and of no more than `most`."""
-    end = f"to {most:,}" if most < math.inf else "or more"
+    end = f"to {most:,.0f}" if most < math.inf else "or more"
     return _number(int, "whole number", f"a whole number of {least} {end}", lambda value: least <= value <= most)
 
 
