@@ -58,8 +58,7 @@ def explore(workload: Workload, machine: Machine, *, time_limit_s: float | None 
         changed = with_capacity(machine, capacity)
         for name, control in parts.items():
             streams = {s.name for s in machine.streams if part_of(s.name) == name}
-            if control.value != 1.0:  # a machine that nothing was done to has the answer of any command
-                changed = with_faster(changed, streams | own_limits(machine, streams), control.value)
+            changed = with_faster(changed, streams | own_limits(machine, streams), control.value)
         lines, prediction = _answer(method.value, workload, changed, time_limit_s)
         figures.value = f"<pre>{escape(lines)}</pre>"
         picture.value = _drawn(prediction)
