@@ -414,14 +414,15 @@ class Search:
             yield from self._more()
 
     def _more(self) -> Iterator[None]:
-        """Where the best plan is far from all bounds: more of the search that found it. Whatever others have found, it
-        does all that it does when asked by itself."""
+        """Where the best plan is far from all bounds: more of the search that found it, as long as that pays. Whatever
+        others have found, it does all that it does when asked by itself."""
         if not (self.budget.more_ops and self.has_all_orders and self.chains):
             return
         until_ops = self.budget.ops_left - self.budget.more_ops
         least_s = min((bound.searched_s for chain in self.chains for bound in chain.bounds), default=inf)
         chain = min(self.chains, key=lambda c: c.best_s)
-        while not (chain.is_over or self.budget.ops_left <= until_ops or self.budget.is_out_of_time):
+        budget = self.budget
+        while not (chain.is_over or budget.ops_left <= until_ops or budget.is_stale or budget.is_out_of_time):
             best = self.incumbents.best
             is_near = best is None or per_batch_s(best) * self.devices <= FAR * least_s
             if is_near or least_s >= self._to_beat_s():
@@ -439,6 +440,7 @@ class Search:
             chain.spent_ops += before - self.budget.ops_left
             if chain.found.plain is not None:
                 self.incumbents.consider(chain.found.plain)
+                self.budget.note(self.best_s)
                 if ops == inf:
                     return
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 
 from tierplan.sim.compiled.compiler import computing_s, wall_s
 
@@ -10,6 +11,9 @@ DEFAULT_OPS = 1_800_000
 MORE_TIMES, MORE_TIMES_OF_SEVERAL = 2.0, 0.75
 """Default budgets that a search may spend beyond it, far from the bound; and one for several devices, whose ops take
 longer, or of several divisions at once."""
+GAIN_FRAC, WAIT_TIMES = 0.001, 2.0
+"""What is more than the default budget is spent as long as that pays: until the best step has not become shorter by the
+first since half of all work, or whatever the second says."""
 OPS_PER_S = 200_000
 """Simulated ops (steps included), or other work that takes as long, that a search may spend for each second of its time
 limit: less than half of what a second buys, so that the clock ends only searches on slow or busy computers."""
@@ -37,10 +41,14 @@ class Budget:
     num_ops: float = 0.0
     """To spend; by default what the time limit usually buys."""
     more_ops: float = 0.0
-    """To spend beyond that, where what is found is far from the bound."""
+    """To spend beyond that, where what is found is far from the bound and becomes shorter."""
     started: float = field(default_factory=wall_s)
     started_cpu: float = field(default_factory=computing_s)
     ops_left: float = 0.0
+    found_s: float = inf
+    """The best step, in seconds, when it was last shorter by `GAIN_FRAC`."""
+    found_ops: float = 0.0
+    """What was spent then."""
     last_s: float = 0.0
     """Seconds of computing that the last simulation took: no other is begun when that much is not left."""
 
@@ -60,7 +68,17 @@ class Budget:
     def restart(self) -> None:
         """Nothing is spent."""
         self.started, self.started_cpu = wall_s(), computing_s()
-        self.ops_left = self.num_ops
+        self.ops_left, self.found_s, self.found_ops = self.num_ops, inf, 0.0
+
+    def note(self, step_s: float) -> None:
+        """The best step so far, for `is_stale`."""
+        if step_s < self.found_s * (1 - GAIN_FRAC):
+            self.found_s, self.found_ops = step_s, self.spent_ops
+
+    @property
+    def is_stale(self) -> bool:
+        """Nothing that counts was found for long: what is spent is `WAIT_TIMES` what had been spent by then."""
+        return self.spent_ops >= WAIT_TIMES * self.found_ops
 
     @property
     def spent_ops(self) -> float:

@@ -142,8 +142,10 @@ def test_13b_in_all_divisions_is_planned_about_as_well_as_in_the_best_alone() ->
 
 @pytest.mark.parametrize("seed", [9, 11])
 def test_far_from_the_bound_the_race_goes_on(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all that it has found: more work is never worse. With a lesser machine's answer it does not."""
+    """With all that it has found: more work is never worse. With a lesser machine's answer it does not, nor where long
+    nothing was found."""
     monkeypatch.setattr(budget, "DEFAULT_OPS", 50_000)
+    monkeypatch.setattr(budget, "WAIT_TIMES", 1e9)
     monkeypatch.setattr(budget, "OPS_PER_S", 500)
     monkeypatch.setattr(batches, "SEARCHED_TO_THE_END", 0)
     make = question(rng := random.Random(seed))
@@ -160,6 +162,9 @@ def test_far_from_the_bound_the_race_goes_on(seed: int, monkeypatch: pytest.Monk
     (more_s, num_more), (step_s, num) = found(6.0), found(0.0)
     assert more_s <= step_s
     assert num_more > num
+    with monkeypatch.context() as patched:
+        patched.setattr(budget, "WAIT_TIMES", 0.0)
+        assert found(6.0) == (step_s, num)
     assert found(2.0, time_limit_s=100) == found(0.0, time_limit_s=100)
     monkeypatch.setattr(batches, "FAR", float("inf"))
     assert found(2.0) == (step_s, num)

@@ -126,7 +126,7 @@ def test_gradients_without_room_until_their_norm_is_known_come_back(
     accumulation: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of eight blocks are 160 MB. The host would take 16 s for the updates."""
-    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 30_000)
+    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 60_000)
     on = small_machine(device_mb=110, nvme_mb=0, adam_m_per_s=5, link_mb_per_s=1000)
     slow, quick = (plan(clipped(8, forward_s, accumulation), on) for forward_s in (0.1, 0.05))
     for result in (slow, quick):

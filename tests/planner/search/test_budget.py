@@ -1,4 +1,4 @@
-"""Time that a search has: its programs have no more of it."""
+"""What a search may spend: its programs have no more time than it, and it goes on as long as that pays."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 
 from tests.toys import toy_machine, toy_workload
+from tierplan.planner import loop
 from tierplan.planner.milp.program import Program, Solution, Solver
 from tierplan.planner.planning import plan
+from tierplan.planner.results import PlanResult
+from tierplan.planner.search import budget
+from tierplan.planner.search.budget import Budget
 
 
 def test_a_program_is_solved_in_the_time_that_its_search_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,3 +30,35 @@ def test_a_program_is_solved_in_the_time_that_its_search_has_left(monkeypatch: p
     plan(toy_workload(10), toy_machine(), time_limit_s=3.0)
     assert limits_s
     assert max(limits_s) <= 3.0
+
+
+def test_a_search_is_stale_when_half_of_its_work_has_found_nothing_that_counts():
+    spent = Budget(1.0, num_ops=1000)
+    for left, step_s, is_stale in (
+        (900, 2.0, False),
+        (700, 1.9999, True),  # three times what was spent for the step of 2 s
+        (600, 1.0, False),
+        (201, 1.0, False),
+        (200, 0.9995, True),
+        (-1000, 0.5, False),
+    ):
+        spent.ops_left = left
+        spent.note(step_s)
+        assert spent.is_stale == is_stale
+    spent.restart()
+    spent.note(3.0)
+    assert spent.found_s == 3.0
+
+
+def test_far_from_the_bound_a_search_goes_on_as_long_as_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "DEFAULT_OPS", 20_000)
+    monkeypatch.setattr(budget, "MORE_TIMES", 20.0)
+    monkeypatch.setattr(loop, "FAR", 0.0)
+
+    def planned(wait_times: float) -> PlanResult:
+        monkeypatch.setattr(budget, "WAIT_TIMES", wait_times)
+        return plan(toy_workload(24), toy_machine(device_bytes=200 << 20))
+
+    no_longer, default, to_the_end = map(planned, (0.0, budget.WAIT_TIMES, 1e9))
+    assert no_longer.num_simulated < default.num_simulated < to_the_end.num_simulated
+    assert no_longer.step_s >= default.step_s >= to_the_end.step_s
