@@ -25,6 +25,7 @@ from tierplan.sim.analysis.completion import OutOfMemory, check_memory
 from tierplan.sim.analysis.ordering import refine_columns
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.columns import ScheduleColumns
+from tierplan.sim.compiled.compiler import interrupts_wait
 from tierplan.sim.compiled.graph_columns import GraphColumns, graph_columns
 from tierplan.sim.compiled.readiness import least_free
 from tierplan.sim.compiled.simulation import KnownRows, prices_on
@@ -100,7 +101,8 @@ class PlanSimulator:
         known = self.seen.get(key)
         if known is None:
             began_s = self.budget.computed_s
-            known = self.seen[key] = self._simulate(plan)
+            with interrupts_wait():
+                known = self.seen[key] = self._simulate(plan)
             self.budget.last_s = self.budget.computed_s - began_s
         return replace(known, plan=plan)
 

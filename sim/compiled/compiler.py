@@ -3,20 +3,28 @@
 Machine code is kept between processes: where `NUMBA_CACHE_DIR` says, beside the source, or in the user's cache folder,
 the first of these that can be written. numba notices when the file of a function has changed, but not when that of
 another one has which it calls: so compiled functions call only those of their own file, and use no constant of another.
+
+Ctrl-C waits for the end of such a function: an exception that it raises while numba hands arrays to Python ends the
+process (numba 0.68).
 """
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 try:
     import numba
     from numba.core import event
+    from numba.core.registry import CPUDispatcher
 except ImportError:
     numba = None
     warnings.warn(
@@ -31,7 +39,72 @@ EACH_TIME = (
     "neither can be written; set NUMBA_CACHE_DIR to a folder that can"
 )
 
+
+class _Interrupts:
+    """Ctrl-C that waits, where it would raise an exception in this process's main thread."""
+
+    handler: Callable[[int, FrameType | None], Any] | None = None
+    """What it does otherwise; None where it does not wait."""
+    has_come = False
+
+    def wait(self) -> bool:
+        """Whether it waits from now on, and did not before."""
+        handler = signal.getsignal(signal.SIGINT)
+        if self.handler or not callable(handler) or threading.current_thread() is not threading.main_thread():
+            return False
+        signal.signal(signal.SIGINT, self._come)
+        self.handler = handler
+        return True
+
+    def go_on(self) -> None:
+        """It waits no longer, and does what it does if it has come."""
+        assert self.handler is not None
+        handler, self.handler = self.handler, None
+        signal.signal(signal.SIGINT, handler)
+        if self.has_come:
+            self.has_come = False
+            handler(signal.SIGINT, None)
+
+    def _come(self, number: int, frame: FrameType | None) -> None:
+        self.has_come = True
+
+
+_interrupts = _Interrupts()
+
+
+@contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Ctrl-C within this comes behind it. Around many calls of compiled functions, which take microseconds longer each
+    where every one of them has to see to it."""
+    waits = _interrupts.wait()
+    try:
+        yield
+    finally:
+        if waits:
+            _interrupts.go_on()
+
+
 if numba is not None:
+
+    class _Compiled(CPUDispatcher):  # type: ignore[misc]
+        """A compiled function, which Ctrl-C leaves alone."""
+
+        def __call__(self, *args: Any) -> Any:
+            if _interrupts.handler:
+                return super().__call__(*args)
+            with interrupts_wait():
+                return super().__call__(*args)
+
+        def _compile_for_args(self, *args: Any, **kwargs: Any) -> Any:
+            """Making machine code takes long, and is Python, which Ctrl-C ends."""
+            waits = _interrupts.handler is not None and threading.current_thread() is threading.main_thread()
+            if waits:
+                _interrupts.go_on()
+            try:
+                return super()._compile_for_args(*args, **kwargs)
+            finally:
+                if waits:
+                    _interrupts.wait()
 
     class _Compilation(event.Listener):  # type: ignore[misc]
         """Says once that machine code is being made, how often that happens, and for how long."""
@@ -93,7 +166,10 @@ def _compiled(function: F, **options: object) -> F:
         return function
     options["error_model"] = "numpy"
     try:
-        return numba.njit(cache=True, **options)(function)  # type: ignore[no-any-return]
+        found = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # there is nowhere to keep it: a read-only place, no home
         _compilation.how_often = EACH_TIME
-        return numba.njit(**options)(function)  # type: ignore[no-any-return]
+        found = numba.njit(**options)(function)
+    if isinstance(found, CPUDispatcher):  # a plain function where NUMBA_DISABLE_JIT is set
+        found.__class__ = _Compiled
+    return found  # type: ignore[no-any-return]
