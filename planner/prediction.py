@@ -240,9 +240,10 @@ class Prediction(Shown):
             "critical_path_s": dict(self.critical_path_s),
             "utilization": dict(self.utilization),
             "drive_lifetime_s": self.lifetime_s,
-            **figures("micro_batch", "accumulation", "num_parameters", "tokens"),
+            **{name: None for name in ("micro_batch", "accumulation", "num_parameters", "tokens")},
         }
         if self.plan is not None:
+            record |= figures("micro_batch", "accumulation", "num_parameters", "tokens")
             record["semantics"] = self.plan.semantics
             record["options"] = {name: value for name, value in self.plan.options.items() if value is not None}
         if not self.fits:

@@ -75,13 +75,14 @@ def comparable(num_devices: int) -> list[str]:
     return [name for name in POLICIES if num_devices > 1 or name not in NEED_SEVERAL_DEVICES]
 
 
-def check_name(name: str) -> None:
-    """Raises `OptionError` for an unknown policy, with the closest one and all that there are."""
-    if name not in POLICIES:
-        close = get_close_matches(name, POLICIES, n=1)
+def check_name(name: str, *others: str) -> None:
+    """Raises `OptionError` for a name of no policy, nor of `others`, with the closest one and all that there are."""
+    known = (*others, *POLICIES)
+    if name not in known:
+        close = get_close_matches(name, known, n=1)
         meant = f"did you mean {close[0]!r}? " if close else ""
         meant = "its plan is that of `tierplan plan`; " if name == "planner" else meant
-        raise OptionError(f"there is no policy {name!r}; {meant}choose among {', '.join(POLICIES)}")
+        raise OptionError(f"there is no policy {name!r}; {meant}choose among {', '.join(known)}")
 
 
 def decide(name: str, workload: Workload, machine: Machine, options: Mapping[str, object] | None = None) -> Plan:

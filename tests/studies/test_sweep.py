@@ -12,6 +12,7 @@ import textwrap
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -136,6 +137,7 @@ def test_a_study_with_a_mistake_names_it(tmp_path: Path, change: tuple[str, str]
         ({"attention": ["flash", "flesh"]}, "flesh"),
         ({"loss": ["plain", "quick"]}, "quick"),
         ({"semantics": ["", "exact"]}, "semantics is 'exact'; choose among in-backward, exact-clip"),
+        ({"policy": ["planer"]}, "no policy 'planer'; did you mean 'planner'[?] choose among planner, in-memory"),
         ({"gpu.part": ["rtx-4090", "rtx-4091"]}, "rtx-4091"),
     ],
 )
@@ -482,6 +484,42 @@ def test_interrupted_it_ends_and_continues(killed_by: str, status: int, tmp_path
     subprocess.run(command, check=True, timeout=300)
     assert len(results.read_bytes().splitlines()) == 100
     assert len(log.read_text().splitlines()) - evaluated_before == 100 - kept
+
+
+def swallowing(point: Point) -> Mapping[str, object]:
+    """Ctrl-C comes, as if in a search, which would have a plan already."""
+    with suppress(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    return {"step_s": 1.0}
+
+
+def test_interrupted_in_a_search_one_process_keeps_no_row_of_it(tmp_path: Path) -> None:
+    """`plan` answers with the best until then; as the row of a study it would be there for good."""
+    with pytest.raises(KeyboardInterrupt):
+        sweep(grid(1), swallowing, out_dir=tmp_path)
+    assert not (tmp_path / "results.jsonl").read_text()
+    with pytest.raises(KeyboardInterrupt), asking(1) as ask:
+        ask(grid(1), swallowing)[0]()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_row_says_that_the_clock_ended_its_search(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = tmp_path / "study.toml"
+    study.write_text('name = "x"\n[scenario]\nmachine = "laptop"\nmodel = "gpt2"\nbatch = 1\nplanner_s = 0.3\n')
+    command = ["sweep", str(study), "--workers", "1", "-o", str(tmp_path / "out")]
+    assert main([*command, "--json"]) == 0
+    said = capsys.readouterr()
+    (row,) = json.loads(said.out)
+    assert row["status"] == "searched"
+    assert row["gap"] > 0
+    assert not said.err
+    monkeypatch.setattr("tierplan.studies.sweep.sweep", lambda *args, **settings: [{**row, "status": "time-limit"}])
+    assert main(command) == 0
+    said = capsys.readouterr()
+    assert said.err.startswith("1 of 1 searches ended at their time limit")
+    assert "error" not in said.out
 
 
 def test_the_command_prints_times_and_speeds_in_eighty_columns(

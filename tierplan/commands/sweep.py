@@ -61,6 +61,13 @@ def run(args: argparse.Namespace) -> int:
     idle = [row for row in rows if row.get("devices_note")]
     if idle:
         print(f"{len(idle)} of {len(rows)} rows do not use all GPUs: {idle[0]['devices_note']}", file=sys.stderr)
+    cut = sum(row.get("status") == "time-limit" for row in rows)
+    if cut:
+        print(
+            f"{cut} of {len(rows)} searches ended at their time limit: a quicker computer, or one less busy, may find "
+            "better plans (`status` and `gap` in the table)",
+            file=sys.stderr,
+        )
     failed = [str(row["error"]) for row in rows if "error" in row]
     if failed:
         print(
@@ -74,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
 def _table_lines(study: Study, rows: list[dict[str, object]]) -> list[str]:
     """The question, the columns that vary, and the main figures."""
     varied = [name for name, values in {**study.scenario, **study.overrides}.items() if len(values) > 1]
-    shown = [name for name in SHOWN if name != "fits" or not all(row.get("fits") for row in rows)]
+    told = {"fits": not all(row.get("fits") for row in rows), "error": any("error" in row for row in rows)}
+    shown = [name for name in SHOWN if told.get(name, True)]
     heads = [*varied, *(SHOWN[name] for name in shown)]
     table = columns([heads, *([_text(name, row.get(name, "")) for name in (*varied, *shown)] for row in rows)])
     return [*([study.question, ""] if study.question else []), *table]

@@ -329,6 +329,15 @@ def _bounded(point: Point) -> tuple[float, Bound]:
     return (point.sequences or each * num) * point.seq / least.step_s, least
 
 
+def _planned(point: Point) -> PlanResult | Prediction:
+    """The planner's answer, or that nothing fits."""
+    try:
+        return best_plan(point).result
+    except InfeasiblePlan as error:
+        machine = machine_of(point)
+        return Prediction(policy=PLANNER, model=point.model, machine=machine.name, plan=None, reason=error.what)
+
+
 def predict_point(point: Point) -> Prediction:
     """What the point's policy, or the planner, reaches. That something does not fit is an answer.
 
@@ -337,11 +346,8 @@ def predict_point(point: Point) -> Prediction:
     machine raises, and `PlanError` for an unknown policy or option.
     """
     if point.policy == PLANNER:
-        try:
-            return best_plan(point).result.prediction
-        except InfeasiblePlan as error:
-            machine = machine_of(point)
-            return Prediction(policy=PLANNER, model=point.model, machine=machine.name, plan=None, reason=error.what)
+        answer = _planned(point)
+        return answer if isinstance(answer, Prediction) else answer.prediction
     place = place_of(point)
     machine = place.machine
     options = options_of(point.policy, point.semantics)
@@ -385,9 +391,13 @@ def _lasting(prediction: Prediction, machine: Machine, years: float) -> Predicti
 
 
 def evaluate_point(point: Point) -> dict[str, object]:
-    """The figures of one point of a study, as columns."""
+    """The figures of one point of a study, as columns; of the planner's also how its search ended, and its gap."""
     row: dict[str, object] = {}
-    for name, value in predict_point(point).record().items():
+    found = _planned(point) if point.policy == PLANNER else predict_point(point)
+    if isinstance(found, PlanResult):
+        row |= {"status": found.status, "gap": found.gap}
+        found = found.prediction
+    for name, value in found.record().items():
         if name in LEFT_OUT:
             continue
         if isinstance(value, Mapping):

@@ -204,8 +204,7 @@ class Study:
         from tierplan.sim.workloads.models import read_config
 
         for policy in self.scenario.get("policy", ()):
-            if policy != PLANNER:
-                check_name(str(policy))
+            check_name(str(policy), PLANNER)
         for model in self.scenario["model"]:
             read_config(str(model), Training())
         for machine in self.scenario["machine"]:

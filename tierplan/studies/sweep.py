@@ -217,10 +217,37 @@ class _Pool(ProcessPoolExecutor):
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+class _Interrupted(BaseException):
+    """Ctrl-C, which no search answers with its best plan so far."""
+
+
+@contextmanager
+def _interrupts_end() -> Iterator[None]:
+    """Ctrl-C ends what is done within this, in the main thread, whatever that makes of `KeyboardInterrupt`."""
+
+    def end(*_: object) -> None:
+        raise _Interrupted
+
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    try:
+        signal.signal(signal.SIGINT, end)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, handler)
+    except _Interrupted:
+        signal.signal(signal.SIGINT, handler)
+        raise KeyboardInterrupt from None
+
+
 def _row(evaluate: Evaluate, point: Point) -> Row:
     row = point.columns()
     try:
-        row |= evaluate(point)
+        with _interrupts_end():
+            row |= evaluate(point)
     except (ValueError, RuntimeError) as error:
         row["error"] = str(error)
     except ModuleNotFoundError as error:
