@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tierplan.planner.training_files.accelerate import of_accelerate_config
 from tierplan.planner.training_files.configured import Configured
-from tierplan.planner.training_files.deepspeed import DEEPSPEED_ONLY, of_deepspeed
+from tierplan.planner.training_files.deepspeed import DEEPSPEED_ONLY, of_deepspeed, with_clipping
 from tierplan.planner.training_files.keys import AUTO, OF_ACCELERATE, OF_TRAINER, unaccounted_note
 from tierplan.planner.training_files.reading import count, flat, read, read_beside
 from tierplan.planner.training_files.trainer import LONGEST, TRAINER_ONLY, of_trainer_arguments
@@ -90,7 +90,7 @@ def read_training_file(path: str | Path, base: Training, *, devices: int = 1) ->
         found = replace(found.noting(*unaccounted_note(flat(raw), OF_TRAINER)), left_open=(), longest=longest)
         return replace(found, plain=found.plain and replace(found.plain, left_open=(), longest=longest))
     if DEEPSPEED_ONLY & raw.keys():
-        return of_deepspeed(raw, base, str(path), devices=devices)
+        return with_clipping(of_deepspeed(raw, base, str(path), devices=devices))
     raise WorkloadError(
         f"{path} is no configuration of DeepSpeed (zero_optimization, train_micro_batch_size_per_gpu), of accelerate "
         "(distributed_type) or of the Trainer (per_device_train_batch_size); give one of these"

@@ -13,7 +13,7 @@ from tierplan.planner.training_files.configured import (
     unused_note,
     with_compiled_blocks,
 )
-from tierplan.planner.training_files.deepspeed import CLIPPING, with_deepspeed
+from tierplan.planner.training_files.deepspeed import CLIPPING, with_clipping, with_deepspeed
 from tierplan.planner.training_files.fsdp import of_fsdp_config
 from tierplan.planner.training_files.keys import AUTO
 from tierplan.planner.training_files.reading import check_undivided, count, flat, section_of
@@ -59,14 +59,6 @@ def _read(raw: Mapping[str, object], base: Training, path: Path, devices: int) -
     return replace(found, devices=num, why_devices=f"num_processes {num}")
 
 
-def _clipping(found: Configured) -> Configured:
-    """With accelerate's own norm where DeepSpeed's is `auto`, and nobody else says one."""
-    if found.says[CLIPPING] != AUTO or found.training.max_grad_norm:
-        return found
-    note = f"{CLIPPING} is auto, which accelerate makes 1.0, and the Trainer its max_grad_norm (--max-grad-norm)"
-    return replace(found, training=replace(found.training, max_grad_norm=1.0)).noting(note)
-
-
 def _of_accelerate(raw: Mapping[str, object], base: Training, path: Path, devices: int) -> Configured:
     if count(raw, "num_machines", 1) != 1:
         raise WorkloadError(f"{path}: num_machines is {raw['num_machines']!r}; steps are explained on one machine")
@@ -87,7 +79,7 @@ def _of_accelerate(raw: Mapping[str, object], base: Training, path: Path, device
                         "refuses; leave one of them out"
                     )
                 theirs = ours["deepspeed_config_file"]
-                return _clipping(with_deepspeed(theirs, base, path, raw, mixed=precision, devices=devices))
+                return with_clipping(with_deepspeed(theirs, base, path, raw, mixed=precision, devices=devices))
             zero: dict[str, object] = {"stage": ours.get("zero_stage", 2)}
             for name in ("optimizer", "param"):
                 if device := ours.get(f"offload_{name}_device"):
@@ -95,7 +87,7 @@ def _of_accelerate(raw: Mapping[str, object], base: Training, path: Path, device
             same = ("gradient_accumulation_steps", CLIPPING)
             said = {key: ours[key] for key in same if ours.get(key) is not None}
             content = {"zero_optimization": zero, CLIPPING: AUTO, **said}
-            return _clipping(with_deepspeed(content, base, path, raw, mixed=precision))
+            return with_clipping(with_deepspeed(content, base, path, raw, mixed=precision))
         case "FSDP":
             found = of_fsdp_config(section_of(raw, "fsdp_config"), base, raw, path, recompute=None)
             return found.noting(*notes)

@@ -54,10 +54,9 @@ def mixed_precision(base: Training, mixed: str, *, shards: bool, is_said: bool) 
     if mixed == "no":
         if base.autocast and not is_said:
             return base, ()
-        base = replace(base, autocast="")
-        copy = "" if base.dtype == "fp32" else f", with{'' if base.master_weights else 'out'} an fp32 copy"
-        said = "no mixed precision: a model is trained as it was loaded, which is not said and taken as "
-        return base, (f"{said}{base.dtype}{copy} (--dtype, --no-master-weights)",)
+        copy = "" if base.dtype == "fp32" else ", without an fp32 copy"
+        said = f"a model is trained as it was loaded, which is not said and taken as {base.dtype}{copy} (--dtype)"
+        return replace(base, autocast="", master_weights=False), (f"no mixed precision: {said}",)
     if shards:
         return replace(base, dtype=mixed, master_weights=True), ()  # type: ignore[arg-type]
     if base.lora:

@@ -36,6 +36,7 @@ def of_deepspeed(
     raw: Mapping[str, object], base: Training, path: str, of_trainer: bool | None = None, devices: int = 1
 ) -> Configured:
     """The Trainer recomputes by its own setting, `of_trainer`, and never looks at DeepSpeed's."""
+    raw = with_new_names(raw)
     check_undivided(section_of(raw, "tensor_parallel"), ["autotp_size"], path)
     check_undivided(raw, ["sequence_parallel_size"], path)
     raw = {CLIPPING: 0.0, **raw}
@@ -57,7 +58,9 @@ def of_deepspeed(
     if made:
         sizes = ", ".join(f"{key} {size}" for key, size in made.items())
         notes.append(f"train_batch_size {raw['train_batch_size']} on {_gpus(devices)} makes {sizes}, as in DeepSpeed")
-    dtype = _precision(raw, base)
+    dtype, is_auto = _precision(raw, base)
+    if is_auto:
+        notes.append(f"bf16 and fp16 are auto, which accelerate and the Trainer fill in: taken as {dtype} (--dtype)")
     training = replace(
         base,
         per_device_train_batch_size=count(raw, "train_micro_batch_size_per_gpu", base.per_device_train_batch_size),
@@ -103,6 +106,20 @@ def of_deepspeed(
         left_open=tuple(ours for ours, their in zip(OF_STEP, PER_GPU, strict=True) if raw.get(their, AUTO) == AUTO),
         says=says,
     )
+
+
+def with_new_names(raw: Mapping[str, object]) -> dict[str, object]:
+    """With today's name of bf16's section, where a file has the old one alone: DeepSpeed still reads that."""
+    old = {"bf16": raw["bfloat16"]} if "bfloat16" in raw and "bf16" not in raw else {}
+    return old | {key: value for key, value in raw.items() if key != "bfloat16" or not old}
+
+
+def with_clipping(found: Configured) -> Configured:
+    """With the norm of accelerate where DeepSpeed's is `auto`, and nobody else says one."""
+    if found.says[CLIPPING] != AUTO or found.training.max_grad_norm:
+        return found
+    note = f"{CLIPPING} is auto, which accelerate makes 1.0, and the Trainer its max_grad_norm (--max-grad-norm)"
+    return replace(found, training=replace(found.training, max_grad_norm=1.0)).noting(note)
 
 
 def _left_out(raw: Mapping[str, object], base: Training, devices: int, path: str) -> dict[str, int]:
@@ -211,6 +228,7 @@ def with_deepspeed(
         What the Trainer says of gradient checkpointing, None where there is no Trainer.
     """
     content = dict(given if isinstance(given, Mapping) else read_beside(given, path))
+    content = with_new_names(content)
     theirs = flat(content)
     for name, their in SAME.items():
         ours, said = raw.get(name, AUTO), theirs.get(their, AUTO)
@@ -236,14 +254,14 @@ def with_deepspeed(
     return replace(found, says={**flat(raw), **found.says})
 
 
-def _precision(raw: Mapping[str, object], base: Training) -> Literal["fp32", "bf16", "fp16"]:
-    """The one that is enabled; of those that are `auto` the one of `base`, or the first."""
+def _precision(raw: Mapping[str, object], base: Training) -> tuple[Literal["fp32", "bf16", "fp16"], bool]:
+    """The one that is enabled; of those that are `auto` the one of `base`, or the first, and whether both are."""
     auto = [name for name in MIXED if section_of(raw, name).get("enabled") == AUTO]
     on = [name for name in MIXED if name not in auto and flag(section_of(raw, name), "enabled", name)]
     check_one_of(on)
     if base.dtype in auto:
         auto.insert(0, base.dtype)  # type: ignore[arg-type]
-    return next(iter((*on, *auto)), "fp32")
+    return next(iter((*on, *auto)), "fp32"), not on and {*MIXED} <= {*auto}
 
 
 DEEPSPEED_OPTIMIZERS = {

@@ -27,7 +27,10 @@ def read(path: Path) -> dict[str, object]:
     except FileNotFoundError as error:
         raise WorkloadError(f"there is no file {str(path)!r}; give a configuration in JSON or YAML") from error
     except RecordError as error:
-        raise WorkloadError(f"{path}: {error}") from error
+        hint = (
+            "; take out comments and commas at ends, which DeepSpeed alone reads" if "it is not" in str(error) else ""
+        )
+        raise WorkloadError(f"{path}: {error}{hint}") from error
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise WorkloadError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(raw, dict):

@@ -25,6 +25,8 @@ LONGEST = ("cutoff_len", "max_length", "max_seq_length")
 
 LIGER_CHUNKS = 8
 """In about so many parts, or in more, Liger computes logits: the vocabulary over the model's width."""
+INDUCTOR = "inductor"
+"""The backend of compiled blocks that fuses their kernels."""
 KERNELS = ("use_liger_kernel", "torch_compile", "torch_compile_backend", "torch_compile_mode")
 TRAINER_ONLY = {"per_device_train_batch_size", "output_dir", "gradient_checkpointing", "optim"}
 
@@ -98,10 +100,12 @@ def _with_kernels(training: Training, raw: Mapping[str, object], path: Path) -> 
             notes += (f"use_liger_kernel: its fused loss is one in {training.loss_chunks} chunks (--loss-chunks)",)
         elif chosen.get("cross_entropy"):
             training = replace(training, loss="fused")
+    backend = raw.get("torch_compile_backend")
     # the Trainer compiles where a backend or a mode is given, too
-    if flag(raw, "torch_compile", path) or raw.get("torch_compile_backend") or raw.get("torch_compile_mode"):
+    is_asked = bool(flag(raw, "torch_compile", path) or backend or raw.get("torch_compile_mode"))
+    if is_asked and str(backend or INDUCTOR).lower() == INDUCTOR:
         training, of_blocks = with_compiled_blocks(training, "torch_compile")
         notes += of_blocks
-    elif switch(raw, "torch_compile", path) is False:
+    elif is_asked or switch(raw, "torch_compile", path) is False:
         training = replace(training, torch_compile=False)
     return training, notes

@@ -158,7 +158,19 @@ def test_a_trace_is_read_with_overlaps_counted_once(tmp_path: Path) -> None:
     assert found.pageable_frac == 0.75
 
 
-@pytest.mark.parametrize("events", [[1], [{"ph": "X", "dur": 1}], [{"ph": "X", "dur": "long", "ts": 0}], None])
+def test_a_step_is_not_shorter_than_its_parts(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("rank 0 time (ms) | fwd: 200.0 | bwd: 400.0 | step: 50.0")
+    assert read_log(str(tmp_path / "log"), 1, step_s=0.7).step_s == 0.7
+    with pytest.raises(MeasuredStepError, match="take 650 ms, but --step-s is 500 ms"):
+        read_log(str(tmp_path / "log"), 1, step_s=0.5)
+
+
+NO_TIMES = [
+    [{"ph": "X", "dur": dur, "ts": ts}] for dur, ts in (("long", 0), (float("nan"), 0), (1, float("inf")), (-1, 0))
+]
+
+
+@pytest.mark.parametrize("events", [[1], [{"ph": "X", "dur": 1}], *NO_TIMES, None])
 def test_what_is_no_trace_is_refused(events: object, tmp_path: Path) -> None:
     for content in (events, {"traceEvents": events}):
         (tmp_path / "x.json").write_text(json.dumps(content))

@@ -54,10 +54,14 @@ def test_accelerate_clips_by_1_where_its_own_section_says_nothing_and_where_a_fi
     assert any("gradient_clipping is auto" in note for note in found.notes) == is_filled
 
 
-def test_a_file_of_deepspeed_alone_clips_where_it_says_so(tmp_path: Path) -> None:
-    base = replace(BASE, max_grad_norm=2.0)
-    norms = [read_training_file(written(tmp_path, {**ZERO, **said}), base).training.max_grad_norm for said in SAID]
-    assert norms == [None, 2.0, 0.5, None]
+@pytest.mark.parametrize(("given", "auto"), [(2.0, 2.0), (None, 1.0)])
+def test_a_file_of_deepspeed_alone_clips_where_it_says_so(tmp_path: Path, given: float | None, auto: float) -> None:
+    """`auto` is filled in by accelerate or the Trainer, which have 1.0."""
+    base = replace(BASE, max_grad_norm=given)
+    found = [read_training_file(written(tmp_path, {**ZERO, **said}), base) for said in SAID]
+    assert [of.training.max_grad_norm for of in found] == [None, auto, 0.5, None]
+    is_noted = ["gradient_clipping is auto" in " ".join(of.notes) for of in found]
+    assert is_noted == [False, given is None, False, False]
 
 
 def test_an_option_to_clip_where_deepspeed_does_not_is_refused(

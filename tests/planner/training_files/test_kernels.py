@@ -43,6 +43,12 @@ def test_kernels_of_liger_and_of_a_compiler_are_read(
     assert not padded.training.torch_compile, "blocks are described without a mask"
 
 
+def test_a_compiler_that_fuses_nothing_leaves_blocks_as_they_are(tmp_path: Path) -> None:
+    found = read_training_file(written(tmp_path, {"output_dir": "x", "torch_compile_backend": "eager"}), BASE)
+    assert (found.training.loss, found.training.torch_compile) == ("plain", False)
+    assert any("not taken into account: torch_compile_backend" in note for note in found.notes)
+
+
 @pytest.mark.parametrize("section", [{"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, {"dynamo_backend": "inductor"}])
 def test_what_accelerate_compiles_is_read(tmp_path: Path, section: dict[str, object]) -> None:
     of_two = {"distributed_type": "FSDP", "mixed_precision": "bf16", "num_processes": 2, "fsdp_config": {}}

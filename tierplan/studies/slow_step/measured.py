@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import inf, isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -65,10 +66,20 @@ def read_log(path: str, accumulation: int, step_s: float | None = None) -> Measu
         )
     steady = whole[1:] if len(whole) > 2 else whole
     phases = Phases(**{name: median(step[name] for step in steady) / 1e3 for name in steady[0]})
-    whole_s = step_s or phases.forward_s + phases.backward_s + phases.update_s
+    sum_s = phases.forward_s + phases.backward_s + phases.update_s
+    if step_s and sum_s > OF_PARTS * step_s:
+        raise MeasuredStepError(
+            f"{path} has steps whose forward, backward and update take {format_s(sum_s)}, but --step-s is "
+            f"{format_s(step_s)}; leave --step-s out, or give both of one run"
+        )
+    whole_s = step_s or sum_s
     if not whole_s:
         raise MeasuredStepError(f"{path} has steps of 0 ms; give the log of a run, or --step-s")
     return MeasuredStep(step_s=whole_s, phases=phases)
+
+
+OF_PARTS = 1.1
+"""Times as long as a step that its parts may be: they are medians of their own."""
 
 
 def micro_batches_of(path: str) -> int | None:
@@ -138,6 +149,8 @@ def read_kineto(path: str, step_s: float | None = None) -> MeasuredStep:
             for e in record["traceEvents"]
             if e.get("ph") == "X" and "dur" in e
         ]
+        if not all(isfinite(e["ts"]) and 0 <= e["dur"] < inf for e in events):
+            raise ValueError
     except DAMAGED as error:
         raise MeasuredStepError(f"{path} is no trace of torch.profiler, as export_chrome_trace writes it") from error
     named = [e for e in events if str(e.get("name")).startswith("ProfilerStep#")]
@@ -152,7 +165,7 @@ def read_kineto(path: str, step_s: float | None = None) -> MeasuredStep:
     device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if not device or not (steps or step_s):
         lacks = "events of a GPU" if not device else "steps (call profiler.step(), or give --step-s)"
-        raise MeasuredStepError(f"{path} has no {lacks}; record a few steps with ProfilerActivity.CUDA")
+        raise MeasuredStepError(f"{path} has no {lacks}; record a few steps on a GPU, with ProfilerActivity.CUDA")
     if not steps:
         lasts_s = _length([*device, *(e for e in events if e.get("cat") in ("cpu_op", "user_annotation"))]) / 1e6
         if step_s and lasts_s > MOST_OF_ONE * step_s:
