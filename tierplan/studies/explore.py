@@ -28,7 +28,7 @@ def explore(workload: Workload, machine: Machine, *, time_limit_s: float | None 
     """Controls for a notebook: who decides, how large memories are, how fast parts are; below, what comes of it.
 
     For each change the planner does the work that `time_limit_s` usually buys, on any computer the same: by default
-    the short search of `tierplan advise --quick`, with None the whole one of `tierplan plan`.
+    the short search with which `tierplan advise --quick` begins, with None the whole one of `tierplan plan`.
     """
     try:
         import ipywidgets as widgets
