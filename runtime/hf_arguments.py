@@ -131,15 +131,26 @@ def check_epoch(num_examples: int, args: Any, num_micro_batches: int) -> None:
         )
 
 
-def check_arguments(args: Any, training: Training) -> None:
-    """Raises `TrainingError` for the first of `TrainingArguments` that a schedule made for `training` cannot honour."""
+def check_step(args: Any, training: Training) -> None:
+    """Raises `TrainingError` where the Trainer's next step is not one that a schedule made for `training` has."""
     for name in OF_THE_SCHEDULE:
-        wanted = getattr(training, name) or 0.0
-        if getattr(args, name) != wanted:
+        value, wanted, source = getattr(args, name), getattr(training, name) or 0.0, ""
+        given = (args.accelerator_config.gradient_accumulation_kwargs or {}).get("num_steps", 1)
+        if name == "gradient_accumulation_steps" and value == 1 != given:  # then the Trainer takes accelerate's
+            value, source = given, " (num_steps of accelerator_config)"
+        if value != wanted:
             raise TrainingError(
-                f"TrainingArguments have {name}={getattr(args, name)!r}, but the schedule was made for {wanted!r}; "
+                f"TrainingArguments have {name}={value!r}{source}, but the schedule was made for {wanted!r}; "
                 "set it so, or plan again"
             )
+
+
+def check_arguments(args: Any, training: Training) -> None:
+    """Raises `TrainingError` for the first of `TrainingArguments` that a schedule made for `training` cannot honour.
+
+    To be called again when the Trainer has begun, which changes some, and before it trains.
+    """
+    check_step(args, training)
     optim = getattr(args.optim, "value", args.optim)
     spec = "adamw" if training.optimizer == _OF_BF16 else training.optimizer
     if EXECUTED.get(optim) != spec:

@@ -34,6 +34,7 @@ from tierplan.runtime.hf_arguments import (
     check_devices,
     check_epoch,
     check_methods,
+    check_step,
     check_trainer_settings,
 )
 from tierplan.runtime.job import stop_on_interrupt
@@ -109,29 +110,33 @@ class ScheduleTrainer(transformers.Trainer):
             settings["args"] = transformers.TrainingArguments(output_dir="tmp_trainer")  # as the Trainer does
         check_arguments(settings["args"], training)
         super().__init__(**settings)
-        self._num_micro_batches = training.gradient_accumulation_steps
+        self._training = training
+        self._update: _Update | None = None
         self._has_trained = self._is_over = self._is_torn = False
         self._waiting: list[Mapping[str, Any]] = []
-        args = self.args
-        decayed = set(self.get_decay_parameter_names(self.model))
-        spared = tuple(name for name, _ in self.model.named_parameters() if name not in decayed)
+        check_arguments(self.args, training)
         self._engine = Trainer(
             schedule,
             self.model,
             nvme_dir=nvme_dir,
-            optimizer=OptimizerSettings(
-                name=training.optimizer,
-                lr=args.learning_rate,
-                betas=(args.adam_beta1, args.adam_beta2),
-                eps=args.adam_epsilon,
-                weight_decay=args.weight_decay,
-                groups=(ParameterGroup(names=spared, weight_decay=0.0),),
-            ),
+            optimizer=self._optimizer_settings(),
             learning_rate=lambda step: self._rates[step],
             seed=None,
             num_threads=num_threads,
-            device="cuda" if args.device.type == "cuda" else "cpu",
+            device="cuda" if self.args.device.type == "cuda" else "cpu",
             trace_steps=traced_steps(schedule),
+        )
+
+    def _optimizer_settings(self) -> OptimizerSettings:
+        args, decayed = self.args, set(self.get_decay_parameter_names(self.model))
+        spared = tuple(name for name, _ in self.model.named_parameters() if name not in decayed)
+        return OptimizerSettings(
+            name=self._training.optimizer,
+            lr=args.learning_rate,
+            betas=(args.adam_beta1, args.adam_beta2),
+            eps=args.adam_epsilon,
+            weight_decay=args.weight_decay,
+            groups=(ParameterGroup(names=spared, weight_decay=0.0),),
         )
 
     def create_optimizer(self, *unused: Any, **ignored: Any) -> torch.optim.Optimizer:
@@ -141,14 +146,17 @@ class ScheduleTrainer(transformers.Trainer):
             both = [[p for name, p in named.items() if (name in decayed) == is_decayed] for is_decayed in (True, False)]
             groups = zip((self.args.weight_decay, 0.0), both, strict=True)
             self.optimizer = self._update = _Update(self.args.learning_rate, groups)
+            if (settings := self._optimizer_settings()) != self._engine.optimizer:  # arguments were changed meanwhile
+                self._engine = replace(self._engine, optimizer=settings)
         return self.optimizer  # type: ignore[no-any-return]
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **settings: Any) -> Any:
         if self._has_trained:
             raise TrainingError("train is called again, but its optimizer states are gone; make a new ScheduleTrainer")
+        check_arguments(self.args, self._training)
         check_callbacks(self.callback_handler.callbacks, transformers.TrainerCallback)
         if isinstance(self.train_dataset, Sized):
-            check_epoch(len(self.train_dataset), self.args, self._num_micro_batches)
+            check_epoch(len(self.train_dataset), self.args, self._training.gradient_accumulation_steps)
         self._has_trained = True
         return super().train(resume_from_checkpoint, *args, **settings)
 
@@ -165,17 +173,18 @@ class ScheduleTrainer(transformers.Trainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Collects a micro-batch; its loss when the step is complete, which those of earlier ones join, 0 before."""
+        check_step(self.args, self._training)
         model.train()  # an evaluation has set it to evaluation
         inputs = self._prepare_inputs(inputs)
         is_scaled = num_items_in_batch is not None and self.model_accepts_loss_kwargs
         if is_scaled:
             inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
         self._waiting.append(inputs)
-        if len(self._waiting) < self._num_micro_batches:
+        if len(self._waiting) < (wanted := self._training.gradient_accumulation_steps):
             if self.accelerator.sync_gradients:
                 raise TrainingError(
                     f"the last step of the epoch has {len(self._waiting)} micro-batches, but the schedule's steps have "
-                    f"{self._num_micro_batches}; leave examples out so that their number is a multiple of both"
+                    f"{wanted}; leave examples out so that their number is a multiple of both"
                 )
             return torch.zeros((), device=self.args.device)
         batches, self._waiting = self._waiting, []
@@ -183,6 +192,7 @@ class ScheduleTrainer(transformers.Trainer):
         self._engine.divides_loss = not is_scaled
         done = self._engine.num_steps_done
         self._rates.pop(done - 2, None)
+        assert self._update is not None, "made before the first step"
         self._rates[done] = self._update.rate()
         with stop_on_interrupt(numbers=[signal.SIGINT]) as is_interrupted:  # between steps, where the model is whole
             self._engine.run(batches, 1)

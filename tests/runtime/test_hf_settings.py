@@ -1,0 +1,116 @@
+"""What is set on the Hugging Face Trainer behind its arguments' back, or after it was made, trains what the plain
+Trainer trains, or is refused before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers as hf
+
+from tests.runtime.models import make_model
+from tests.runtime.test_hf_trainer import arguments, examples, schedule_for
+from tierplan.runtime.execution.placement import TrainingError
+from tierplan.runtime.hf_trainer import ScheduleTrainer
+from tierplan.runtime.reference import same_weights
+
+pytestmark = pytest.mark.usefixtures("one_thread", "past_set_aside")
+
+Change = Callable[[Any], object]
+
+
+def made(kind: type, folder: Path, accumulation: int = 1, change: Change = lambda trainer: None, **more: Any) -> Any:
+    own = {"schedule": schedule_for(accumulation, None), "nvme_dir": folder / "nvme"}
+    args = arguments(
+        folder,
+        1 if "accelerator_config" in more else accumulation,
+        None,
+        **{"max_steps": 2, "logging_steps": 1, **more},
+    )
+    hf.set_seed(1)
+    trainer = kind(
+        **(own if issubclass(kind, ScheduleTrainer) else {}),
+        model=make_model("gpt2", dropout=0.1),
+        args=args,
+        train_dataset=examples(16),
+    )
+    change(trainer)
+    return trainer
+
+
+def assert_like_the_plain(
+    make: Callable[[type], Any], kinds: tuple[type, type] = (hf.Trainer, ScheduleTrainer)
+) -> None:
+    trainers = [make(kind) for kind in kinds]
+    for trainer in trainers:
+        hf.set_seed(1)
+        trainer.train()
+    expected, found = ([entry.get("loss") for entry in t.state.log_history] for t in trainers)
+    assert found == expected
+    assert same_weights(trainers[1].model, trainers[0].model)
+
+
+def sets(**values: Any) -> Change:
+    """Arguments, after the Trainer is made."""
+
+    def change(trainer: Any) -> None:
+        for name, value in values.items():
+            setattr(trainer.args, name, value)
+
+    return change
+
+
+def test_the_number_of_micro_batches_that_accelerator_config_gives(tmp_path: Path) -> None:
+    """transformers takes it in place of its own, where that is 1."""
+
+    def make(kind: type, accumulation: int = 2) -> Any:
+        return made(kind, tmp_path, accumulation, accelerator_config={"gradient_accumulation_kwargs": {"num_steps": 2}})
+
+    assert_like_the_plain(make)
+    with pytest.raises(
+        TrainingError, match=r"gradient_accumulation_steps=2 \(num_steps of accelerator_config\), .* 1;"
+    ):
+        make(ScheduleTrainer, accumulation=1)
+
+
+def test_settings_of_the_optimizer_are_those_when_training_begins(tmp_path: Path) -> None:
+    change = sets(weight_decay=0.5, adam_beta1=0.1, adam_beta2=0.5, adam_epsilon=1e-3, learning_rate=1e-3)
+    assert_like_the_plain(lambda kind: made(kind, tmp_path, change=change))
+
+
+def test_settings_of_an_optimizer_that_is_made_before_training_stay(tmp_path: Path) -> None:
+    def change(trainer: Any) -> None:
+        sets(weight_decay=0.5)(trainer)
+        trainer.create_optimizer()
+        sets(weight_decay=0.1, adam_beta1=0.1)(trainer)
+
+    assert_like_the_plain(lambda kind: made(kind, tmp_path, change=change))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("gradient_accumulation_steps", 2), ("max_grad_norm", 0.01), ("optim", "sgd"), ("torch_compile", True)],
+)
+def test_arguments_are_checked_again_when_training_begins(name: str, value: object, tmp_path: Path) -> None:
+    trainer = made(ScheduleTrainer, tmp_path)
+    setattr(trainer.args, name, value)
+    with pytest.raises(TrainingError, match=f"TrainingArguments have {name}={value!r}"):
+        trainer.train()
+    assert trainer._engine.num_steps_done == 0
+
+
+class Clips(hf.TrainerCallback):
+    """From the second step on, by an argument that the plain Trainer reads in each step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **settings: Any) -> None:
+        args.max_grad_norm = 0.01
+
+
+def test_a_callback_cannot_change_what_the_schedule_has(tmp_path: Path) -> None:
+    trainer = made(ScheduleTrainer, tmp_path)
+    trainer.add_callback(Clips())
+    with pytest.raises(TrainingError, match=r"have max_grad_norm=0\.01, but the schedule was made for 0\.0"):
+        trainer.train()
+    assert trainer._engine.num_steps_done == 1
