@@ -96,10 +96,18 @@ REFUSED_SETTINGS: Mapping[str, tuple[str, str]] = {
 }
 """By argument of the Trainer's constructor, the rule and what to do instead."""
 
+REFUSED_ATTRIBUTES: Mapping[str, tuple[str, str]] = {
+    **{name: REFUSED_SETTINGS[name] for name in ("model_init", "compute_loss_func", "optimizer_cls_and_kwargs")},
+    "optimizer": _OWN_OPTIMIZER,
+    "label_smoother": (_LOSS, "smooth labels in the model's own loss"),
+    "neftune_noise_alpha": REFUSED["neftune_noise_alpha"][1:],
+}
+"""Likewise, by attribute of the Trainer that somebody can set before training."""
+
 NEVER_CALLED = (
     "compute_loss", "compute_loss_context_manager", "autocast_smart_context_manager", "training_step",
     "create_optimizer", "create_optimizer_and_scheduler", "get_optimizer_cls_and_kwargs", "_clip_grad_norm",
-    "_get_grad_norm",
+    "_get_grad_norm", "_prepare_context_parallel_inputs",
 )  # fmt: skip
 """Methods that the schedule stands for, or that the adapter needs as they are."""
 
@@ -110,8 +118,18 @@ def check_trainer_settings(settings: Mapping[str, Any]) -> None:
         is_given = any(part is not None for part in value) if isinstance(value, tuple) else value is not None
         if name in HONOURED_SETTINGS or not is_given:
             continue
-        rule, advice = REFUSED_SETTINGS.get(name, ("it is not known to be honoured", "leave it out"))
-        raise TrainingError(f"the Trainer is given {name}={value!r}, but {rule}; {advice}")
+        rule, advice = {**REFUSED_SETTINGS, **REFUSED_ATTRIBUTES}.get(
+            name, ("it is not known to be honoured", "leave it out")
+        )
+        shown = " ".join(repr(value).split())
+        raise TrainingError(f"the Trainer is given {name}={shown}, but {rule}; {advice}")
+
+
+def check_attributes(trainer: Any, optimizer: Any) -> None:
+    """Raises `TrainingError` where somebody has set on the Trainer itself what is not honoured; `optimizer` is its own,
+    if it is made already."""
+    found = {name: getattr(trainer, name) for name in REFUSED_ATTRIBUTES}
+    check_trainer_settings({name: value for name, value in found.items() if value is not optimizer})
 
 
 def check_epoch(num_examples: int, args: Any, num_micro_batches: int) -> None:
@@ -191,12 +209,16 @@ def _default(field: dataclasses.Field[Any]) -> object:
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
 
 
-def check_methods(own: type, adapter: type) -> None:
-    """Raises `TrainingError` where a subclass of the adapter overrides what would never be called."""
+def check_methods(trainer: Any, adapter: type) -> None:
+    """Raises `TrainingError` where a subclass of the adapter, or somebody on this one, overrides what would never be
+    called."""
+    own = type(trainer)
     for name in NEVER_CALLED:
-        if getattr(own, name, None) is not getattr(adapter, name, None):
+        is_set = name in vars(trainer)
+        if is_set or getattr(own, name, None) is not getattr(adapter, name, None):
+            who = "the Trainer is given its own" if is_set else f"{own.__name__} overrides"
             raise TrainingError(
-                f"{own.__name__} overrides {name}, but the schedule stands for forward, loss, backward, clipping and "
+                f"{who} {name}, but the schedule stands for forward, loss, backward, clipping and "
                 "update, so it would not be called as the Trainer calls it; put what it does into the model's forward"
             )
 

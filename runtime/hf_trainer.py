@@ -30,6 +30,7 @@ from tierplan.runtime.execution.executor import traced_steps
 from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.hf_arguments import (
     check_arguments,
+    check_attributes,
     check_callbacks,
     check_devices,
     check_epoch,
@@ -104,7 +105,7 @@ class ScheduleTrainer(transformers.Trainer):
             )
         check_devices(schedule)
         training = executable_step(schedule).training
-        check_methods(type(self), ScheduleTrainer)
+        check_methods(self, ScheduleTrainer)
         check_trainer_settings(settings)
         if settings.get("args") is None:
             settings["args"] = transformers.TrainingArguments(output_dir="tmp_trainer")  # as the Trainer does
@@ -154,6 +155,8 @@ class ScheduleTrainer(transformers.Trainer):
         if self._has_trained:
             raise TrainingError("train is called again, but its optimizer states are gone; make a new ScheduleTrainer")
         check_arguments(self.args, self._training)
+        check_methods(self, ScheduleTrainer)
+        check_attributes(self, self._update)
         check_callbacks(self.callback_handler.callbacks, transformers.TrainerCallback)
         if isinstance(self.train_dataset, Sized):
             check_epoch(len(self.train_dataset), self.args, self._training.gradient_accumulation_steps)
@@ -176,8 +179,8 @@ class ScheduleTrainer(transformers.Trainer):
         check_step(self.args, self._training)
         model.train()  # an evaluation has set it to evaluation
         inputs = self._prepare_inputs(inputs)
-        is_scaled = num_items_in_batch is not None and self.model_accepts_loss_kwargs
-        if is_scaled:
+        is_divided = num_items_in_batch is not None and self.model_accepts_loss_kwargs
+        if is_divided:
             inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
         self._waiting.append(inputs)
         if len(self._waiting) < (wanted := self._training.gradient_accumulation_steps):
@@ -189,7 +192,8 @@ class ScheduleTrainer(transformers.Trainer):
             return torch.zeros((), device=self.args.device)
         batches, self._waiting = self._waiting, []
         # As the Trainer does it: a loss that is divided by the number of tokens of the step is not divided again.
-        self._engine.divides_loss = not is_scaled
+        is_scaled = self.loss_is_scaled_for_ga
+        self._engine.divides_loss = not (is_divided if is_scaled is None else is_scaled)
         done = self._engine.num_steps_done
         self._rates.pop(done - 2, None)
         assert self._update is not None, "made before the first step"

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers as hf
+from transformers.trainer_pt_utils import LabelSmoother
 
 from tests.runtime.models import make_model
 from tests.runtime.test_hf_trainer import arguments, examples, schedule_for
@@ -114,3 +116,49 @@ def test_a_callback_cannot_change_what_the_schedule_has(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"have max_grad_norm=0\.01, but the schedule was made for 0\.0"):
         trainer.train()
     assert trainer._engine.num_steps_done == 1
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+@pytest.mark.parametrize("is_scaled", [True, False])
+def test_whether_the_loss_is_scaled_already_is_what_a_subclass_says(
+    is_scaled: bool, accepts: bool, tmp_path: Path
+) -> None:
+    class Plain(hf.Trainer):
+        loss_is_scaled_for_ga = is_scaled
+
+    class OnSchedule(ScheduleTrainer):
+        loss_is_scaled_for_ga = is_scaled
+
+    def change(trainer: Any) -> None:
+        trainer.model_accepts_loss_kwargs = accepts
+
+    assert_like_the_plain(lambda kind: made(kind, tmp_path, accumulation=2, change=change), kinds=(Plain, OnSchedule))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("compute_loss", lambda *args, **settings: torch.zeros(()), "given its own compute_loss, but"),
+        ("training_step", lambda *args, **settings: torch.zeros(()), "given its own training_step, but"),
+        ("label_smoother", LabelSmoother(0.1), "given label_smoother=LabelSmoother.*; smooth labels in the model's"),
+        ("compute_loss_func", lambda *args, **settings: torch.zeros(()), "given compute_loss_func=.* in the model's"),
+        ("neftune_noise_alpha", 5.0, r"given neftune_noise_alpha=5\.0, .* no noise"),
+        ("model_init", lambda: make_model("gpt2"), "given model_init=.*; give the model itself"),
+        ("optimizer_cls_and_kwargs", (torch.optim.SGD, {}), "given optimizer_cls_and_kwargs=.*; use TrainingArguments"),
+        ("optimizer", torch.optim.SGD([torch.zeros(1)]), "given optimizer=SGD .*; use TrainingArguments for both"),
+    ],
+)
+def test_what_is_set_on_the_trainer_itself_is_refused(name: str, value: object, says: str, tmp_path: Path) -> None:
+    trainer = made(ScheduleTrainer, tmp_path, change=lambda trainer: setattr(trainer, name, value))
+    with pytest.raises(TrainingError, match=says):
+        trainer.train()
+    assert trainer._engine.num_steps_done == 0
+
+
+def test_a_method_that_would_change_what_the_model_gets_is_refused(tmp_path: Path) -> None:
+    class Other(ScheduleTrainer):
+        def _prepare_context_parallel_inputs(self, model: Any, inputs: Any) -> Any:
+            raise AssertionError
+
+    with pytest.raises(TrainingError, match="Other overrides _prepare_context_parallel_inputs"):
+        made(Other, tmp_path)
