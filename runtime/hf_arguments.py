@@ -125,6 +125,16 @@ def check_trainer_settings(settings: Mapping[str, Any]) -> None:
         raise TrainingError(f"the Trainer is given {name}={shown}, but {rule}; {advice}")
 
 
+def check_accelerator(accelerator: Any) -> None:
+    """Raises `TrainingError` for what accelerate has from its environment, whatever the arguments say."""
+    if accelerator.mixed_precision != "no":
+        _, rule, advice = REFUSED["bf16"]
+        raise TrainingError(
+            f"accelerate has mixed_precision={accelerator.mixed_precision!r}, but {rule}; unset "
+            f"ACCELERATE_MIXED_PRECISION (`accelerate launch --mixed_precision no`), {advice}"
+        )
+
+
 def check_attributes(trainer: Any, optimizer: Any) -> None:
     """Raises `TrainingError` where somebody has set on the Trainer itself what is not honoured; `optimizer` is its own,
     if it is made already."""

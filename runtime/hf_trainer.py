@@ -29,6 +29,7 @@ from tierplan.runtime.execution.executable import executable_step
 from tierplan.runtime.execution.executor import traced_steps
 from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.hf_arguments import (
+    check_accelerator,
     check_arguments,
     check_attributes,
     check_callbacks,
@@ -111,6 +112,7 @@ class ScheduleTrainer(transformers.Trainer):
             settings["args"] = transformers.TrainingArguments(output_dir="tmp_trainer")  # as the Trainer does
         check_arguments(settings["args"], training)
         super().__init__(**settings)
+        check_accelerator(self.accelerator)
         self._training = training
         self._update: _Update | None = None
         self._has_trained = self._is_over = self._is_torn = False

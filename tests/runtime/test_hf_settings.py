@@ -162,3 +162,13 @@ def test_a_method_that_would_change_what_the_model_gets_is_refused(tmp_path: Pat
 
     with pytest.raises(TrainingError, match="Other overrides _prepare_context_parallel_inputs"):
         made(Other, tmp_path)
+
+
+def test_mixed_precision_that_accelerate_has_from_the_environment_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `accelerate launch --mixed_precision bf16` sets it; the plain Trainer then trains under autocast."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert made(hf.Trainer, tmp_path).accelerator.mixed_precision == "bf16"
+    with pytest.raises(TrainingError, match=r"accelerate has mixed_precision='bf16', .* without autocast; .* in bf16"):
+        made(ScheduleTrainer, tmp_path)
