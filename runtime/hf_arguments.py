@@ -46,7 +46,7 @@ OF_THE_SCHEDULE = ("per_device_train_batch_size", "gradient_accumulation_steps",
 """Must be those that the schedule was made for."""
 
 _ADAMW = "the schedule updates with the optimizer that it was made for"
-_OPTIMS = ("adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "adamw_torch_4bit", "sgd", "lion", "lion_32bit")
+_OPTIMS = ("adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "adamw_torch_4bit", "sgd", "lion_32bit")
 EXECUTED = {name: OF_TRANSFORMERS[name] for name in _OPTIMS}
 """What the Trainer's `optim` has to be, for each optimizer of a schedule; AdamW has the bits of `AdamW(fused=True)`, in
 8 and 4 bits those of torchao's steps uncompiled."""

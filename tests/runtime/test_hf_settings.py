@@ -15,6 +15,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from tests.runtime.models import make_model
 from tests.runtime.test_hf_trainer import arguments, examples, schedule_for
 from tierplan.runtime.execution.placement import TrainingError
+from tierplan.runtime.hf_arguments import EXECUTED
 from tierplan.runtime.hf_trainer import ScheduleTrainer
 from tierplan.runtime.reference import same_weights
 
@@ -172,3 +173,7 @@ def test_mixed_precision_that_accelerate_has_from_the_environment_is_refused(
     assert made(hf.Trainer, tmp_path).accelerator.mixed_precision == "bf16"
     with pytest.raises(TrainingError, match=r"accelerate has mixed_precision='bf16', .* without autocast; .* in bf16"):
         made(ScheduleTrainer, tmp_path)
+
+
+def test_transformers_knows_every_optim_that_is_taken_and_advised() -> None:
+    assert set(EXECUTED) <= {name.value for name in hf.training_args.OptimizerNames}
