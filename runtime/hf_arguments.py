@@ -7,6 +7,7 @@ none of them (of a subclass, or of another release of `transformers`) has to kee
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -147,9 +148,10 @@ def check_epoch(num_examples: int, args: Any, num_micro_batches: int) -> None:
     training comes to its end."""
     num_whole, rest = divmod(num_examples, args.train_batch_size)
     num_steps, left = divmod(num_whole, num_micro_batches)
-    is_reached = args.max_steps > num_steps if args.max_steps > 0 else args.num_train_epochs >= 1
     rest = 0 if args.dataloader_drop_last else rest
-    if is_reached and (rest or left or not num_steps):
+    num_of_epoch = max(1, math.ceil((num_whole + bool(rest)) / num_micro_batches))  # as the Trainer counts its steps
+    num_wanted = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * num_of_epoch)
+    if num_wanted > num_steps and (rest or left or not num_steps):
         ending = f"a micro-batch of {rest}" if rest else f"a step of {left} micro-batches"
         remedy = "set dataloader_drop_last=True, or " if rest and not left and num_steps else ""
         raise TrainingError(

@@ -176,6 +176,15 @@ class ScheduleTrainer(transformers.Trainer):
     def _move_model_to_device(self, *unused: Any, **ignored: Any) -> None:
         """The schedule moves what an op needs."""
 
+    def _run_epoch(self, *args: Any, **settings: Any) -> None:
+        if self._waiting:  # the Trainer would go on with their gradients, of a callback or of data without a length
+            raise TrainingError(
+                f"an epoch ended after {len(self._waiting)} micro-batches of a step, but the schedule's steps have "
+                f"{self._training.gradient_accumulation_steps}; leave examples out so that epochs end with a step, and "
+                "set should_epoch_stop in on_step_end alone"
+            )
+        super()._run_epoch(*args, **settings)
+
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Collects a micro-batch; its loss when the step is complete, which those of earlier ones join, 0 before."""
         check_step(self.args, self._training)

@@ -241,6 +241,9 @@ def test_a_model_that_is_half_updated_is_not_saved(is_in_backward: bool, is_erro
             "ends in a step of 1 micro-batches, .* 2; leave examples out",
         ),
         (8, 2, {"max_steps": 3}, ""),
+        (18, 2, {"max_steps": -1, "num_train_epochs": 0.95}, "ends in a step of 1 micro-batches"),
+        (18, 2, {"max_steps": -1, "num_train_epochs": 0.8}, ""),
+        (3, 2, {"max_steps": -1, "num_train_epochs": 0.5}, "ends in a micro-batch of 1"),
     ],
 )
 def test_an_epoch_that_ends_in_less_than_a_step_is_refused_before(
@@ -252,6 +255,44 @@ def test_an_epoch_that_ends_in_less_than_a_step_is_refused_before(
             check_epoch(count, args, accumulation)
     else:
         check_epoch(count, args, accumulation)
+
+
+class EndsTheEpoch(hf.TrainerCallback):
+    """In the middle of the third step, once."""
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **settings: Any) -> None:
+        control.should_epoch_stop = state.global_step == 2
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Of five micro-batches; nobody knows that before."""
+
+    def __iter__(self) -> Any:
+        return iter(examples(10))
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_no_update_is_made_of_two_epochs(is_stream: bool, tmp_path: Path) -> None:
+    """After two steps, whose weights are those of the plain Trainer, the next epoch ends training by an error."""
+    data = Stream() if is_stream else examples(16)
+    own: dict[str, Any] = {"schedule": schedule_for(2, None), "nvme_dir": tmp_path / "nvme"}
+    args = arguments(tmp_path, 2, None, lr_scheduler_type="constant", warmup_steps=0)
+    trainers = [
+        kind(**more, model=make_model("gpt2", dropout=0.1), args=args, train_dataset=data)
+        for kind, more, args in (
+            (hf.Trainer, {}, dataclasses.replace(args, max_steps=2)),
+            (ScheduleTrainer, own, args),
+        )
+    ]
+    hf.set_seed(1)
+    trainers[0].train()
+    if not is_stream:
+        trainers[1].add_callback(EndsTheEpoch())
+    hf.set_seed(1)
+    with pytest.raises(TrainingError, match=r"an epoch ended after 1 micro-batches of a step, .* 2;"):
+        trainers[1].train()
+    assert trainers[1]._engine.num_steps_done == 2
+    assert same_weights(trainers[1].model, trainers[0].model)
 
 
 def test_a_checkpoint_with_states_of_another_step_is_refused(tmp_path: Path) -> None:
