@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sized
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -243,32 +242,26 @@ class ScheduleTrainer(transformers.Trainer):
             self._engine.close()
 
     def _finalize_training(self, *args: Any, **settings: Any) -> Any:
-        if self._engine.is_placed:
-            self._engine.restore_model()
-        self._is_over = True  # callbacks at the end of training see the model whole
+        self._make_whole()
+        self._is_over = True
         return super()._finalize_training(*args, **settings)
 
-    @contextmanager
-    def _whole_model(self) -> Iterator[None]:
-        """The model with its parameters; during training they are the schedule's again afterwards."""
+    def _make_whole(self) -> None:
+        """The model has its parameters, until the next step: callbacks after an evaluation or a save see them, too.
+        Raises `TrainingError` where one has changed them since they were made whole before."""
         if self._is_torn:
             raise TrainingError(
                 "training ended in the middle of a step, by an error or a second Ctrl-C, and left no whole model; load "
                 "the last checkpoint"
             )
-        is_taken_apart = self._engine.is_placed and not self._is_over
-        if is_taken_apart:
+        if self._engine.is_placed and not self._is_over:
+            self._engine.placement.take_back()
             self._engine.restore_model()
-        try:
-            yield
-        finally:
-            if is_taken_apart:
-                self._engine.placement.take_back()
 
     def evaluation_loop(self, *args: Any, **settings: Any) -> Any:
-        with self._whole_model():
-            self.model.to(self.args.device)
-            return super().evaluation_loop(*args, **settings)
+        self._make_whole()
+        self.model.to(self.args.device)
+        return super().evaluation_loop(*args, **settings)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
@@ -297,5 +290,5 @@ class ScheduleTrainer(transformers.Trainer):
             )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        with self._whole_model():
-            super().save_model(output_dir, _internal_call)
+        self._make_whole()
+        super().save_model(output_dir, _internal_call)
