@@ -166,10 +166,10 @@ def _compiled(function: F, **options: object) -> F:
         return function
     options["error_model"] = "numpy"
     try:
-        found = numba.njit(cache=True, **options)(function)
+        dispatcher = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # there is nowhere to keep it: a read-only place, no home
         _compilation.how_often = EACH_TIME
-        found = numba.njit(**options)(function)
-    if isinstance(found, CPUDispatcher):  # a plain function where NUMBA_DISABLE_JIT is set
-        found.__class__ = _Compiled
-    return found  # type: ignore[no-any-return]
+        dispatcher = numba.njit(**options)(function)
+    if isinstance(dispatcher, CPUDispatcher):  # a plain function where NUMBA_DISABLE_JIT is set
+        dispatcher.__class__ = _Compiled
+    return dispatcher  # type: ignore[no-any-return]

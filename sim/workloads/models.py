@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import tomllib
@@ -21,6 +20,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from tierplan.hwmodels.records import RecordError, parse_json
 from tierplan.sim.workloads.adapters import read_adapters
 from tierplan.sim.workloads.families import bert, gpt2, llama, opt, qwen
 from tierplan.sim.workloads.families.slices import with_other_sizes
@@ -51,6 +51,8 @@ DEFAULT_POSITIONS: Mapping[str, int] = {"gpt2": 1024, "opt": 2048, "bert": 512}
 BATCHES = (1, 2, 4, 8, 16)
 """Sequences in micro-batches, and parts of those asked for, of which it is known what units hold for a while."""
 
+MOST_LAYERS = 10_000
+"""Many times those of any model; a unit is made for each."""
 SIZES: Sequence[Sequence[str]] = (
     ("hidden_size", "n_embd", "d_model"),
     ("num_attention_heads", "n_head", "num_heads"),
@@ -99,9 +101,9 @@ def read_config(model: str | Path, training: Training) -> tuple[str, dict[str, o
             f"cache of the Hugging Face hub; {meant}`tierplan workload list` has the known names"
         )
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise WorkloadError(f"{file} is not JSON ({error}); give the config.json of a model") from error
+        config = parse_json(file.read_bytes())
+    except RecordError as error:
+        raise WorkloadError(f"{file}: {error}; give the config.json of a model") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise WorkloadError(f"{file} has no model_type; give the config.json of a `transformers` model")
     _check_codes(file, config.get("quantization_config") or text_of(config).get("quantization_config"), training)
@@ -183,6 +185,9 @@ def _check_shape(where: str | Path, raw: Mapping[str, object]) -> None:
             value = raw.get(name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise WorkloadError(f"{where}: {name} is {value!r}; it must be a whole number of 1 or more")
+    for name in SIZES[3]:
+        if (num := raw.get(name)) is not None and num > MOST_LAYERS:  # type: ignore[operator]
+            raise WorkloadError(f"{where}: {name} is {num:,}; it must be {MOST_LAYERS:,} or less")
     (hidden_name, hidden), (heads_name, heads), (kv_name, kv) = (
         next(((name, raw[name]) for name in names if raw.get(name) is not None), ("", 0)) for names in SIZES[:3]
     )
@@ -280,7 +285,7 @@ def check_settings(name: str, raw: Mapping[str, object], training: Training) -> 
         )
     text = text_of(raw)
     positions = text.get(
-        "n_positions", text.get("max_position_embeddings", DEFAULT_POSITIONS.get(str(text.get("model_type"))))
+        "max_position_embeddings", text.get("n_positions", DEFAULT_POSITIONS.get(str(text.get("model_type"))))
     )
     is_relative = "relative_attention_num_buckets" in text
     if isinstance(positions, int) and training.sequence_length > positions and not is_relative:

@@ -39,7 +39,8 @@ def embed(tape: Tape, config: Config, ids: Value) -> Value:
     words = embedding(tape, ids, config.vocabulary, config.hidden, "wte")
     positions = position_ids(tape, ids.shape[1])
     tape.hold(positions)  # a local variable of the model's forward
-    places = embedding(tape, positions, config.number("n_positions", 1024), config.hidden)
+    num = config.number("max_position_embeddings", config.number("n_positions", 1024))  # as in transformers
+    places = embedding(tape, positions, num, config.hidden)
     hidden = add(tape, words, places)
     return dropout(tape, hidden, config.fraction("embd_pdrop", DROPOUT))
 

@@ -19,7 +19,7 @@ from tierplan.sim.workloads.families.ops import (
 )
 from tierplan.sim.workloads.families.tape import Tape, Value
 from tierplan.sim.workloads.families.units import Config, Family, causal_head, check_attention, embedding, position_ids
-from tierplan.sim.workloads.workload import DTYPE_BYTES, NotCovered, Training
+from tierplan.sim.workloads.workload import DTYPE_BYTES, NotCovered, Training, WorkloadError
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Whose frequencies are numbers of the model; others are computed from the positions of each batch."""
@@ -77,7 +77,10 @@ def gated(tape: Tape, x: Value, config: Config, inner: int, *, bias: bool) -> Va
 
 
 def head_dim_of(config: Config) -> int:
-    return config.number("head_dim", config.hidden // config.heads)
+    width = config.number("head_dim", config.hidden // config.heads)
+    if width % 2:
+        raise WorkloadError(f"heads are {width} wide in the config; rotary positions turn pairs, so make that even")
+    return width
 
 
 def embed(tape: Tape, config: Config, ids: Value) -> Value:

@@ -39,11 +39,18 @@ class Config:
         return str(self.raw.get(name, default))
 
     def flag(self, name: str, *, default: bool) -> bool:
-        return bool(self.raw.get(name, default))
+        value = self.raw.get(name, default)
+        if not isinstance(value, bool | None):
+            raise WorkloadError(f"{name} is {value!r} in the config; it must be true or false")
+        return bool(value)
 
     def fraction(self, name: str, default: float) -> float:
         value = self.raw.get(name, default)
-        return float(value) if isinstance(value, (int, float)) else default
+        if not isinstance(value, (int, float)):
+            return default
+        if not 0 <= value <= 1:
+            raise WorkloadError(f"{name} is {value!r} in the config; it must be between 0 and 1")
+        return float(value)
 
     @property
     def hidden(self) -> int:

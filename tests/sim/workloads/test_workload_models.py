@@ -247,6 +247,17 @@ def test_no_torch_is_imported() -> None:
         ("no-such-model", None, BASE, r"neither a config.json.*has the known names"),
         ("x.json", "{", BASE, "is not JSON"),
         ("x.json", "[]", BASE, "no model_type"),
+        (
+            "x.json",
+            json.dumps({**config_of("gpt2"), "initializer_range": float("nan")}),
+            BASE,
+            "number NaN is not JSON",
+        ),
+        ("x.json", '{"model_type": "gpt2", "n_layer": 2, "n_layer": 3}', BASE, "field 'n_layer' is there twice"),
+        ("x.json", json.dumps({**config_of("gpt2"), "n_layer": 10**30}), BASE, "it must be 10,000 or less"),
+        ("x.json", json.dumps({**config_of("gpt2"), "resid_pdrop": 2}), BASE, "resid_pdrop is 2 .* between 0 and 1"),
+        ("x.json", json.dumps({**config_of("gpt2"), "tie_word_embeddings": 0}), BASE, "is 0 .* true or false"),
+        ("x.json", json.dumps({**config_of("llama"), "head_dim": 15}), BASE, "heads are 15 wide"),
         ("x.json", json.dumps({"model_type": "mamba"}), BASE, r"'mamba' has no closed forms.*gpt2, opt, bert, llama"),
         ("x.json", json.dumps({"model_type": "gpt2"}), BASE, "none of hidden_size, n_embd, d_model"),
         ("x.json", json.dumps({**config_of("gpt2"), "n_embd": -1}), BASE, "n_embd is -1"),
@@ -275,6 +286,15 @@ def test_errors(tmp_path: Path, model: str, content: str | None, training: Train
         path.write_text(content)
     with pytest.raises(WorkloadError, match=message):
         load_workload(path if content is not None else model, training)
+
+
+def test_positions_under_both_names_are_those_that_transformers_takes(tmp_path: Path) -> None:
+    config = {**config_of("gpt2"), "n_positions": 64, "max_position_embeddings": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    workload = load_workload(tmp_path, replace(BASE, sequence_length=100))
+    transformers = pytest.importorskip("transformers")
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**config))
+    assert workload.num_parameters == sum(p.numel() for p in model.parameters())
 
 
 QUANTIZED: list[tuple[dict[str, object], str]] = [
