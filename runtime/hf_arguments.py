@@ -139,8 +139,8 @@ def check_accelerator(accelerator: Any) -> None:
 def check_attributes(trainer: Any, optimizer: Any) -> None:
     """Raises `TrainingError` where somebody has set on the Trainer itself what is not honoured; `optimizer` is its own,
     if it is made already."""
-    found = {name: getattr(trainer, name) for name in REFUSED_ATTRIBUTES}
-    check_trainer_settings({name: value for name, value in found.items() if value is not optimizer})
+    now = {name: getattr(trainer, name) for name in REFUSED_ATTRIBUTES}
+    check_trainer_settings({name: value for name, value in now.items() if value is not optimizer})
 
 
 def check_epoch(num_examples: int, args: Any, num_micro_batches: int) -> None:

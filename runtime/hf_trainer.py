@@ -5,7 +5,8 @@
 
 Logging, callbacks, the data loader and the learning-rate scheduler are the Trainer's. Forward, backward, clipping and
 the update are the schedule's: micro-batches are collected, and each optimizer step is executed when its last one is
-there. Weights are the schedule's while training, and the model's again at its end and for saving.
+there. Weights are the schedule's in a step, and the model's again at the end of training and from an evaluation or a
+save to the next step.
 
 Settings that a schedule does not honour are refused (`hf_arguments`). The Trainer needs the package `accelerate`, which
 the extra `runtime` brings.
