@@ -30,6 +30,10 @@ class MachineError(ValueError):
     """A machine that contradicts itself, or a question that it cannot answer. Says what is missing and what exists."""
 
 
+MOST_WIDTH = 100.0
+"""Of an interval: a factor of 10^43, either way."""
+
+
 @dataclass(frozen=True, slots=True)
 class PredictionBasis:
     """What predictions for a machine rest on, and how far off they are."""
@@ -48,6 +52,10 @@ class PredictionBasis:
     """By part (`gpu`, `link`, `host`, `nvme`), the weakest basis of its rates, where that is to be said."""
     notes: Mapping[str, str] = field(default_factory=dict)
     """By part, what else there is to say of it."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.half_width <= MOST_WIDTH:
+            raise MachineError(f"half_width is {self.half_width}; it must be between 0 and {MOST_WIDTH:g}")
 
     def said(self, parts: Collection[str] | None = None) -> str:
         """The text with what there is to say of these parts of the machine; of all if not given."""
@@ -105,6 +113,14 @@ class Rate:
 
     points: tuple[tuple[float, float], ...]
     """(amount, units per second), by rising amount; below the first and above the last point the rate is constant."""
+
+    def __post_init__(self) -> None:
+        amounts = [amount for amount, _ in self.points]
+        if not amounts or not all(0 < x < inf for point in self.points for x in point) or amounts != sorted({*amounts}):
+            raise MachineError(
+                f"a rate has the points {self.points}; give (amount, units per second) by rising amount, all finite "
+                "and above 0"
+            )
 
     @classmethod
     def constant(cls, per_s: float) -> Rate:
@@ -222,6 +238,15 @@ class Machine(Shown):
     """The parts it was built from; empty for a machine made in code."""
     basis: PredictionBasis = CATALOG
     """Of predictions for it."""
+
+    def __post_init__(self) -> None:
+        for what, parts in (("tiers", self.tiers), ("streams", self.streams), ("shared limits", self.shared_limits)):
+            names = [part.name for part in parts]  # type: ignore[attr-defined]
+            if len({*names}) < len(names):
+                twice = next(name for name in names if names.count(name) > 1)
+                raise MachineError(
+                    f"machine {self.name!r} has two {what} called {twice!r}; give each a name of its own"
+                )
 
     @property
     def limits(self) -> dict[str, float]:

@@ -1,0 +1,36 @@
+"""Machines that are made in code: what contradicts itself is refused, as it is in a description."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.toys import toy_machine
+from tierplan.hwmodels.machine import MachineError, PredictionBasis, Rate, SharedLimit
+
+INF = float("inf")
+
+
+@pytest.mark.parametrize(
+    "points", [(), ((1.0, 0.0),), ((1.0, -5.0),), ((0.0, 1.0),), ((1.0, INF),), ((1000.0, 5.0), (10.0, 5.0)),
+               ((10.0, 5.0), (10.0, 6.0))]
+)  # fmt: skip
+def test_a_rate_has_points_that_rise(points: tuple[tuple[float, float], ...]) -> None:
+    with pytest.raises(MachineError, match="by rising amount, all finite and above 0"):
+        Rate(points)
+
+
+def test_no_two_parts_of_a_kind_have_one_name() -> None:
+    toy = toy_machine()
+    for what, parts in (("tiers", toy.tiers), ("streams", toy.streams)):
+        with pytest.raises(MachineError, match=f"has two {what} called '{parts[0].name}'"):
+            replace(toy, **{what: (*parts, parts[0])})  # type: ignore[arg-type]
+    with pytest.raises(MachineError, match="two shared limits called 'x'"):
+        replace(toy, shared_limits=(SharedLimit(name="x", limit=1.0), SharedLimit(name="x", limit=2.0)))
+
+
+@pytest.mark.parametrize("half_width", [-1.0, 1e6, float("nan")])
+def test_an_interval_has_two_ends(half_width: float) -> None:
+    with pytest.raises(MachineError, match="half_width"):
+        PredictionBasis("made up", half_width)
