@@ -89,7 +89,8 @@ class _Draft:
     def given(self, name: str) -> Quantity:
         """Raises `MachineError` where there is none."""
         if (quantity := self.description.quantity(name)) is None:
-            raise MachineError(f"machine {self.name!r} does not say {name} ({KEYS[name].meaning}); add it")
+            none = ", or say that it has none (nvme.drives = 0)" if name.startswith("nvme.") else ""
+            raise MachineError(f"machine {self.name!r} does not say {name} ({KEYS[name].meaning}); add it{none}")
         return quantity
 
     def number(self, name: str) -> float:

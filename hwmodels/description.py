@@ -210,9 +210,9 @@ class _File:
 
 
 def read_utf8(path: Path | Traversable) -> str:
-    """What a file says. Raises `MachineError` where it is no text."""
+    """What a file says, without the mark of Windows at its begin. Raises `MachineError` where it is no text."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise MachineError(f"{path} is not text in UTF-8 ({error}); give another file") from error
 

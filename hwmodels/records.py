@@ -75,7 +75,7 @@ def load_record(
 def parse_json(text: bytes) -> Any:
     """The value that a text in JSON stands for. Raises `RecordError`, also for what the rules of JSON leave open."""
     try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        return json.loads(text.decode("utf-8-sig"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
     except RecordError:
         raise
     except (ValueError, RecursionError) as error:

@@ -261,7 +261,7 @@ def test_a_listed_limit_is_in_fractions_of_full_speed() -> None:
         ("[gpu]", '[shares]\n"nvme.raed" = 2\n[gpu]', "name stream 'nvme.raed'; it has .*nvme.read"),
         ("adam =", "#", "does not say host.adam"),
         ('memory_bandwidth = "1 TB/s"', "", "gpu.memory_bandwidth; give one"),
-        ("read =", "#", "does not say nvme.read"),
+        ("read =", "#", r"does not say nvme.read .*has none \(nvme.drives = 0\)"),
         ('capacity = "24 GB"', 'capacity = "0.5 GB"', "is 1 GiB, not less than gpu.capacity, 476.8 MiB"),
         ("[gpu]", '[[switch]]\nname = "a"\n[gpu]', r"switch\[0\] \('a'\) lacks the field 'limit'"),
         ("drives = 2", "drives = 2\nread_share = 0", "must be above 0"),
@@ -294,6 +294,15 @@ def test_a_wrong_file_says_what_is_wrong(old: str, new: str, message: str) -> No
     assert old in PLAIN
     with pytest.raises(MachineError, match=message):
         machine_of(PLAIN.replace(old, new, 1))
+
+
+def test_a_file_of_windows_is_read(tmp_path: Path) -> None:
+    """Its editors put a mark at the begin of text."""
+    path = tmp_path / "plain.toml"
+    path.write_text(PLAIN, encoding="utf-8")
+    plain = load_machine(path)
+    path.write_text(PLAIN, encoding="utf-8-sig")
+    assert load_machine(path) == plain
 
 
 def test_unknown_machines_and_parts_list_what_there_is(tmp_path: Path) -> None:

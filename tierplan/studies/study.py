@@ -253,7 +253,7 @@ def load_study(path: str | os.PathLike[str]) -> Study:
     """The study of a TOML file. Paths in it are relative to the file. Raises `StudyError`."""
     source = Path(path)
     try:
-        record = tomllib.loads(source.read_text(encoding="utf-8"))
+        record = tomllib.loads(source.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise StudyError(f"{source} is not TOML: {error}") from error
     allowed = ("name", "question", "scenario", "set")

@@ -106,7 +106,10 @@ def load_campaign(name_or_path: str | os.PathLike[str]) -> Campaign:
     if str(name_or_path) in known:
         text, where = known[str(name_or_path)].read_text(encoding="utf-8"), f"campaign {name_or_path}"
     elif path.is_file():
-        text, where = path.read_text(encoding="utf-8"), str(path)
+        try:
+            text, where = path.read_text(encoding="utf-8-sig"), str(path)
+        except UnicodeDecodeError as error:
+            raise CampaignError(f"{path} is not text in UTF-8 ({error}); give another file") from error
     else:
         raise CampaignError(
             f"no campaign {str(name_or_path)!r}; give a TOML file, or one of {', '.join(sorted(known))}"

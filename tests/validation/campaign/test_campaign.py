@@ -93,6 +93,13 @@ def test_an_empty_campaign_says_what_it_lacks(tmp_path: Path) -> None:
         load_campaign(path)
 
 
+def test_a_campaign_that_is_no_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "old.toml"
+    path.write_bytes(b'name = "\xe9t\xe9"')
+    with pytest.raises(CampaignError, match="old.toml is not text in UTF-8"):
+        load_campaign(path)
+
+
 def test_unknown_campaign_lists_the_known() -> None:
     with pytest.raises(CampaignError, match="no campaign 'nope'"):
         load_campaign("nope")
