@@ -96,7 +96,7 @@ def test_an_empty_campaign_says_what_it_lacks(tmp_path: Path) -> None:
 def test_a_campaign_that_is_no_text_is_named(tmp_path: Path) -> None:
     path = tmp_path / "old.toml"
     path.write_bytes(b'name = "\xe9t\xe9"')
-    with pytest.raises(CampaignError, match="old.toml is not text in UTF-8"):
+    with pytest.raises(CampaignError, match=r"old\.toml is not text in UTF-8"):
         load_campaign(path)
 
 
