@@ -27,8 +27,11 @@ class ArgumentError(TypeError, ValueError):
     """An argument of another type than a function takes, or a word that it does not know."""
 
 
-def checked(function: Callable[P, R], name: str) -> Callable[P, R]:
-    """The function under its public name; it raises `ArgumentError` for arguments that are not as annotated."""
+def checked(
+    function: Callable[P, R], name: str, checks: Callable[[], Mapping[type, Callable[[Any], object]]] = dict
+) -> Callable[P, R]:
+    """The function under its public name; it raises `ArgumentError` for arguments that are not as annotated, and what
+    `checks` raise, each of which is for arguments of a type."""
     signature = inspect.signature(function)
 
     @functools.cache
@@ -50,6 +53,10 @@ def checked(function: Callable[P, R], name: str) -> Callable[P, R]:
         except TypeError:  # too many or too few of them: the function says it itself
             given = {}
         check_annotated(name, hints(), given)
+        for kind, check in checks().items():
+            for value in given.values():
+                if isinstance(value, kind):
+                    check(value)
         return function(*args, **kwargs)
 
     looked_at.__module__, _, looked_at.__name__ = name.rpartition(".")

@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.toys import toy_machine, toy_workload
 from tierplan.cli import main
 from tierplan.commands import COMMANDS
 from tierplan.hwmodels.arguments import ArgumentError
+from tierplan.sim.schedule import ScheduleError
 
 
 def test_every_public_name_resolves() -> None:
@@ -146,3 +148,15 @@ def test_annotations_of_public_functions_can_be_checked() -> None:
                     *[object()] * sum(p.default is p.empty and p.kind < 2 for p in parameters),
                     **{p.name: object() for p in parameters if p.default is p.empty and p.kind == p.KEYWORD_ONLY},
                 )
+
+
+def test_a_schedule_that_breaks_the_language_is_simulated_by_no_public_function() -> None:
+    """An op that came before its input took what was not there yet, in silence."""
+    toy = toy_machine()
+    schedule = tp.lower(tp.plan(toy_workload(1), toy, time_limit_s=0.1).plan, toy_workload(1), toy)
+    torn = replace(schedule, ops=schedule.ops[::-1])
+    for function in (tp.simulate, tp.steady_state, tp.sensitivities):
+        with pytest.raises(ScheduleError):
+            function(torn, toy)
+    with pytest.raises(ScheduleError):
+        tp.unroll(torn, 2)

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
@@ -79,6 +80,13 @@ if TYPE_CHECKING:
     simulate = simulate_on
 
 
+def _checks() -> Mapping[type, Callable[[Any], object]]:
+    """What public functions look at in their arguments: a schedule that somebody has made obeys the language."""
+    from tierplan.sim.schedule import Schedule, validate
+
+    return {Schedule: validate}
+
+
 def __getattr__(name: str) -> object:
     if name not in _EXPORTS:
         raise AttributeError(f"module 'tierplan' has no attribute {name!r}; it has {', '.join(sorted(_EXPORTS))}")
@@ -87,7 +95,7 @@ def __getattr__(name: str) -> object:
     if inspect.isfunction(value):  # the package itself calls it as it is
         from tierplan.hwmodels.arguments import checked
 
-        value = checked(value, f"tierplan.{name}")
+        value = checked(value, f"tierplan.{name}", dict if name == "validate" else _checks)
     globals()[name] = value
     return value
 
