@@ -464,7 +464,7 @@ def shared_micro_batches(workload: Workload, devices: int) -> list[range]:
 def facts_of(plan: Plan, workload: Workload, machine: Machine, **more: object) -> dict[str, object]:
     """What a schedule's `meta` says of where it comes from."""
     whose = {"policy": plan.policy, "semantics": plan.semantics, "model": workload.name, "machine": machine.name}
-    return {**whose, **more}
+    return {**whose, "training": asdict(workload.training), **more}
 
 
 def plain_semantics(training: Training) -> Semantics:

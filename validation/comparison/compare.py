@@ -33,6 +33,7 @@ from tierplan.validation.comparison.causes import (
     overlap_ns,
     split_difference,
 )
+from tierplan.validation.comparison.same_plan import check_same_plan
 from tierplan.validation.comparison.steps import Steps, cut_predicted, cut_steps
 
 
@@ -203,8 +204,8 @@ def compare(
     skipped_steps
         Numbers of more measured steps that are left out of every figure: the first after each pause of a run in turns.
 
-    Raises `ValueError` when a trace lacks ops of the schedule or has others: it is of another schedule. And for steps
-    that it has not, or a time that none takes.
+    Raises `ValueError` when a trace is of another plan than the schedule: its `meta` says so, or it lacks ops of the
+    schedule, or has others. And for steps that it has not, or a time that none takes.
     """
     times_s = {"predicted_step_s": (predicted_step_s,), "interval_s": interval_s or ()}
     for name, values in times_s.items():
@@ -212,6 +213,7 @@ def compare(
             raise ValueError(f"{name} has {wrong[0]} s; give a finite number of seconds above 0")
     steps_p, steps_m = cut_predicted(predicted, warmup_steps), cut_steps(measured, warmup_steps, skipped_steps)
     for trace, steps in ((predicted, steps_p), (measured, steps_m)):
+        check_same_plan(schedule, trace)
         _check_same_ops(schedule, trace, steps)
     counted = measured.meta.get("bytes_per_step")
     kinds = _compare_kinds(schedule, steps_p, steps_m)

@@ -53,14 +53,16 @@ def read_schedule(
     if machine_name is None and not overrides:
         if own is None:
             raise PlanFileError(f"{path} does not say which machine it was made for; give it with --machine")
-        return (load_plan(path).schedule if PLAN_KEY in schedule.meta else schedule), own
+        if PLAN_KEY in schedule.meta:
+            load_plan(path)
+        return schedule, own
     machine = load_machine(machine_name or "here", overrides)
     made_for = schedule.meta.get("machine_sha256")
     if any_machine:
         return schedule, machine
     if PLAN_KEY in schedule.meta:
-        return load_plan(path, machine=machine).schedule, machine
-    if made_for is not None and made_for != digest(machine):
+        load_plan(path, machine=machine)
+    elif made_for is not None and made_for != digest(machine):
         raise PlanFileError(
             f"{path} was made for another machine than {machine.name!r}, or with other settings; give that one, or "
             "none: the plan's own is in the file"

@@ -21,8 +21,11 @@ from tierplan.planner.plan_file import PlanFileError, machine_meta, save_plan
 from tierplan.planner.planning import plan
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.columns import unroll
+from tierplan.sim.digest import PLAN_KEY, sealed
 from tierplan.sim.pricing import simulate_on
-from tierplan.sim.schedule_file import save_schedule
+from tierplan.sim.schedule import Schedule
+from tierplan.sim.schedule_file import load_schedule, save_schedule
+from tierplan.sim.trace import Trace
 from tierplan.validation.calibration.dispatch import LEAST_TIMES, core_slowdown
 from tierplan.validation.comparison.compare import Pair, compare
 from tierplan.validation.comparison.run_folder import RunFolderError, load_run, read_schedule
@@ -210,6 +213,69 @@ def test_a_plan_of_another_machine_is_refused(tmp_path: Path) -> None:
     assert own == replace(machine, description={})
     with pytest.raises(PlanFileError, match="was made for another machine"):
         read_schedule(tmp_path / "plan.json", "desktop-4090", ["gpu.capacity=30 GiB"])
+
+
+TINY = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64, "vocab_size": 128}
+
+
+def test_the_run_of_another_plan_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All these plans have ops of the same names: only what their files say of themselves tells them apart."""
+    from tierplan.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
+    (tmp_path / "wide.json").write_text(json.dumps({**TINY, "n_embd": 512}))
+    settings = {"--model": "tiny.json", "--machine": "desktop-4090", "--batch": "2", "--seq": "32", "--dtype": "fp32"}
+
+    def simulated(name: str, **more: str) -> None:
+        asked = {**settings, **{f"--{option}": value for option, value in more.items()}}
+        words = [word for pair in asked.items() for word in pair]
+        assert main(["simulate", "--policy", "fuyou", *words, "-o", name]) == 0
+
+    simulated("plan.json")
+    ran = load_schedule("plan.json")
+    (tmp_path / "run").mkdir()
+    simulate_on(unroll(ran, 4), load_machine("desktop-4090")).save("run/trace.json")
+    assert main(["compare", "plan.json", "run", "--json"]) == 0
+    assert main(["compare", "plan.json", "run", "--machine", "fuyou-4090", "--other-machine"]) == 0
+    for options, difference in (
+        ({"batch": "4"}, "per_device_train_batch_size is 4 in the schedule and 2 in the trace"),
+        ({"seq": "64"}, "sequence_length is 64 in the schedule and 32 in the trace"),
+        ({"model": "wide.json"}, "n_embd is 512 in the schedule and 32 in the trace"),
+        ({"machine": "fuyou-4090"}, "machine is 'fuyou-4090' in the schedule and 'desktop-4090' in the trace"),
+        ({"set": "nvme.drives=3"}, "their machines have one name, but other rates or capacities"),
+    ):
+        simulated("other.json", **options)
+        schedule, machine = read_schedule("other.json", None)
+        trace, _ = load_run("run")
+        with pytest.raises(ValueError, match=rf"is of another plan than .*: {difference}\. Compare the trace"):
+            compare(schedule, steady_state(schedule, machine).trace, trace)
+
+
+def test_one_plan_by_data_sheets_and_from_a_calibration_is_one(folder: Path) -> None:
+    """Its files have other seals. Two schedules with other seals and one basis are two, unless both are of one plan."""
+    plain = load_schedule(folder / "plan.json")
+
+    def made(basis: PredictionBasis, decisions: str | None, **more: object) -> tuple[Schedule, Trace]:
+        meta = {**plain.meta, **machine_meta(replace(MACHINE, basis=basis)), **more}
+        schedule = sealed(replace(plain, meta=meta if decisions is None else {**meta, PLAN_KEY: {"plan": decisions}}))
+        return schedule, simulate_on(unroll(schedule, 4), MACHINE)
+
+    for calibrated, sheets in (
+        (made(CALIBRATED, None), made(CATALOG, None)),
+        (made(CALIBRATED, "a"), made(CATALOG, "a")),
+        (made(CATALOG, "a", predicted_step_s=1.0), made(CATALOG, "a", predicted_step_s=2.0)),
+        (made(CATALOG, None), (None, replace(made(CATALOG, None)[1], meta={}))),
+    ):
+        assert compare(calibrated[0], calibrated[1], sheets[1]).step_error_frac == 0
+    for one, other, difference in (
+        (made(CATALOG, "a"), made(CALIBRATED, "b"), "their plans decide otherwise"),
+        (made(CATALOG, None, x=1), made(CATALOG, None, x=2), "they have other seals"),
+    ):
+        with pytest.raises(ValueError, match=difference):
+            compare(one[0], one[1], other[1])
+        with pytest.raises(ValueError, match=difference):
+            compare(one[0], other[1], one[1])
 
 
 def test_a_factor_that_chance_explains_is_none() -> None:
