@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache, reduce
 from operator import or_
@@ -183,6 +184,13 @@ def _explained(message: str, data: Any, kind: Any, where: str) -> str:
             data, kind = data[int(index)], (get_args(kind) or (object,))[0]
             label = data.get("key") or data.get("name") if isinstance(data, dict) else None
             where += f"[{index}]" + (f" ({label!r})" if label else "")
+    if inside and isinstance(data, Mapping):
+        value_kind = get_args(_without_none(kind))[-1]
+        for key, value in data.items():
+            try:
+                msgspec.convert(value, _strict(value_kind, True), from_attributes=True)
+            except msgspec.ValidationError as error:
+                return _explained(str(error), value, value_kind, f"{where}[{key!r}]")
     where = where or "the file"
     if match := re.fullmatch(r"Object contains unknown field `(.*)`", text):
         return f"{where} has an unknown field {match[1]!r}; the fields are {', '.join(_hints(_without_none(kind)))}"

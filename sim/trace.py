@@ -8,14 +8,23 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from tierplan.hwmodels.records import load_record
+from tierplan.hwmodels.names import parse_stream
+from tierplan.hwmodels.records import Amount, Count, RecordError, decode, load_record
 from tierplan.hwmodels.shown import Shown
+from tierplan.sim.contents import split_step
 
 FORMAT = "tierplan-trace"
 VERSION = 1
+MOST_NS = 2**62
+"""What sums of fit into 64 bits; a century and more."""
+SLACK_NS = 1_000_000
+"""By so much the clocks of a device and of the host may differ."""
+META = {"bytes_per_step": Mapping[str, Amount], "reference_s": Mapping[str, list[Amount]], "num_threads": Count}
+"""What is counted in a run, by its name in `meta`."""
 
 
 class TraceError(ValueError):
@@ -136,15 +145,35 @@ class Trace(Shown):
     def _contradiction(self) -> str:
         """What no execution gives; empty where there is nothing of the kind."""
         for span in self.spans:
-            if not 0 <= span.start_ns <= span.end_ns:
-                return f"op {span.key!r} begins at {span.start_ns:,} ns and ends at {span.end_ns:,} ns"
+            if wrong := _impossible(span):
+                return f"op {span.key!r} {wrong}"
         keys = [span.key for span in self.spans]
         if len({*keys}) < len(keys):
             return f"op {next(key for key, num in Counter(keys).items() if num > 1)!r} is there twice"
+        steps = sorted({split_step(key).step or 0 for key in keys})
+        for step, following in pairwise(steps):
+            if following != step + 1:
+                return f"it has ops of steps {step} and {following}, and none between; a run leaves out no step"
+        of_devices = [s for s in self.spans if parse_stream(s.stream).device is not None]  # ranks share the others
+        for span, following_span in pairwise(sorted(of_devices, key=lambda s: (s.stream, s.start_ns, s.end_ns))):
+            if span.stream == following_span.stream and following_span.start_ns < span.end_ns:
+                return (
+                    f"op {following_span.key!r} begins at {following_span.start_ns:,} ns on stream {span.stream!r}, "
+                    f"where op {span.key!r} ends at {span.end_ns:,} ns; a stream does one op at a time"
+                )
+        for tier in (*self.peak_bytes, *(event.tier for event in self.memory)):
+            if tier not in self.capacity_bytes:
+                return f"it has bytes in tier {tier!r}, which capacity_bytes has not"
         held = peaks(self.memory, {event.tier for event in self.memory})
         for tier, peak_bytes in held.items():  # a run may go on when events are kept no more
             if (told := self.peak_bytes.get(tier, 0)) < peak_bytes:
                 return f"peak_bytes of tier {tier!r} is {told:,}, but its rows of memory add up to {peak_bytes:,}"
+        try:
+            for name, kind in META.items():
+                if name in self.meta:
+                    decode(kind, self.meta[name], f"meta.{name}")
+        except RecordError as wrong_meta:
+            return str(wrong_meta)
         return ""
 
     def rows(self) -> Iterator[dict[str, object]]:
@@ -156,6 +185,17 @@ class Trace(Shown):
     def __repr__(self) -> str:
         streams = len({span.stream for span in self.spans})
         return f"<Trace {self.name}: {len(self.spans):,} ops on {streams} streams, {self.duration_s:.4g} s>"
+
+
+def _impossible(span: Span) -> str:
+    """What is wrong with the times of an op; empty where they are possible."""
+    if not 0 <= span.start_ns <= span.end_ns <= MOST_NS:
+        return f"begins at {span.start_ns:,} ns and ends at {span.end_ns:,} ns"
+    for name, least in {"free_ns": 0, "ready_ns": 0, "granted_ns": -1, "coreless_ns": 0, "late_ns": 0}.items():
+        if not least <= getattr(span, name) <= span.end_ns + SLACK_NS:
+            told = f"has {name} {getattr(span, name):,} and ends at {span.end_ns:,} ns"
+            return f"{told}; it must be {least} or more, and not after the end"
+    return "" if -1 <= span.alone_ns <= MOST_NS else f"has alone_ns {span.alone_ns:,}; it must be -1 or a duration"
 
 
 def peaks(memory: Iterable[MemoryEvent], tiers: Iterable[str]) -> dict[str, int]:

@@ -75,7 +75,7 @@ def test_defaults_are_taken_where_the_file_need_not_say_all() -> None:
             r"\('a'\): count is 0; it must be a whole num",
         ),
         ({"parts": [{"name": "a", "count": 1, "where": "up"}]}, r"where is 'up'; it must be one of host, nvme"),
-        ({"work": {"s": -1}}, "work is {'s': -1}; its values must be a whole number >= 0"),
+        ({"work": {"s": -1}}, r"work\['s'\] is -1; it must be a whole number >= 0"),
         ({"rows": [["x", "soon", -1]]}, r"rows\[0\]\[1\] is 'soon'; it must be a whole number"),
         ({"rows": [["x"]]}, r"rows\[0\] is \['x'\]; it must be a list of length 3"),
         ({"parts": {}}, "parts is {}; it must be a list"),

@@ -75,8 +75,8 @@ def small_record(tmp_path: Path) -> dict:
 
 REFUSED = [
     ("ops", 1, "color", "red", r"ops\[1\] \('upd/L0'\) has an unknown field 'color'"),
-    ("ops", 0, "work", {"s": -1}, r"ops\[0\] \('fwd/L0'\): work is .* its values must be a whole number >= 0"),
-    ("ops", 0, "work", {"s": True}, "its values must be a whole number or a number"),
+    ("ops", 0, "work", {"s": -1}, r"ops\[0\] \('fwd/L0'\): work\['s'\] is -1; it must be a whole number >= 0"),
+    ("ops", 0, "work", {"s": True}, r"work\['s'\] is True; it must be a whole number or a number"),
     ("ops", 0, "reads", "w", r"reads is 'w'; it must be a list"),
     ("ops", 0, "micro_batch", 0.5, "micro_batch is 0.5; it must be a whole number"),
     ("ops", 0, "micro_batch", False, "it must be a whole number"),

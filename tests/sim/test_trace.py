@@ -26,6 +26,8 @@ TRACE = Trace(
     meta={"model": "x"},
 )
 
+ONE = TRACE.spans[0]
+
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(schedules(), st.lists(durations, min_size=14, max_size=14))
@@ -85,6 +87,29 @@ def test_a_span_of_the_wrong_length_is_refused(tmp_path: Path, num: int) -> None
         ({"spans": TRACE.spans * 2}, "op 'o' is there twice"),
         ({"peak_bytes": {"m": 6}}, "peak_bytes of tier 'm' is 6, but its rows of memory add up to 7"),
         ({"peak_bytes": {}}, "peak_bytes of tier 'm' is 0, but its rows of memory add up to 7"),
+        ({"spans": (ONE._replace(end_ns=10**30),)}, "op 'o' begins at 7 ns and ends at 1,000,000,000,"),
+        ({"spans": (ONE._replace(ready_ns=10**9),)}, "op 'o' has ready_ns 1,000,000,000 and ends at 10 ns; it must be"),
+        ({"spans": (ONE._replace(free_ns=-1),)}, "op 'o' has free_ns -1 and ends at 10 ns; it must be 0 or more"),
+        ({"spans": (ONE._replace(granted_ns=10**9),)}, "op 'o' has granted_ns 1,000,000,000 and ends at 10 ns"),
+        ({"spans": (ONE._replace(alone_ns=-2),)}, "op 'o' has alone_ns -2; it must be -1 or a duration"),
+        ({"spans": (ONE._replace(coreless_ns=-1),)}, "op 'o' has coreless_ns -1 and ends at 10 ns"),
+        ({"spans": (ONE._replace(late_ns=10**9),)}, "op 'o' has late_ns 1,000,000,000 and ends at 10 ns"),
+        (
+            {"spans": tuple(ONE._replace(key=f"{key}/o") for key in ("s3", "s4", "s6"))},
+            "it has ops of steps 4 and 6, and none between; a run leaves out no step",
+        ),
+        (
+            {"spans": (ONE._replace(stream="gpu0.h2d"), Span("p", "gpu0.h2d", 0, 0, 9, 11))},
+            "op 'p' begins at 9 ns on stream 'gpu0.h2d', where op 'o' ends at 10 ns; a stream does one op at a time",
+        ),
+        ({"peak_bytes": {"m": 7, "n": 0}}, "it has bytes in tier 'n', which capacity_bytes has not"),
+        ({"capacity_bytes": {"n": 9}}, "it has bytes in tier 'm', which capacity_bytes has not"),
+        (
+            {"meta": {"bytes_per_step": {"s": "x"}}},
+            "meta.bytes_per_step.'s'. is 'x'; it must be a whole num",
+        ),
+        ({"meta": {"bytes_per_step": None}}, "meta.bytes_per_step is None; it must be an object"),
+        ({"meta": {"reference_s": {"0": 1.0}}}, "meta.reference_s.'0'. is 1.0; it must be a list"),
     ],
 )
 def test_what_no_execution_gives_is_refused(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
@@ -93,6 +118,9 @@ def test_what_no_execution_gives_is_refused(tmp_path: Path, changed: dict[str, A
         Trace.load(tmp_path / "t.json")
     replace(TRACE, peak_bytes={"m": 8}).save(tmp_path / "t.json")
     Trace.load(tmp_path / "t.json")  # a run whose last steps were not traced
+    other = Span("p/gpu1", "host.adam", 0, 0, 9, 11)
+    replace(TRACE, spans=(ONE._replace(stream="host.adam"), other)).save(tmp_path / "t.json")
+    Trace.load(tmp_path / "t.json")  # two ranks, whose updates the host makes at once
 
 
 def test_a_pipe_is_written_to_and_stays_one(tmp_path: Path) -> None:

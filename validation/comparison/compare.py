@@ -22,6 +22,7 @@ from statistics import fmean
 
 import numpy as np
 
+from tierplan.hwmodels.names import on_first_device
 from tierplan.hwmodels.shown import Shown
 from tierplan.sim.analysis.explain import StreamTime
 from tierplan.sim.schedule import Schedule
@@ -244,16 +245,30 @@ def compare(
 
 
 def _check_same_ops(schedule: Schedule, trace: Trace, steps: Steps) -> None:
-    wanted = {op.key for op in schedule.ops}
-    for k in steps.steady:
-        present = set(steps.spans[k])
-        if present != wanted:
-            missing, foreign = sorted(wanted - present), sorted(present - wanted)
-            what = f"lacks op {missing[0]!r}" if missing else f"has op {foreign[0]!r}, which the schedule has not"
-            raise ValueError(
-                f"trace {trace.name!r} {what} in step {k} ({len(missing)} missing, {len(foreign)} foreign); "
-                f"compare traces of the schedule that made them (here {schedule.name!r})"
-            )
+    """Ops of every step are the schedule's and on its streams; of a steady step, none is missing."""
+    streams = {op.key: on_first_device(op.stream) for op in schedule.ops}  # devices may take each other's part by turns
+    for k, spans in steps.spans.items():
+        missing, foreign = sorted({*streams} - {*spans}) if k in steps.steady else [], sorted({*spans} - {*streams})
+        elsewhere = [s for key, s in spans.items() if key in streams and on_first_device(s.stream) != streams[key]]
+        if missing:
+            what = f"lacks op {missing[0]!r}"
+        elif foreign:
+            what = f"has op {foreign[0]!r}, which the schedule has not"
+        elif elsewhere:
+            what = f"has op {elsewhere[0].key!r} on stream {elsewhere[0].stream!r}, not on the schedule's,"
+        else:
+            continue
+        raise ValueError(
+            f"trace {trace.name!r} {what} in step {k} ({len(missing)} missing, {len(foreign)} foreign); "
+            f"compare traces of the schedule that made them (here {schedule.name!r})"
+        )
+    if foreign_tiers := sorted({*trace.peak_bytes} - {tier.name for tier in schedule.tiers}):
+        raise ValueError(
+            f"trace {trace.name!r} has bytes in tier {foreign_tiers[0]!r}, which the schedule has not; "
+            f"compare traces of the schedule that made them (here {schedule.name!r})"
+        )
+    if steps.step_s == 0:
+        raise ValueError(f"trace {trace.name!r} has steps that take no time; every step takes some")
 
 
 # ---- kinds of op ----

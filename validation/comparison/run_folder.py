@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from math import nan
 from pathlib import Path
 
@@ -35,7 +36,8 @@ def load_run(folder: str | os.PathLike[str]) -> tuple[Trace, tuple[float, ...]]:
                 losses.append(nan if loss is None else float(loss))  # JSON has no numbers that are not finite
             except (ValueError, KeyError, TypeError) as error:
                 raise RunFolderError(f"{metrics}, line {number}, is no record of a step: {line[:60]!r}") from error
-    return Trace.load(path / "trace.json"), tuple(losses)
+    trace = Trace.load(path / "trace.json")
+    return replace(trace, name=str(path / "trace.json")), tuple(losses)  # as errors call it
 
 
 def read_schedule(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -191,6 +192,33 @@ def test_a_trace_of_another_schedule_is_refused() -> None:
         compare(toy_schedule(5), PREDICTED, PREDICTED)
     with pytest.raises(ValueError, match="which the schedule has not"):
         compare(toy_schedule(3), PREDICTED, PREDICTED)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda s: s._replace(stream="gpu0.d2h"),
+            "has op 's0/.*' on stream 'gpu0.d2h', not on the schedule's, in step 0",
+        ),
+        (
+            lambda s: s._replace(key="s0/foo") if s.key.startswith("s0/fwd/L1") else s,
+            "has op 'foo', .* in step 0",
+        ),
+        (lambda s: s._replace(start_ns=0, end_ns=0), "has steps that take no time; every step takes some"),
+    ],
+)
+def test_a_trace_whose_ops_were_edited_is_refused(change: Callable[[Span], Span], message: str) -> None:
+    """In a warm-up step too; and steps that take no time are none."""
+    edited = replace(PREDICTED, spans=tuple(map(change, PREDICTED.spans)))
+    with pytest.raises(ValueError, match=f"trace .* {message}"):
+        compare(SCHEDULE, PREDICTED, edited)
+
+
+def test_bytes_in_a_tier_that_the_schedule_has_not_are_refused() -> None:
+    edited = replace(PREDICTED, peak_bytes={**PREDICTED.peak_bytes, "foo": 1})
+    with pytest.raises(ValueError, match="has bytes in tier 'foo', which the schedule has not"):
+        compare(SCHEDULE, PREDICTED, edited)
 
 
 def test_record_is_json_and_says_what_was_not_counted() -> None:
