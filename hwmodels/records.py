@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache, reduce
+from math import inf
 from operator import or_
 from pathlib import Path
 from types import UnionType
@@ -31,6 +32,8 @@ Whole = Annotated[int, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Amount = Annotated[int, msgspec.Meta(ge=0)] | Annotated[float, msgspec.Meta(ge=0)]
 """A number of 0 or more, which stays whole where it is written so."""
+NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
 T = TypeVar("T")
 
 
@@ -76,7 +79,8 @@ def load_record(
 def parse_json(text: bytes) -> Any:
     """The value that a text in JSON stands for. Raises `RecordError`, also for what the rules of JSON leave open."""
     try:
-        return json.loads(text.decode("utf-8-sig"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        hooks: Any = {"object_pairs_hook": _no_duplicates, "parse_constant": _no_constant, "parse_float": _finite}
+        return json.loads(text.decode("utf-8-sig"), **hooks)
     except RecordError:
         raise
     except (ValueError, RecursionError) as error:
@@ -94,6 +98,12 @@ def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _no_constant(name: str) -> NoReturn:
     raise RecordError(f"the number {name} is not JSON; amounts are finite")
+
+
+def _finite(digits: str) -> float:
+    if (number := float(digits)) in (inf, -inf):
+        raise RecordError(f"the number {digits} is too large; amounts are finite")
+    return number
 
 
 def decode(kind: type[T], data: object, where: str = "", *, complete: bool = True) -> T:

@@ -156,7 +156,7 @@ class Trace(Shown):
                 return f"it has ops of steps {step} and {following}, and none between; a run leaves out no step"
         of_devices = [s for s in self.spans if parse_stream(s.stream).device is not None]  # ranks share the others
         for span, following_span in pairwise(sorted(of_devices, key=lambda s: (s.stream, s.start_ns, s.end_ns))):
-            if span.stream == following_span.stream and following_span.start_ns < span.end_ns:
+            if span.stream == following_span.stream and following_span.start_ns + SLACK_NS < span.end_ns:
                 return (
                     f"op {following_span.key!r} begins at {following_span.start_ns:,} ns on stream {span.stream!r}, "
                     f"where op {span.key!r} ends at {span.end_ns:,} ns; a stream does one op at a time"

@@ -13,10 +13,11 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from math import exp, hypot, log, sqrt
 from statistics import median
+from typing import get_args, get_type_hints
 
 from tierplan.hwmodels.machine import Machine, PredictionBasis, Stream
 from tierplan.hwmodels.names import COMPUTE, compute, on_first_device, parse_stream
-from tierplan.hwmodels.records import load_record
+from tierplan.hwmodels.records import Count, NotNegative, Positive, Whole, load_record, shown
 from tierplan.hwmodels.scaling import with_capacity, with_demand, with_rate_factors
 from tierplan.sim.analysis.explain import stream_times
 from tierplan.sim.analysis.steady import steady_state
@@ -24,6 +25,7 @@ from tierplan.sim.digest import digest
 from tierplan.sim.output.text import columns, format_error, format_s
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import write_atomically
+from tierplan.sim.workloads.models import SIZES
 from tierplan.sim.workloads.workload import Training, Unit, Workload, first_alike
 from tierplan.validation.calibration.dispatch import DispatchLatency, mean_dispatch_latency, slowdown_in, steady_at
 from tierplan.validation.calibration.measurements import (
@@ -60,24 +62,24 @@ class CalibrationError(ValueError):
 class UnitFit:
     """Seconds of a unit's computations inside a step over what the machine's description says of them."""
 
-    forward: float
-    backward: float
-    recompute: float
-    saved: tuple[float, ...]
+    forward: Positive
+    backward: NotNegative
+    recompute: NotNegative
+    saved: tuple[NotNegative, ...]
     """By saved tensor."""
-    spread: float
+    spread: NotNegative
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamFit:
     """A stream inside a step over what the machine's description says of it."""
 
-    latency_s: float
-    beside_s: float
-    wake_s: float
-    rates: Mapping[str, float]
+    latency_s: NotNegative
+    beside_s: NotNegative
+    wake_s: NotNegative
+    rates: Mapping[str, Positive]
     """Factors by kind of work."""
-    demand: float
+    demand: NotNegative
     """Factor on what it takes of the limits of computation."""
 
 
@@ -93,25 +95,25 @@ class Calibration:
     units: Mapping[str, UnitFit]
     """By kind of unit."""
     streams: Mapping[str, StreamFit]
-    drive_contention: float
+    drive_contention: Positive
     """Factor on what reads and writes take of limits that drives alone share."""
-    in_memory_step_s: float
+    in_memory_step_s: Positive
     """Predicted seconds per step of the calibration model with everything in memory, at a slowdown of 1."""
-    measured_step_s: Mapping[str, float]
+    measured_step_s: Mapping[str, Positive]
     """By plan, at the typical slowdown."""
-    checks: Mapping[str, float] = field(default_factory=dict)
+    checks: Mapping[str, Positive] = field(default_factory=dict)
     """By plan: its step as predicted from the other plans' turns, over the measured one."""
-    slowdowns: tuple[float, ...] = ()
+    slowdowns: tuple[Positive, ...] = ()
     """Of all turns: seconds per step over the plan's median."""
-    reference_s: tuple[float, float] = (0.0, 0.0)
+    reference_s: tuple[NotNegative, NotNegative] = (0.0, 0.0)
     """Of the reference work of `tierplan.runtime.measure`: where no other stream works, and beside others."""
-    stretch: tuple[Mapping[str, float], Mapping[str, float]] = ({}, {})
+    stretch: tuple[Mapping[str, Positive], Mapping[str, Positive]] = ({}, {})
     """By stream: seconds of ops over those in which they had a core, typically; alone, and beside other streams."""
     machine: str = ""
     machine_sha256: str = ""
     """Of the machine as it was described, whatever its capacities."""
-    num_threads: int = 0
-    num_ranks: int = 1
+    num_threads: Whole = 0
+    num_ranks: Count = 1
     """Processes that trained side by side on one CPU, of which this is one."""
     versions: Mapping[str, str] = field(default_factory=dict)
     when: str = ""
@@ -156,7 +158,35 @@ class Calibration:
     def load(cls, path: str | os.PathLike[str]) -> Calibration:
         """Reads what `save` wrote. Raises `CalibrationError`."""
         made_by = "a calibration as `tierplan calibrate` writes it"
-        return load_record(cls, path, format=FORMAT, version=VERSION, made_by=made_by, error=CalibrationError)
+        found = load_record(cls, path, format=FORMAT, version=VERSION, made_by=made_by, error=CalibrationError)
+        if wrong := found._contradiction():
+            raise CalibrationError(f"{path} is not {made_by}: {wrong}")
+        return found
+
+    def _contradiction(self) -> str:
+        """What no calibration run gives, though each value alone may be; empty where there is nothing of the kind."""
+        kinds = get_args(get_type_hints(Unit)["kind"])
+        if {*self.units} != {*kinds}:
+            return f"units has {shown(sorted(self.units))}; it must have {', '.join(kinds)}, and no others"
+        for kind, unit in self.units.items():
+            if not (unit.backward or self.training.lora or self.training.freeze):
+                return f"units[{kind!r}].backward is 0; where all is trained, it must be above 0"
+            if any(unit.saved) and not unit.recompute:
+                return f"units[{kind!r}].recompute is 0; where saved tensors take time, it must be above 0"
+        (depths,) = (names for names in SIZES if "n_layer" in names)
+        for name in depths:
+            if (depth := self.config.get(name)) is not None and (type(depth) is not int or depth < 1):
+                return f"config.{name} is {shown(depth)}; it must be a whole number >= 1"
+        if unknown := sorted({*self.checks} - {*self.measured_step_s}):
+            return (
+                f"checks has plan {unknown[0]!r}; it must be one of measured_step_s: {shown([*self.measured_step_s])}"
+            )
+        if not 0 < len(self.measured_step_s) <= len(self.slowdowns):
+            return (
+                f"measured_step_s has {len(self.measured_step_s)} plans and slowdowns {len(self.slowdowns)} turns; "
+                "there must be a plan, and a turn or more of each"
+            )
+        return ""
 
 
 def machine_sha256(machine: Machine) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -57,8 +58,9 @@ def calibration_of(family: str, machine: Machine, **changes: object) -> Calibrat
         streams={"gpu0.h2d": half},
         drive_contention=1.0,
         in_memory_step_s=1.0,
-        measured_step_s={},
+        measured_step_s={"a": 1.0, "b": 1.0},
         checks={"a": 1.05, "b": 0.95},
+        slowdowns=(1.0, 1.0),
         machine=machine.name,
         machine_sha256=machine_sha256(machine),
         when="2026-01-01 00:00 UTC",
@@ -138,6 +140,48 @@ def test_what_cannot_be_read_is_passed_over(kind: str, data_home: Path, monkeypa
     calibration.save(own_path(calibration))
     assert eligible_paths(machine) == [own_path(calibration)]
     assert place(workload(), machine).calibration == calibration
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        ("units.block", None, r"units has \['embed', 'head'\]; it must have embed, block, head, and no others"),
+        ("units.block.forward", 0, r"units\['block'\].forward is 0; it must be a number > 0.0"),
+        ("units.block.forward", math.inf, "the number 1e999 is too large; amounts are finite"),
+        ("units.block.backward", 0, r"units\['block'\].backward is 0; where all is trained, it must be above 0"),
+        ("units.block.recompute", -1.0, r"units\['block'\].recompute is -1.0; it must be a number >= 0.0"),
+        ("units.block.saved", [-1.0], r"units\['block'\].saved\[0\] is -1.0; it must be a number >= 0.0"),
+        ("units.block.spread", -1, r"units\['block'\].spread is -1; it must be a number >= 0.0"),
+        ("streams.gpu0.h2d", 3, r"streams\['gpu0.h2d'\] is 3; it must be an object"),
+        ("rates", {"bytes": 0.0}, r"streams\['gpu0.h2d'\].rates\['bytes'\] is 0.0; it must be a number > 0.0"),
+        ("demand", -1, r"streams\['gpu0.h2d'\].demand is -1; it must be a number >= 0.0"),
+        ("latency_s", -1, r"streams\['gpu0.h2d'\].latency_s is -1; it must be a number >= 0.0"),
+        ("drive_contention", 0, "drive_contention is 0; it must be a number > 0.0"),
+        ("in_memory_step_s", -1.0, "in_memory_step_s is -1.0; it must be a number > 0.0"),
+        ("checks", {"a": 0.0}, r"checks\['a'\] is 0.0; it must be a number > 0.0"),
+        ("checks", {"c": 1.0}, r"checks has plan 'c'; it must be one of measured_step_s: \['a', 'b'\]"),
+        ("slowdowns", [1.0, -1.0], r"slowdowns\[1\] is -1.0; it must be a number > 0.0"),
+        ("slowdowns", [1.0], "measured_step_s has 2 plans and slowdowns 1 turns; there must be a plan, and a turn"),
+        ("config", {"n_layer": "x"}, "config.n_layer is 'x'; it must be a whole number >= 1"),
+        ("num_ranks", 0, "num_ranks is 0; it must be a whole number >= 1"),
+    ],
+)
+def test_a_file_with_what_no_calibration_gives_is_refused(
+    tmp_path: Path, where: str, value: object, message: str
+) -> None:
+    calibration_of("gpt2", load_machine(MACHINE)).save(tmp_path / "c.json")
+    record = json.loads((tmp_path / "c.json").read_text())
+    Calibration.load(tmp_path / "c.json")
+    part = record["streams"]["gpu0.h2d"] if where in record["streams"]["gpu0.h2d"] else record
+    names = ["streams", "gpu0.h2d"] if where == "streams.gpu0.h2d" else where.split(".")
+    for name in names[:-1]:
+        part = part[name]
+    part[names[-1]] = value
+    if value is None:
+        del part[names[-1]]
+    (tmp_path / "c.json").write_text(json.dumps(record).replace("Infinity", "1e999"))
+    with pytest.raises(CalibrationError, match=rf"c\.json is not a calibration as .* writes it: {message}"):
+        Calibration.load(tmp_path / "c.json")
 
 
 @pytest.mark.parametrize(
