@@ -9,6 +9,7 @@ values      what a buffer holds: flat memory, an extent of a drive, autograd's t
 gradients   a unit's gradients, on the device and away from it
 placement   what outlives a step, on its way into its tiers and out
 executable  which schedules the runtime executes
+agreement   what ops must read and write, so that they train what the step says
 device      CUDA, or a byte budget in this machine's memory
 fake_device  a CUDA device that is none: as late as can be, and it finds races
 threads     how many threads a kernel uses

@@ -3,7 +3,8 @@ and train the model as it is.
 
 A schedule in a file may be anybody's: what no lowering makes is refused before anything is allocated. The reader of the
 file has checked its form, and `schedule.validate` the language. What remains is whether its ops are those that the
-runtime knows, on streams and in tiers that it has, about units of the step, and of sizes that can be.
+runtime knows, on streams and in tiers that it has, about units of the step, and of sizes that can be; and whether they
+train what the step says (`agreement`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tierplan.hwmodels import names
 from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST, HOST_ADAM, NVME, NVME_READ, NVME_WRITE
 from tierplan.runtime.autograd.coded import FLOATING
 from tierplan.runtime.autograd.units import ModelUnit
+from tierplan.runtime.execution.agreement import Agreements, Way, wrong_settings
 from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.optim.kernels import KERNELS
 from tierplan.sim.contents import (
@@ -63,6 +65,7 @@ def executable_step(schedule: Schedule, rank: int = 0, num_there: int = 1) -> St
             f"schedule {schedule.name!r} is for {num} devices, and {there} started; start "
             f"{num}: `tierplan run --devices {num}`, or torchrun --nproc-per-node {num}"
         )
+    whole = schedule
     if num > 1:
         if is_pipeline(schedule) and any(unit.frozen_bytes for unit in (schedule.step.units if schedule.step else ())):
             raise TrainingError(f"schedule {schedule.name!r} is a pipeline, which is executed where all is trained")
@@ -120,7 +123,7 @@ def executable_step(schedule: Schedule, rank: int = 0, num_there: int = 1) -> St
                 "without a master copy of the weights, which is simulated only: kernels have both in one dtype. Plan "
                 "with master weights, or with states in the weights' dtype or in 8 bits (adamw:states=bf16)"
             )
-    if (wrong := next(_wrongs(schedule, schedule.step, rank, num), None)) is not None:
+    if (wrong := next(_wrongs(schedule, schedule.step, rank, num, whole), None)) is not None:
         raise TrainingError(f"schedule {schedule.name!r} is not one that this runtime can execute: {wrong}. Plan again")
     return schedule.step
 
@@ -129,7 +132,7 @@ Wrongs = Iterator[str]
 """What is wrong, the rule, and what there is. What comes behind the first may rest on it."""
 
 
-def _wrongs(schedule: Schedule, step: StepSpec, rank: int, num: int) -> Wrongs:
+def _wrongs(schedule: Schedule, step: StepSpec, rank: int, num: int, whole: Schedule) -> Wrongs:
     small = next((u for u in step.units if 0 < u.num_parameters < num), None)
     if small is not None:
         yield f"unit {small.name!r} has {small.num_parameters} parameters, fewer than the {num} devices"
@@ -143,6 +146,9 @@ def _wrongs(schedule: Schedule, step: StepSpec, rank: int, num: int) -> Wrongs:
     for op in schedule.ops:
         if op.kind != SEND or num == 1:  # `ends_of_sends` has looked at them
             yield from _check_op(op, tiers, step, units)
+    yield from wrong_settings(schedule, step)
+    yield from Agreements(schedule, step).wrongs()
+    yield from Way(whole if is_pipeline(whole) else schedule, step).wrongs()
     yield from _check_memory(schedule)
 
 
@@ -244,7 +250,7 @@ def _check_content(b: Buffer, step: StepSpec, units: Mapping[str, UnitSpec], ran
     if not 0 <= batch < step.training.gradient_accumulation_steps:
         yield f"buffer {b.name!r} is of micro-batch {batch}; the step has {step.training.gradient_accumulation_steps}"
     owner = None if unit is None else units.get(unit)
-    if unit is not None and owner is None and "-" not in unit:  # a pack is called after its first and last unit
+    if unit is not None and owner is None:
         yield f"buffer {b.name!r} is of unit {unit!r}, which the step has not"
     if owner is None:
         return

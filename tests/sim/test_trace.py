@@ -99,8 +99,8 @@ def test_a_span_of_the_wrong_length_is_refused(tmp_path: Path, num: int) -> None
             "it has ops of steps 4 and 6, and none between; a run leaves out no step",
         ),
         (
-            {"spans": (ONE._replace(stream="gpu0.h2d"), Span("p", "gpu0.h2d", 0, 0, 9, 11))},
-            "op 'p' begins at 9 ns on stream 'gpu0.h2d', where op 'o' ends at 10 ns; a stream does one op at a time",
+            {"spans": (ONE._replace(stream="gpu0.h2d", end_ns=10**9), Span("p", "gpu0.h2d", 0, 0, 9, 11))},
+            "op 'p' begins at 9 ns on stream 'gpu0.h2d', where op 'o' ends at 1,000,000,000 ns; a stream does one op",
         ),
         ({"peak_bytes": {"m": 7, "n": 0}}, "it has bytes in tier 'n', which capacity_bytes has not"),
         ({"capacity_bytes": {"n": 9}}, "it has bytes in tier 'm', which capacity_bytes has not"),
