@@ -82,6 +82,12 @@ class Agreements:
         self.index = {unit.name: i for i, unit in enumerate(step.units)}
         trained = (i for i, unit in enumerate(step.units) if unit.num_parameters or not unit.frozen_bytes)
         self.first_trained = next(trained, len(step.units))
+        self.borrowed: dict[str, set[Params]] = {}
+        """By unit, parameters of another one to whose gradient its backward adds: it computes with them."""
+        for op in schedule.ops:
+            if op.kind == "backward":
+                tied = (c.unit for name in op.writes if isinstance(c := self.contents[name], TiedGradients))
+                self.borrowed.setdefault(op.unit, set()).update(map(Params, tied))
         self.initial = [_as_one(self.contents[b.name]) for b in schedule.buffers if b.initial]
 
     def wrongs(self) -> Iterator[str]:
@@ -102,7 +108,10 @@ class Agreements:
         i, m = self.index[op.unit], op.micro_batch
         unit, name = self.step.units[i], op.unit
         following = self.step.units[i + 1].name if i + 1 < len(self.step.units) else None
-        params = [c for c, n in ((Params(name), unit.num_parameters), (Frozen(name), unit.frozen_bytes)) if n]
+        params: list[Params | Frozen] = [
+            c for c, n in ((Params(name), unit.num_parameters), (Frozen(name), unit.frozen_bytes)) if n
+        ]
+        params += self.borrowed.get(name, ())
         own_input = [Input(name, m)] if i else []
         kept = [KeptActs(name, m)] if unit.bytes_of("keep") else []
         moved = [SavedActs(name, m, (k,)) for k in unit.moved]

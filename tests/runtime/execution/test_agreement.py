@@ -185,6 +185,9 @@ EDITS: dict[str, tuple[str, Change, str]] = {
     "an embedding without parameters": (
         "clipped", less("fwd/embed/mb0", "params"), "op 'fwd/embed/mb0' does not read 'params/embed'"
     ),
+    "a tied head without what it shares": (
+        "clipped", less("fwd/head/mb0", "params/embed"), "op 'fwd/head/mb0' does not read 'params/embed'"
+    ),
     "a block without its input": ("clipped", less("fwd/L0/mb0", "x/L0"), "op 'fwd/L0/mb0' does not read 'x/L0/mb0'"),
     "recomputation without parameters": (
         "clipped", less("recompute/L1/mb0", "params"), "op 'recompute/L1/mb0' does not read 'params/L1'"
