@@ -98,9 +98,9 @@ if numba is not None:
         def _compile_for_args(self, *args: Any, **kwargs: Any) -> Any:
             """Making machine code takes long, and is Python, which Ctrl-C ends."""
             waits = _interrupts.handler is not None and threading.current_thread() is threading.main_thread()
-            if waits:
-                _interrupts.go_on()
             try:
+                if waits:
+                    _interrupts.go_on()
                 return super()._compile_for_args(*args, **kwargs)
             finally:
                 if waits:

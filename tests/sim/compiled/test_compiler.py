@@ -97,5 +97,14 @@ def test_making_machine_code_does_not_wait() -> None:
         assert doubled(2) == 4
         handlers.append(signal.getsignal(signal.SIGINT))
     assert handlers[0] is signal.default_int_handler
+
+    def interrupted_before() -> None:
+        with interrupts_wait():
+            signal.raise_signal(signal.SIGINT)
+            doubled(2.0)  # type: ignore[arg-type]
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_before()
+    assert len(handlers) == 2
     assert handlers[-1] is not signal.default_int_handler
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
