@@ -281,7 +281,8 @@ class Way:
                 for m in range(num_batches):
                     if (times := num[kind, unit.name, m]) != 1:
                         yield f"unit {unit.name!r} runs {kind} {times} times with micro-batch {m}; it must run it once"
-            if unit.num_parameters and not self.updates[unit.name]:
+            # one without any update trains nothing: it measures (`runtime.measure.units`)
+            if unit.num_parameters and not self.updates[unit.name] and any(self.updates.values()):
                 yield f"unit {unit.name!r} is trained, but no op updates it"
             yield from self._parts_of(unit)
         trained = {Norm(unit.name) for unit in units if unit.num_parameters}

@@ -117,7 +117,14 @@ def train_until_found(*, stops: bool) -> None:
         train_twice(seed ^ 1, stops=stops)
 
 
-@pytest.mark.parametrize("race", [None, *RACES])
+BY_LUCK = "an op uses the copy that is on its way out"
+"""Found after one to dozens of runs, which takes up to a minute."""
+
+
+@pytest.mark.parametrize(
+    "race",
+    [None, *(r for r in RACES if r != BY_LUCK), pytest.param(BY_LUCK, marks=pytest.mark.nightly)],
+)
 def test_planted_races_are_found(race: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     stops = race == "memory is unpinned while it is copied"
     if race is None:

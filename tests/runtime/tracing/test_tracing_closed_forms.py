@@ -55,6 +55,7 @@ def test_closed_forms_are_exact(family: str, size: int, backend: str, dtype: str
     assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "bert"])
 @pytest.mark.parametrize("more", [{}, {"loss_chunks": 2}, {"torch_compile": True}, {"lora": "r=4"}], ids=str)
 def test_kernels_that_are_described_are_the_same_by_closed_forms(family: str, more: dict[str, Any]) -> None:
@@ -64,6 +65,7 @@ def test_kernels_that_are_described_are_the_same_by_closed_forms(family: str, mo
     assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize(("backend", "dtype", "batch"), SETTINGS)
 @pytest.mark.parametrize("chunks", [2, 5])
@@ -197,6 +199,7 @@ def test_closed_forms_of_attention_in_products_are_exact(
     assert not any("attention" in kind for unit in closed.units for kind in unit.forward)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
 @pytest.mark.parametrize("parts", [2, 3, 6])
 @pytest.mark.parametrize("family", CLOSED)
@@ -237,6 +240,7 @@ def test_no_less_is_held_for_a_while_in_a_part_of_a_micro_batch_than_in_one_as_s
     assert smaller.units[0].accumulating_work_bytes > whole.units[0].accumulating_work_bytes / 2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("backend", "dtype"), [("cpu", "bf16"), ("cuda", "bf16"), ("cuda", "fp32")])
 @pytest.mark.parametrize("family", ["gpt2", "opt", "bert", "llama"])
 def test_closed_forms_are_exact_with_dropout(family: str, backend: str, dtype: str) -> None:
