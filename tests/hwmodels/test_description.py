@@ -296,15 +296,6 @@ def test_a_wrong_file_says_what_is_wrong(old: str, new: str, message: str) -> No
         machine_of(PLAIN.replace(old, new, 1))
 
 
-def test_a_file_of_windows_is_read(tmp_path: Path) -> None:
-    """Its editors put a mark at the begin of text."""
-    path = tmp_path / "plain.toml"
-    path.write_text(PLAIN, encoding="utf-8")
-    plain = load_machine(path)
-    path.write_text(PLAIN, encoding="utf-8-sig")
-    assert load_machine(path) == plain
-
-
 def test_unknown_machines_and_parts_list_what_there_is(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match="did you mean 'desktop-4090'"):
         load_machine("desktop-409")

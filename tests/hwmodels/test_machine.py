@@ -1,12 +1,15 @@
-"""Machines that are made in code: what contradicts itself is refused, as it is in a description."""
+"""Machines made in code: what contradicts itself is refused, as it is in a description. And files of Windows."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from tests.hwmodels.test_description import PLAIN
 from tests.toys import toy_machine
+from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import MachineError, PredictionBasis, Rate, SharedLimit
 
 INF = float("inf")
@@ -34,3 +37,12 @@ def test_no_two_parts_of_a_kind_have_one_name() -> None:
 def test_an_interval_has_two_ends(half_width: float) -> None:
     with pytest.raises(MachineError, match="half_width"):
         PredictionBasis("made up", half_width)
+
+
+def test_a_file_of_windows_is_read(tmp_path: Path) -> None:
+    """Its editors put a mark at the begin of text."""
+    path = tmp_path / "plain.toml"
+    path.write_text(PLAIN, encoding="utf-8")
+    plain = load_machine(path)
+    path.write_text(PLAIN, encoding="utf-8-sig")
+    assert load_machine(path) == plain

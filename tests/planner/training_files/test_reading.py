@@ -259,24 +259,6 @@ def test_a_section_with_everything_off_says_nothing_of_what_is_recomputed(
     assert any(f"if at all; {assumed} is made again" in note for note in found.notes)
 
 
-def test_deepspeeds_file_alone_may_have_its_old_name_of_bf16_or_leave_both_open(tmp_path: Path) -> None:
-    zero, fp32 = {"zero_optimization": {"stage": 2}}, replace(BASE, dtype="fp32")
-    old = read_training_file(written(tmp_path, zero | {"bfloat16": {"enabled": True}}), fp32)
-    assert old.training.dtype == "bf16"
-    assert old.notes == read_training_file(written(tmp_path, zero | {"bf16": {"enabled": True}}), fp32).notes
-    auto = {"enabled": "auto"}
-    left_open = read_training_file(written(tmp_path, zero | {"bf16": auto, "fp16": auto}), BASE)
-    assert left_open.training.dtype == "bf16"
-    assert any("bf16 and fp16 are auto" in note and "taken as bf16" in note for note in left_open.notes)
-
-
-def test_a_file_with_comments_says_that_only_deepspeed_reads_them(tmp_path: Path) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text('{"zero_optimization": {"stage": 2}} // ours')
-    with pytest.raises(WorkloadError, match=r"not JSON .*take out comments"):
-        read_training_file(path, BASE)
-
-
 def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2, "stage": 3}}')
     with pytest.raises(WorkloadError, match="'stage' is there twice"):
