@@ -12,8 +12,8 @@ MORE_TIMES, MORE_TIMES_OF_SEVERAL = 2.0, 0.75
 """Default budgets that a search may spend beyond it, far from the bound; and one for several devices, whose ops take
 longer, or of several divisions at once."""
 GAIN_FRAC, WAIT_TIMES = 0.001, 2.0
-"""What is more than the default budget is spent as long as that pays: until all work is the second times that after which
-the best step had last become shorter by the first."""
+"""What is more than the default budget is spent as long as that pays: until all work is the second times that after
+which the best step had last become shorter by the first."""
 OPS_PER_S = 200_000
 """Simulated ops (steps included), or other work that takes as long, that a search may spend for each second of its time
 limit: less than half of what a second buys, so that the clock ends only searches on slow or busy computers."""
