@@ -256,8 +256,8 @@ class Search:
         where none of those that are drawn fits."""
         full, rivals = self._no_incumbents(), [best]
         if self.num_devices > 1:
-            able = (c for c in self.simulate_plan.seen.values() if c.fits and is_same(c.plan, self.semantics))
-            behind = sorted(able, key=per_batch_s)
+            tried = (c for c in self.simulate_plan.seen.values() if c.fits and not c.is_estimate)
+            behind = sorted((c for c in tried if is_same(c.plan, self.semantics)), key=per_batch_s)
             further = (behind[2**k] for k in range(2, (len(behind) - 1).bit_length()))
             rivals += [*behind[:NEXT_IN_FULL], *further]
         for rival in rivals:

@@ -3,11 +3,15 @@
 The fluid program cannot see that buffers are whole, that grants come in list order, or that a stream serves one op at
 a time. So its plans are rounded with several margins, given several windows and several choices of late updates, and
 then improved by local moves. The budget is counted in simulated ops, not in seconds, so a result does not depend on
-the clock unless the time limit is reached."""
+the clock unless the time limit is reached.
+
+A local move is wanted only where it makes the step quicker. So the plan that it makes is first looked at beside the one
+that it began with: what takes longer for one step by itself mostly does for steps in a row, which take as long again to
+simulate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from math import inf
@@ -22,7 +26,7 @@ from tierplan.planner.questions.endurance import written_bytes
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.several_devices.alike import do_the_same
 from tierplan.sim.analysis.completion import OutOfMemory, check_memory
-from tierplan.sim.analysis.ordering import refine_columns
+from tierplan.sim.analysis.ordering import refinements
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.columns import ScheduleColumns
 from tierplan.sim.compiled.compiler import interrupts_wait
@@ -34,8 +38,11 @@ from tierplan.sim.schedule import ScheduleError
 from tierplan.sim.workloads.workload import Workload
 
 PlanT = TypeVar("PlanT", bound=Plan)
-OPS_TO_LOWER, OPS_TO_SIMULATE = 600, 650
+OPS_TO_LOWER, OPS_TO_ORDER, OPS_TO_SIMULATE = 600, 250, 400
 """What a candidate costs beside what grows with its ops, in simulated ops that take as long."""
+LOOKS_FRAC = (0.02, 0.01)
+"""By how much one step by itself takes longer, in its first order and in its second, than that of the best plan so far
+where a plan is simulated no further. Of what would have been quicker, few are left out, and those that gain least."""
 OPS_TO_SHARE, OPS_TO_BUILD = 2, 16
 """What each op costs beside that: of what several devices divide, whose schedules are long, and of packs."""
 PlanT_co = TypeVar("PlanT_co", bound=Plan, covariant=True)
@@ -56,6 +63,17 @@ class Candidate(Generic[PlanT_co]):
     several devices share, the part of each."""
     wear: float = 0.0
     """What it writes to NVMe per second, over what it may for the drives to last; above 1 it has no step time."""
+    looks_s: tuple[float, ...] = ()
+    """One step by itself, as each of its orders in turn takes it to be."""
+    is_estimate: bool = False
+    """Its step is as much longer than that of another plan as one step by itself is: it was not simulated further."""
+
+    def slower_s(self, looks_s: Sequence[float]) -> float | None:
+        """The estimated step of a plan that by these is slower; None where it may not be."""
+        if self.step_s is None or len(looks_s) > len(self.looks_s):
+            return None
+        times = looks_s[-1] / self.looks_s[len(looks_s) - 1]
+        return self.step_s * times if times > 1 + LOOKS_FRAC[len(looks_s) - 1] else None
 
     @property
     def fits(self) -> bool:
@@ -94,15 +112,16 @@ class PlanSimulator:
         ]
         """Of each unit's trained and frozen parameters and states, in bytes."""
 
-    def __call__(self, plan: PlanT) -> Candidate[PlanT]:
-        """The candidate of a plan. A plan that contradicts itself or does not fit becomes one with a reason."""
+    def __call__(self, plan: PlanT, beside: Candidate[PlanT] | None = None) -> Candidate[PlanT]:
+        """The candidate of a plan. A plan that contradicts itself or does not fit becomes one with a reason; what looks
+        slower than the one of the same shape that it is put `beside` becomes an estimate."""
         decisions = (getattr(plan, f.name) for f in fields(plan) if f.name not in ("policy", "options"))
         key = (type(plan), *decisions)
         known = self.seen.get(key)
-        if known is None:
+        if known is None or (known.is_estimate and not (beside and beside.slower_s(known.looks_s))):
             began_s = self.budget.computed_s
             with interrupts_wait():
-                known = self.seen[key] = self._simulate(plan)
+                known = self.seen[key] = self._simulate(plan, beside)
             self.budget.last_s = self.budget.computed_s - began_s
         return replace(known, plan=plan)
 
@@ -117,11 +136,11 @@ class PlanSimulator:
             self._full = PlanSimulator(*asked, write_limit_bytes_per_s=limit, draws_all=True)
         return self._full(plan)
 
-    def _simulate(self, plan: PlanT) -> Candidate[PlanT]:
+    def _simulate(self, plan: PlanT, beside: Candidate[PlanT] | None) -> Candidate[PlanT]:
         self.num_simulated += 1
         if too_large := self._too_large(plan):
             return too_large
-        room_gb: dict[str, float] = {}
+        room_gb, looks_s = dict[str, float](), tuple[float, ...]()
         try:
             columns, machine = self._posed(plan)
             rows = self.known_rows.setdefault(id(machine), {})
@@ -131,14 +150,12 @@ class PlanSimulator:
             if min(room_gb.values()) < 0:  # there is no better order, and memory is known to do without simulating
                 check_memory(columns, graph)
             else:
-                columns = refine_columns(
-                    columns,
-                    machine,
-                    graph=graph,
-                    prices=prices,
-                    overtakes=plan.overtaking,
-                )
-            self.budget.ops_left -= OPS_TO_SIMULATE + columns.num_ops * 4 // 5
+                for refined, end_s in refinements(columns, machine, graph, prices, overtakes=plan.overtaking):
+                    self.budget.ops_left -= len(looks_s) * (OPS_TO_ORDER + columns.num_ops * 3 // 10)
+                    columns, looks_s = refined, (*looks_s, end_s)
+                    if beside and (step_s := beside.slower_s(looks_s)):
+                        return Candidate(plan, step_s, room_gb=room_gb, looks_s=looks_s, is_estimate=True)
+            self.budget.ops_left -= OPS_TO_SIMULATE + columns.num_ops // 2
             step_s = steady_state(columns, machine, prices=prices).period_s
         except OutOfMemory as error:
             kind = next(t.kind for t in self.machine.tiers if t.name == error.tier)
@@ -149,7 +166,7 @@ class PlanSimulator:
             self.budget.ops_left -= 100
             return Candidate(plan, None, partial(str, error))
         if self.write_limit_bytes_per_s == inf:
-            return Candidate(plan, step_s, room_gb=room_gb)
+            return Candidate(plan, step_s, room_gb=room_gb, looks_s=looks_s)
         written = written_bytes(columns)
         wear = written / step_s / self.write_limit_bytes_per_s
         if wear > 1:
@@ -158,7 +175,7 @@ class PlanSimulator:
                 "drives may take to last as long as was asked"
             )
             return Candidate(plan, None, partial(str, reason), wear=wear)
-        return Candidate(plan, step_s, wear=wear, room_gb=room_gb)
+        return Candidate(plan, step_s, wear=wear, room_gb=room_gb, looks_s=looks_s)
 
     def _posed(self, plan: Plan) -> tuple[ScheduleColumns, Machine]:
         if self.draws_all:

@@ -11,6 +11,8 @@ remains possible. This is the banker's algorithm with the list order as the safe
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from tierplan.hwmodels.machine import Machine
@@ -27,7 +29,6 @@ def refine_columns(
     columns: ScheduleColumns,
     machine: Machine,
     *,
-    graph: GraphColumns | None = None,
     prices: Prices | None = None,
     overtakes: bool = False,
 ) -> ScheduleColumns:
@@ -35,24 +36,35 @@ def refine_columns(
 
     The first order takes each op to be alone. A simulation of it shows how much ops slow each other down, and they are
     put in order once more. What does not fit keeps its first order: simulating it says where.
-    `graph` and `prices` are those of `columns`, if they are at hand.
+    `prices` are those of `columns`, if they are at hand.
     """
+    *_, (refined, _) = refinements(columns, machine, graph_columns(columns), prices, overtakes=overtakes)
+    return refined
+
+
+def refinements(
+    columns: ScheduleColumns, machine: Machine, graph: GraphColumns, prices: Prices | None = None, *, overtakes: bool
+) -> Iterator[tuple[ScheduleColumns, float]]:
+    """The first order of `refine_columns` and then the second, if there is one; with each the seconds that the step
+    takes by itself, as long as all is as this order assumes."""
     prices = prices or prices_on(columns, machine)
-    columns = order_by_readiness(columns, prices.alone_s[prices.op_price], graph, overtakes=overtakes)
+    columns, end_s = order_by_readiness(columns, prices.alone_s[prices.op_price], graph, overtakes=overtakes)
+    yield columns, end_s
     if not machine.shared_limits:
-        return columns
+        return
     graph = graph_columns(columns)
     try:
         execution = run(columns, graph, prices._replace(op_price=columns.op_work))
     except OutOfMemory:
-        return columns
-    return order_by_readiness(columns, (execution.end_ns - execution.start_ns) / 1e9, graph, overtakes=overtakes)
+        return
+    yield order_by_readiness(columns, (execution.end_ns - execution.start_ns) / 1e9, graph, overtakes=overtakes)
 
 
 def order_by_readiness(
     columns: ScheduleColumns, seconds: Float64, graph: GraphColumns | None = None, *, overtakes: bool = False
-) -> ScheduleColumns:
-    """The same ops, listed in the order of their starts when memory goes to any ready op; op i takes `seconds[i]`.
+) -> tuple[ScheduleColumns, float]:
+    """The same ops, listed in the order of their starts when memory goes to any ready op; op i takes `seconds[i]`. And
+    when the last one ends.
 
     With `overtakes`, links to the host, drives and the host's cores also take the first of their ops that is ready, so
     that none waits behind one whose inputs are late.
@@ -63,5 +75,5 @@ def order_by_readiness(
     graph = graph or graph_columns(columns)
     streams = (parse_stream(columns.works[columns.op_work[i]].stream) for i in graph.first_on_stream)
     able = [overtakes and (s.is_host_link or s.is_drive or s.tier == HOST) for s in streams]
-    order = ready_order(graph, seconds, np.array(able))
-    return columns.reordered(order) if len(order) else columns
+    order, end_s = ready_order(graph, seconds, np.array(able))
+    return (columns.reordered(order) if len(order) else columns), end_s

@@ -12,6 +12,9 @@ from tierplan.sim.columns import Bool, Float64, Int32, Int64
 from tierplan.sim.compiled.compiler import compiled
 from tierplan.sim.compiled.graph_columns import GraphColumns
 
+MUCH_BYTES = np.int64(1 << 62)
+"""More than any tier has."""
+
 
 @compiled
 def _slack(graph: GraphColumns) -> Int64:
@@ -43,14 +46,30 @@ def least_free(graph: GraphColumns) -> Int64:
 
 
 @compiled
-def ready_order(graph: GraphColumns, seconds: Float64, overtakes: Bool) -> Int32:
-    """Ops in order of start, when op i takes `seconds[i]`; none where not even one op at a time fits into memory.
+def _least(part_bytes: Int64) -> np.int64:
+    """The least of some positions, or very much of none. Without a branch in the loop, several are compared at once."""
+    least_bytes = MUCH_BYTES
+    for k in range(len(part_bytes)):
+        least_bytes = min(least_bytes, part_bytes[k])
+    return least_bytes
+
+
+@compiled
+def _raise(part_bytes: Int64, more_bytes: int) -> None:
+    for k in range(len(part_bytes)):
+        part_bytes[k] += more_bytes
+
+
+@compiled
+def ready_order(graph: GraphColumns, seconds: Float64, overtakes: Bool) -> tuple[Int32, float]:
+    """Ops in order of start, when op i takes `seconds[i]`, and when the last one ends; none where not even one op at a
+    time fits into memory.
 
     `overtakes` is by stream.
     """
     slack = _slack(graph)
     if slack.size > 0 and slack.min() < 0:
-        return np.empty(0, np.int32)
+        return np.empty(0, np.int32), np.inf
     # Taken apart here: numba counts references whenever a field is taken.
     stream, next_on_stream = graph.stream, graph.next_on_stream
     follower_begins, follower = graph.followers
@@ -104,8 +123,7 @@ def ready_order(graph: GraphColumns, seconds: Float64, overtakes: Bool) -> Int32
                 fits = fits and not is_blocked[tier]
                 if fits and can_be_short[tier]:
                     fits = used_bytes[tier] + request_bytes[r] <= capacity_bytes[tier]
-                    for k in range(frontier, i):
-                        fits = fits and slack[tier, k] >= request_bytes[r]
+                    fits = fits and _least(slack[tier, frontier:i]) >= request_bytes[r]
             if not fits:
                 is_short = True
                 for r in range(requests[i], requests[i + 1]):
@@ -116,8 +134,7 @@ def ready_order(graph: GraphColumns, seconds: Float64, overtakes: Bool) -> Int32
                 tier = request_tier[r]
                 used_bytes[tier] += request_bytes[r]
                 if can_be_short[tier]:
-                    for k in range(frontier, i):
-                        slack[tier, k] -= request_bytes[r]
+                    _raise(slack[tier, frontier:i], -request_bytes[r])
             s = stream[i]
             is_started[i], is_idle[s], following[s] = True, False, next_on_stream[i]
             num_ready[s] -= 1
@@ -150,8 +167,7 @@ def ready_order(graph: GraphColumns, seconds: Float64, overtakes: Bool) -> Int32
                 tier = buffer_tier[b]
                 used_bytes[tier] -= held_bytes[b]
                 if can_be_short[tier]:
-                    for at in range(frontier, freed_at[b] + 1):
-                        slack[tier, at] += held_bytes[b]
+                    _raise(slack[tier, frontier : freed_at[b] + 1], held_bytes[b])
         for k in range(follower_begins[i], follower_begins[i + 1]):
             j = follower[k]
             waiting_for[j] -= 1
@@ -161,7 +177,7 @@ def ready_order(graph: GraphColumns, seconds: Float64, overtakes: Bool) -> Int32
                     following[s] = j
                 num_ready[s] += 1
         is_idle[stream[i]] = True
-    return order
+    return order, now_s
 
 
 @compiled

@@ -55,7 +55,7 @@ def descend(
                 changed = move(best.plan)
                 if changed is None or changed == best.plan:
                     continue
-                tried = simulate_plan(changed)
+                tried = simulate_plan(changed, best)
                 if tried.step_s is not None and best.step_s is not None and tried.step_s < best.step_s * BETTER:
                     best = tried
                 yield best

@@ -150,7 +150,7 @@ class Patterns:
         actions = Counter(with_those_of(UnitPlan(), choice, ACTIVATIONS) for choice in self.choices)
         self.actions = [found for found, _ in actions.most_common(MOST_ACTIONS if is_one_kind else 0)]
         self.pattern = self._evened()
-        self.best = self._tried(self.pattern)
+        self.best: Candidate[UnitwisePlan] = simulate_plan(self.pattern.made_of(plan, self.blocks))
 
     def descend(self, goal_s: float = 0.0) -> Iterator[Candidate[UnitwisePlan]]:
         """After each plan that is tried the best so far, until a step of `goal_s`, or many in a row have not helped.
@@ -212,7 +212,7 @@ class Patterns:
         return None
 
     def _tried(self, pattern: Pattern) -> Candidate[UnitwisePlan]:
-        return self.simulate_plan(pattern.made_of(self.plan, self.blocks))
+        return self.simulate_plan(pattern.made_of(self.plan, self.blocks), self.best)
 
     def _evened(self) -> Pattern:
         """As many units of each placement as the plan has, evenly spread."""

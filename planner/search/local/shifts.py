@@ -330,7 +330,7 @@ class _Descent:
         moves = [move for family in GENERAL_FAMILIES for move in family(self.problem, best.plan)]
         for move in [self.rng.choice(moves)] if only_one else moves:
             if (changed := move(best.plan)) is not None:
-                for better in self._with_filled(best, self.simulate_plan(changed)):
+                for better in self._with_filled(best, self.simulate_plan(changed, best)):
                     yield better
                 best = better
 
@@ -338,7 +338,7 @@ class _Descent:
         """One exchange between units that are alike."""
         changed = exchanged(best.plan, self.rng.choice(self.alike), self.rng)
         if changed is not None:
-            yield from self._with_filled(best, self.simulate_plan(changed))
+            yield from self._with_filled(best, self.simulate_plan(changed, best))
 
     def _of_some(self, best: Candidate[UnitwisePlan]) -> Iterator[Candidate[UnitwisePlan]]:
         """One shift of some units, and as long as it helps of more."""
@@ -375,7 +375,7 @@ class _Descent:
         made, room_gb = applied(best.plan, shift, units), self._room_gb(best, shift, units)
         short = [kind for kind, gb in room_gb.items() if gb < -MISJUDGED * self.capacity_gb[kind]]
         if not short:
-            tried = self.simulate_plan(made)
+            tried = self.simulate_plan(made, best)
             yield from self._with_filled(best, tried)
             if tried.fits or not tried.short_tier:
                 return
@@ -393,7 +393,7 @@ class _Descent:
                 if gb < 0
             ):
                 continue
-            tried = self.simulate_plan(applied(made, relief, able[:num]))
+            tried = self.simulate_plan(applied(made, relief, able[:num]), best)
             relieved = best
             for relieved in self._with_filled(best, tried):
                 yield relieved
@@ -416,7 +416,7 @@ class _Descent:
             filled = with_more_in_host(tried.plan, self.problem, part * room_gb)
             if filled is None:
                 return
-            after = self.simulate_plan(filled)
+            after = self.simulate_plan(filled, best)
             better = self._better(best, after)
             yield better
             if better is not best:

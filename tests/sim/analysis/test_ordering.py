@@ -51,7 +51,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 def by_readiness(schedule: Schedule, costs: Mapping[str, Cost], *, overtakes: bool = False) -> Schedule:
     seconds = np.array([costs[op.key].alone_s for op in schedule.ops])
-    return order_by_readiness(columns_of(schedule), seconds, overtakes=overtakes).schedule()
+    return order_by_readiness(columns_of(schedule), seconds, overtakes=overtakes)[0].schedule()
 
 
 def completes_one_by_one(schedule: Schedule) -> bool:
@@ -202,7 +202,7 @@ def test_what_others_slow_down_is_listed_later() -> None:
     machine = toy_machine(shared=True)
     tiers = tuple(Tier(name=t.name, capacity_bytes=t.capacity_bytes) for t in machine.tiers)
     columns = columns_of(validate(Schedule(name="s", tiers=tiers, buffers=buffers, ops=ops)))
-    alone = order_by_readiness(columns, np.array([6.0, 3.0, 4.0, 1.0, 1.0]))
+    alone, _ = order_by_readiness(columns, np.array([6.0, 3.0, 4.0, 1.0, 1.0]))
     for listed, begin_s in ((alone, 5), (refine_columns(columns, machine), 4)):
         trace = simulate_on(listed.schedule(), machine)
         assert trace.by_key()["read"].end_ns == 5_000_000_000
