@@ -101,7 +101,7 @@ def ready_order(graph: GraphColumns, seconds: Float64, overtakes: Bool) -> tuple
                 following[s] = i
             num_ready[s] += 1
     running, num_running = np.empty(num_streams, np.int32), 0
-    until_s, now_s = np.empty(num_ops), 0.0
+    until_s, now_s, end_s = np.empty(num_ops), 0.0, 0.0
     while num_started < num_ops:
         # All that is ready and fits starts, in list order; what does not fit keeps its tiers from those behind it.
         is_blocked[:] = False
@@ -143,6 +143,7 @@ def ready_order(graph: GraphColumns, seconds: Float64, overtakes: Bool) -> tuple
             order[num_started] = i
             num_started += 1
             until_s[i] = now_s + seconds[i]
+            end_s = max(end_s, until_s[i])
             running[num_running] = i
             num_running += 1
             while frontier < num_ops and is_started[frontier]:
@@ -177,7 +178,7 @@ def ready_order(graph: GraphColumns, seconds: Float64, overtakes: Bool) -> tuple
                     following[s] = j
                 num_ready[s] += 1
         is_idle[stream[i]] = True
-    return order, now_s
+    return order, end_s
 
 
 @compiled

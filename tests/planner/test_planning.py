@@ -415,9 +415,9 @@ def test_more_work_begins_with_all_that_less_work_does(monkeypatch: pytest.Monke
     tried: list[list[object]] = []
     simulate = PlanSimulator._simulate
 
-    def listed(self: PlanSimulator, made: UnitwisePlan) -> object:
+    def listed(self: PlanSimulator, made: UnitwisePlan, *beside: Candidate[UnitwisePlan]) -> object:
         tried[-1].append(made)
-        return simulate(self, made)
+        return simulate(self, made, *beside)
 
     monkeypatch.setattr(PlanSimulator, "_simulate", listed)
     monkeypatch.setattr(loop.Search, "_spares_drives", lambda search, best: best)  # after the search, whatever it found

@@ -83,6 +83,8 @@ def test_the_order_is_safe_and_keeps_each_stream(schedule: Schedule, seconds: li
         assert ordered == schedule
         return
     assert {s.key for s in simulate(ordered, costs).spans} == {op.key for op in schedule.ops}  # and does not raise
+    _, end_s = order_by_readiness(columns_of(schedule), np.array([costs[op.key].alone_s for op in schedule.ops]))
+    assert simulate(ordered, costs).duration_ns <= end_s * 1e9, "executed by the rules, no op is later"
 
 
 @settings(max_examples=150, deadline=None)
@@ -103,7 +105,8 @@ def test_with_room_to_spare_it_is_as_fast_as_unlimited_memory(schedule: Schedule
         ),
         ops=wide.ops,
     )
-    assert simulate(by_readiness(wide, costs), costs).duration_ns == simulate(free, costs).duration_ns
+    ordered, end_s = order_by_readiness(columns_of(wide), np.array([costs[op.key].alone_s for op in wide.ops]))
+    assert simulate(ordered.schedule(), costs).duration_ns == simulate(free, costs).duration_ns == end_s * 1e9
 
 
 @settings(max_examples=400, deadline=None)
