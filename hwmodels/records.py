@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache, reduce
 from math import inf
+from numbers import Integral, Real
 from operator import or_
 from pathlib import Path
 from types import UnionType
@@ -133,13 +134,31 @@ def schema_of(kind: type[object], *, format: str, version: int) -> dict[str, Any
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
-def check_record(record: object, error: type[ValueError], whose: str = "") -> None:
-    """Raises `error` unless each field of a dataclass is of its type; those that are dataclasses check themselves."""
+def check_record(record: object, error: type[ValueError], whose: str = "", *, depth: int = 1) -> None:
+    """Raises `error` unless each field of a dataclass is of its type; those that are dataclasses check themselves.
+
+    With a `depth` of -1 they are looked at too, and whatever numpy calls a number is one.
+    """
     kind: Any = type(record)
     try:
-        msgspec.convert(record, _strict(kind, True, 1), from_attributes=True)
+        msgspec.convert(record, _strict(kind, True, depth), from_attributes=True)
+        return
     except msgspec.ValidationError as wrong:
-        raise error(whose + _explained(str(wrong), record, kind, "")) from None
+        if depth > 0:
+            raise error(whose + _explained(str(wrong), record, kind, "")) from None
+    try:
+        decode(kind, msgspec.to_builtins(record, enc_hook=plain))
+    except (RecordError, TypeError) as wrong:
+        raise error(f"{whose}{wrong}") from None
+
+
+def plain(value: object) -> object:
+    """A mapping, or a number of numpy, as JSON has it. Raises `TypeError` for what JSON has not."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Integral | Real):
+        return int(value) if isinstance(value, Integral) else float(value)
+    raise TypeError(f"{shown(value)} is of type {type(value).__name__}")
 
 
 @cache
@@ -183,7 +202,8 @@ WORDS = {
 
 def _explained(message: str, data: Any, kind: Any, where: str) -> str:
     """What msgspec says, with the record's name, the value that stands there, and the rule."""
-    text, _, path = message.partition(" - at `$")
+    text, _, path = message.partition(" - at `")
+    of_key, _, path = path.partition("$")
     path, inside, _ = path.partition("[...]")
     for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
         kind = _without_none(kind)
@@ -213,7 +233,8 @@ def _explained(message: str, data: Any, kind: Any, where: str) -> str:
         rule = " or ".join(WORDS.get(word, word) for word in match[1].split(" | ")) + match[2]
     else:
         return f"{where}: {text}"  # the class itself refused it
-    return f"{where} is {shown(data)}; {'its values' if inside else 'it'} must be {rule}"
+    what = "its keys" if of_key else "its values" if inside else "it"
+    return f"{where} is {shown(data)}; {what} must be {rule}"
 
 
 def _without_none(kind: Any) -> Any:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import msgspec
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.records import shown
+from tierplan.hwmodels.records import plain
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Workload
 
@@ -63,10 +63,3 @@ def changed_text(path: object) -> str:
         f"{path} is not as it was written: its ops, its plan or its figures were changed afterwards; plan again, with "
         "other options where another plan is wanted"
     )
-
-
-def plain(value: object) -> object:
-    """For `json`: a mapping as it writes one. Raises `TypeError` for what JSON has not."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"{shown(value)} is of type {type(value).__name__}")

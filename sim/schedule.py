@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 from tierplan.hwmodels.machine import Rounding, Size, held_bytes
 from tierplan.hwmodels.names import on_devices
-from tierplan.hwmodels.records import Amount, Whole
+from tierplan.hwmodels.records import Amount, Whole, check_record
 from tierplan.sim.step import StepSpec
 
 MOST_BYTES = 1 << 60
@@ -129,22 +129,18 @@ class Schedule:
 def validate(schedule: Schedule) -> Schedule:
     """The schedule itself, if it obeys the language; otherwise `ScheduleError` naming the op or buffer.
 
-    Checks names and references, one writer per buffer, list order (a buffer's writer comes before its readers, `after`
-    points backwards, a reused buffer's other readers come before), sizes, and that what is declared to outlive the
-    step is consistent. Whether memory suffices is the engine's question, not this function's.
+    Checks the types of all fields, names and references, one writer per buffer, list order (a buffer's writer comes
+    before its readers, `after` points backwards, a reused buffer's other readers come before), sizes, and that what is
+    declared to outlive the step is consistent. Whether memory suffices is the engine's question, not this function's.
     """
+    check_record(schedule, ScheduleError, f"schedule {schedule.name!r}: ", depth=-1)
     tiers = _unique("tier", (t.name for t in schedule.tiers))
     _unique("buffer", (b.name for b in schedule.buffers))
     _unique("op", (op.key for op in schedule.ops))
     buffers = schedule.buffers_by_name()
-    for t in schedule.tiers:
-        if t.capacity_bytes < 0:
-            raise ScheduleError(f"tier {t.name!r} has a capacity of {t.capacity_bytes} bytes; it must be 0 or more")
     for b in schedule.buffers:
         if b.tier not in tiers:
             raise ScheduleError(f"buffer {b.name!r} is in tier {b.tier!r}, which is not declared; have {sorted(tiers)}")
-        if b.size_bytes < 0:
-            raise ScheduleError(f"buffer {b.name!r} has {b.size_bytes} bytes; a size must be 0 or more")
         if b.size_bytes > MOST_BYTES:
             raise ScheduleError(
                 f"buffer {b.name!r} has {b.size_bytes:,} bytes; more than {MOST_BYTES:,} are not counted: make the "
@@ -175,9 +171,10 @@ def _check_next_devices(schedule: Schedule, tiers: set[str]) -> None:
 
 def _unique(what: str, names: Iterable[str]) -> set[str]:
     seen: set[str] = set()
+    an = "an" if what == "op" else "a"
     for name in names:
         if not name:
-            raise ScheduleError(f"a {what} has an empty name; every {what} needs one")
+            raise ScheduleError(f"{an} {what} has an empty name; every {what} needs one")
         if name in seen:
             raise ScheduleError(f"{what} {name!r} is declared twice; names are unique")
         seen.add(name)

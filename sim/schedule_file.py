@@ -11,8 +11,7 @@ import os
 from dataclasses import asdict, fields
 from typing import Any
 
-from tierplan.hwmodels.records import load_record, schema_of
-from tierplan.sim.digest import plain
+from tierplan.hwmodels.records import load_record, parse_json, plain, schema_of
 from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier, validate
 from tierplan.sim.trace import write_atomically
 
@@ -27,26 +26,27 @@ class ScheduleFileError(ScheduleError):
 def save_schedule(schedule: Schedule, path: str | os.PathLike[str]) -> None:
     """Writes the schedule, one record per line, replacing the file in one step.
 
-    Raises `ScheduleError` when the schedule breaks the language, and `ScheduleFileError` when `meta` is not JSON.
+    Raises `ScheduleError` when the schedule breaks the language, and `ScheduleFileError` when it is not JSON.
     """
     validate(schedule)
     try:
-        meta = _dump(dict(schedule.meta))
+        lines = [
+            f'{{"format":{_dump(FORMAT)},"version":{VERSION},"name":{_dump(schedule.name)},',
+            f'"next_devices":{_dump(schedule.next_devices)},',
+            f'"step":{_dump(None if schedule.step is None else asdict(schedule.step))},',
+            f'"meta":{_dump(dict(schedule.meta))},',
+            f'"tiers":[\n{_lines(schedule.tiers)}],',
+            f'"buffers":[\n{_lines(schedule.buffers)}],',
+            f'"ops":[\n{_lines(schedule.ops)}]}}\n',
+        ]
+        text = "\n".join(lines).encode()
+        parse_json(text)  # keys of `meta` that are one in JSON
     except (TypeError, ValueError) as error:
         raise ScheduleFileError(
-            f"schedule {schedule.name!r} cannot be written: meta holds something that JSON has not ({error}); "
-            "use text, finite numbers, true, false, null, lists and objects with text keys"
+            f"schedule {schedule.name!r} cannot be written: it holds something that JSON has not ({error}); use text, "
+            "finite numbers, true, false, null, lists and objects with text keys"
         ) from error
-    lines = [
-        f'{{"format":{_dump(FORMAT)},"version":{VERSION},"name":{_dump(schedule.name)},',
-        f'"next_devices":{_dump(schedule.next_devices)},',
-        f'"step":{_dump(None if schedule.step is None else asdict(schedule.step))},',
-        f'"meta":{meta},',
-        f'"tiers":[\n{_lines(schedule.tiers)}],',
-        f'"buffers":[\n{_lines(schedule.buffers)}],',
-        f'"ops":[\n{_lines(schedule.ops)}]}}\n',
-    ]
-    write_atomically(path, "\n".join(lines))
+    write_atomically(path, text)
 
 
 def load_schedule(path: str | os.PathLike[str]) -> Schedule:

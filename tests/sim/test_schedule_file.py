@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
@@ -13,7 +16,7 @@ from tests.sim.random_schedules import schedules, turning_schedules
 from tests.toys import toy_machine, toy_workload, uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
-from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier
+from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier, validate
 from tierplan.sim.schedule_file import ScheduleFileError, json_schema, load_schedule, save_schedule
 from tierplan.sim.step import SavedTensorSpec, StepSpec, UnitSpec
 from tierplan.sim.workloads.workload import Training
@@ -176,9 +179,41 @@ def test_a_file_that_breaks_the_language_is_refused(tmp_path: Path) -> None:
         load_schedule(path)
 
 
-def test_meta_that_json_cannot_say_is_refused(tmp_path: Path) -> None:
-    for value in (object(), float("nan")):
-        schedule = Schedule(name="x", tiers=(), buffers=(), ops=(), meta={"what": value})
-        with pytest.raises(ScheduleFileError, match="meta holds something that JSON has not"):
-            save_schedule(schedule, tmp_path / "x.json")
+@pytest.mark.parametrize(("where", "position", "field", "value", "message"), REFUSED[1:])
+def test_what_a_file_may_not_say_an_object_may_not_either(
+    tmp_path: Path, where: str, position: int, field: str, value: object, message: str
+) -> None:
+    items = list(getattr(SMALL, where))
+    items[position] = replace(items[position], **{field: value})
+    with pytest.raises(ScheduleError, match=message):
+        validate(wrong := replace(SMALL, **{where: tuple(items)}))
+    with pytest.raises(ScheduleError, match=message):
+        save_schedule(wrong, tmp_path / "wrong.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_sizes_that_are_not_whole_are_refused() -> None:
+    for size in (200.5, 200.0, True):
+        wrong = replace(SMALL, buffers=tuple(replace(b, size_bytes=size) for b in SMALL.buffers))  # type: ignore[arg-type]
+        with pytest.raises(ScheduleError, match=rf"\('w'\): size_bytes is {size}; it must be a whole number"):
+            validate(wrong)
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
+    tiers = (Tier(name="gpu0", capacity_bytes=np.int64(10)),)  # type: ignore[arg-type]
+    ops = (replace(SMALL.ops[0], work={"s": np.float64(0.1), "bytes": np.int64(3)}), SMALL.ops[1])  # type: ignore[dict-item]
+    save_schedule(replace(SMALL, tiers=tiers, ops=ops), tmp_path / "numpy.json")
+    ops = (replace(SMALL.ops[0], work={"s": 0.1, "bytes": 3}), SMALL.ops[1])
+    assert load_schedule(tmp_path / "numpy.json") == replace(SMALL, ops=ops)
+
+
+def test_what_json_cannot_say_is_refused(tmp_path: Path) -> None:
+    empty = Schedule(name="x", tiers=(), buffers=(), ops=())
+    endless = StepSpec(training=Training(max_grad_norm=math.inf), semantics="exact-clip", units=())
+    metas: list[object] = [object(), math.nan, "\ud800", {1: 2, "1": 3}]
+    for wrong in [replace(empty, meta={"what": value}) for value in metas] + [replace(empty, step=endless)]:
+        with pytest.raises(ScheduleFileError, match="it holds something that JSON has not"):
+            save_schedule(wrong, tmp_path / "x.json")
+    with pytest.raises(ScheduleError, match=r"meta is \{1: 2\}; its keys must be text"):
+        save_schedule(replace(empty, meta={1: 2}), tmp_path / "x.json")  # type: ignore[dict-item]
     assert not list(tmp_path.iterdir())
