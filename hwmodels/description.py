@@ -291,10 +291,12 @@ def _value(key: Key, value: object, what: str) -> float | str | Points:
 
 PLAUSIBLE: Mapping[str, tuple[float, str, float]] = {
     "flops/s": (1e7, "TFLOP/s", 1e17), "bytes/s": (1e6, "GB/s", 1e14), "parameters/s": (1e5, "G/s", 1e14),
-    "bytes": (2**16, "GiB", 1e18), "W": (1.0, "kW", inf), "s": (0.0, "", 0.5), "nvme.endurance": (1e12, "TB", 1e18),
+    "bytes": (2**16, "GiB", 1e18), "W": (1.0, "kW", inf), "s": (0.0, "", 0.05), "nvme.endurance": (1e12, "TB", 1e18),
 }  # fmt: skip
 """By key or unit: what no part is below, the unit that was probably meant, and what nothing is above where its key does
 not say. Busy processors measure 5e8 flops/s."""
+LIKELY_S = 1e-3
+"""No latency that a unit was left out of is meant to be longer."""
 DRIVES_SAY_MB = ("nvme.read", "nvme.write")
 """Data sheets of drives give these in MB/s."""
 
@@ -312,7 +314,10 @@ def _plausible(amount: float, value: object, key: Key, what: str) -> float:
         hint = f'did you mean "{number} {meant}"?' if is_meant else "which is less than anything has; check its unit"
         raise MachineError(f"{what} is {value!r}, {format_amount(amount, key.unit)}{'; ' if is_meant else ', '}{hint}")
     if amount > (key.most if key.most < inf else most):
-        shown = f"{value!r}, {format_amount(amount, key.unit)}, which nothing reaches; check its unit"
+        shown = f"{value!r}, {format_amount(amount, key.unit)}, which nothing reaches; "
+        less = [f"{leading_number(str(value))} {unit}" for unit in ("ms", "us")] if key.unit == "s" else []
+        likely = (text for text in less if parse_amount(text, "s", what=what) <= LIKELY_S)
+        shown += f'did you mean "{text}"?' if (text := next(likely, "")) else "check its unit"
         if key.unit == "number":
             shown = f"{value}; it is at most {key.most:g} ({key.meaning})"
         elif key.unit == "count":
