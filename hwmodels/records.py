@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache, reduce
@@ -31,10 +32,12 @@ import msgspec
 
 Whole = Annotated[int, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
-Amount = Annotated[int, msgspec.Meta(ge=0)] | Annotated[float, msgspec.Meta(ge=0)]
+LARGEST = sys.float_info.max
+"""What is finite is not above that."""
+NotNegative = Annotated[float, msgspec.Meta(ge=0, le=LARGEST)]
+Positive = Annotated[float, msgspec.Meta(gt=0, le=LARGEST)]
+Amount = Annotated[int, msgspec.Meta(ge=0)] | NotNegative
 """A number of 0 or more, which stays whole where it is written so."""
-NotNegative = Annotated[float, msgspec.Meta(ge=0)]
-Positive = Annotated[float, msgspec.Meta(gt=0)]
 T = TypeVar("T")
 
 
@@ -233,11 +236,13 @@ def _explained(message: str, data: Any, kind: Any, where: str) -> str:
         rule = " or ".join(WORDS.get(word, word) for word in match[1].split(" | ")) + match[2]
     else:
         return f"{where}: {text}"  # the class itself refused it
+    rule = rule.replace(f"<= {LARGEST}", "that is finite")
     what = "its keys" if of_key else "its values" if inside else "it"
     return f"{where} is {shown(data)}; {what} must be {rule}"
 
 
 def _without_none(kind: Any) -> Any:
+    kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
     others = [x for x in get_args(kind) if x is not type(None)] if get_origin(kind) in (Union, UnionType) else []
     return others[0] if len(others) == 1 else kind
 

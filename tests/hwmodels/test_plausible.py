@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from tests.hwmodels.test_description import PLAIN, machine_of
 from tierplan.hwmodels import MachineError, load_description, load_machine
 from tierplan.hwmodels.description import KEYS
 
@@ -76,3 +77,21 @@ def test_money_and_watts_have_no_exponents(setting: str, shown: str) -> None:
     quantity = load_description("desktop-4090", [setting]).quantity(name)
     assert quantity is not None
     assert quantity.text(KEYS[name]) == shown
+
+
+@pytest.mark.parametrize("number", ["inf", "nan"])
+@pytest.mark.parametrize(
+    ("entry", "name"),
+    [
+        (
+            '[[limit]]\nname = "a"\nlimit = 1.0\ntakes = { "host.adam" = X }',
+            r"limit\[0\] \('a'\): takes\['host.adam'\]",
+        ),
+        ('[[limit]]\nname = "a"\nlimit = X\ntakes = { "host.adam" = 1.0 }', r"limit\[0\] \('a'\): limit"),
+        ('[[limit]]\nname = "a"\nlimit = 1.0\nspread = X\ntakes = { "host.adam" = 1.0 }', r"\('a'\): spread"),
+        ('[shares]\n"nvme.read" = X', r"shares\['nvme.read'\]"),
+    ],
+)
+def test_amounts_are_finite(entry: str, name: str, number: str) -> None:
+    with pytest.raises(MachineError, match=rf"x.toml: .*{name} is {number}; it must be a number"):
+        machine_of(PLAIN + entry.replace("X", number))
