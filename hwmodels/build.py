@@ -404,6 +404,11 @@ def _switches(draft: _Draft, num_gpus: int) -> None:
                 raise MachineError(f"{member!r} is in switch {home[member]!r} and in {switch.name!r}; a device has one")
             if member not in (NVME, *switches) and device_index(member) is None:
                 raise MachineError(f"switch {switch.name!r} has member {member!r}; use gpu0, gpu1, ..., nvme, a switch")
+            if (device_index(member) or 0) >= num_gpus:
+                raise MachineError(
+                    f"switch {switch.name!r} of machine {draft.name!r} has member {member!r}, but gpu.count is "
+                    f"{num_gpus}: its GPUs are gpu0 to gpu{num_gpus - 1}; take it out of members, or set gpu.count"
+                )
             home[member] = switch.name
     peers = range(num_gpus if _uses_pcie(draft) else 0)
     pairs = [(i, j) for i in peers for j in peers if p2p(i, j) in draft.streams]

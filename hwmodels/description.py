@@ -22,6 +22,7 @@ import msgspec
 import tomli_w
 
 from tierplan.hwmodels.machine import MachineError
+from tierplan.hwmodels.names import device_index
 from tierplan.hwmodels.records import Amount, RecordError, decode
 from tierplan.hwmodels.units import Unit, format_amount, leading_number, parse_amount
 
@@ -349,7 +350,19 @@ def override(description: Description, settings: Sequence[str]) -> Description:
             raise MachineError(
                 f"{name} in --set changes nothing: the file of {description.name!r} has {direct}; set that one"
             )
-    return replace(description, values=values | given)
+    switches = description.switches
+    if (count := given.get("gpu.count")) is not None:
+        switches = within(switches, int(float(count.value)))  # type: ignore[arg-type]
+    return replace(description, values=values | given, switches=switches)
+
+
+def within(switches: tuple[Switch, ...], num_gpus: int) -> tuple[Switch, ...]:
+    """The switches of a machine of fewer GPUs: without those beyond, and without switches that have nothing behind."""
+    gone = {m for switch in switches for m in switch.members if (device_index(m) or 0) >= num_gpus}
+    while gone:
+        left = [replace(x, members=tuple(m for m in x.members if m not in gone)) for x in switches]
+        switches, gone = tuple(x for x in left if x.members), {x.name for x in left if not x.members}
+    return switches
 
 
 def pairs_of(settings: Sequence[str]) -> Iterator[tuple[str, str]]:

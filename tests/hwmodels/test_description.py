@@ -229,12 +229,6 @@ def test_a_collective_takes_its_share_of_compute() -> None:
     assert speeds == pytest.approx([0.75, 1.0])
 
 
-def test_fewer_gpus_than_the_switches_name_is_no_error() -> None:
-    machine = machine_of(PLAIN + SWITCHES)
-    assert {s.name for s in machine.streams if "switch.a.up" in s.takes} == {"gpu0.d2h", "nvme.read"}
-    assert "switch.b.up" not in machine.limits
-
-
 def test_a_listed_limit_is_in_fractions_of_full_speed() -> None:
     text = PLAIN + '[[limit]]\nname = "cores"\nlimit = 1.0\ntakes = { "gpu0.compute" = 1.0, "host.adam" = 0.5 }\n'
     machine = machine_of(text)
@@ -444,7 +438,8 @@ def test_whatever_a_source_says_it_is_read_back(source: str, value: float, sprea
 
 
 def test_a_description_with_everything_survives_the_round_trip() -> None:
-    text = PLAIN + SWITCHES + '[[limit]]\nname = "cores"\nlimit = 1.0\ntakes = { "host.adam" = 0.5 }\nspread = 0.1\n'
+    four = PLAIN.replace("[gpu]", "[gpu]\ncount = 4")
+    text = four + SWITCHES + '[[limit]]\nname = "cores"\nlimit = 1.0\ntakes = { "host.adam" = 0.5 }\nspread = 0.1\n'
     text += '[shares]\n"host.adam" = 2.0\n[notes]\ndate = "today"\n'
     description = parse_description(text, where="plain.toml")
     assert parse_description(write_description(description), where="plain.toml") == description

@@ -53,6 +53,7 @@ from tierplan.hwmodels.description import (
     override,
     parse_description,
     read_utf8,
+    within,
     write_description,
 )
 from tierplan.hwmodels.detect import ask_system, propose
@@ -274,7 +275,9 @@ def _detect(args: argparse.Namespace) -> int:
     found = propose(ask_system())
     if args.output:
         base = _with_parts(load_description(found.base), found.values, f"detected, on {found.base}")
-        values, switches = {**base.values, **found.values}, found.switches or base.switches
+        values = {**base.values, **found.values}
+        count = replace(base, values=values).number("gpu.count")
+        switches = within(found.switches or base.switches, int(count or 1))
         whole = replace(base, name=Path(args.output).stem, values=values, switches=switches, part_values={})
         write_atomically(args.output, write_description(whole))
     lines = [
