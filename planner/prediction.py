@@ -53,8 +53,8 @@ class Prediction(Shown):
     machine: str
     plan: Plan | None
     """None where the policy has no plan for this workload and machine."""
-    columns: ScheduleColumns | None = field(default=None, repr=False)
-    """One step of the schedule, as numbers."""
+    columns: ScheduleColumns | None = field(default=None, repr=False, compare=False)
+    """One step of the schedule, as numbers: the plan says which."""
     steady: SteadyState | None = None
     shortage: OutOfMemory | None = None
     """What does not fit, and by how much."""
@@ -74,7 +74,7 @@ class Prediction(Shown):
     """Busy share of a step in steady state, by stream and by shared limit."""
     hardware: Machine | None = field(default=None, repr=False)
     """The machine that `machine` names."""
-    of_first: Callable[[], tuple[ScheduleColumns, Machine]] | None = field(default=None, repr=False)
+    of_first: Callable[[], tuple[ScheduleColumns, Machine]] | None = field(default=None, repr=False, compare=False)
     """One step of the first of several devices that do the same, and its machine; None where they do not."""
     lifetime_s: float | None = None
     """Of the drives, at this rate of writing and their rated endurance; None where nothing is written or rated."""

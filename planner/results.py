@@ -60,8 +60,9 @@ class PlanResult(Shown):
     """Seconds in solvers."""
     total_s: float
     status: Status
-    compared: Mapping[str, Callable[[], PolicyResult]] = field(repr=False)
-    """By name: what a policy would reach; to say why one does not fit takes a while."""
+    compared: Mapping[str, Callable[[], PolicyResult]] = field(repr=False, compare=False)
+    """By name: what a policy would reach; to say why one does not fit takes a while. Not compared: a copy's say
+    the same, and are others."""
     bound_shares: Mapping[str, float]
     """Share of the lower bound that each stream or shared limit explains, largest first."""
     s_per_gb: Mapping[str, float]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import random
 from dataclasses import replace
@@ -486,6 +487,9 @@ def test_what_planning_gives_can_be_sent_to_another_process(num_devices: int) ->
     workload = toy_workload(4)
     result = plan(workload, load_machine("server-8xh100", [f"gpu.count={num_devices}"]), time_limit_s=1)
     again = pickle.loads(pickle.dumps(result))
+    for same in (again, copy.copy(result), copy.deepcopy(result)):
+        assert same == result
+    assert replace(again, lower_bound_s=result.lower_bound_s / 2) != result
     assert again.policies == result.policies
     assert again.rows() == result.rows()
     assert again.prediction.record() == result.prediction.record()
