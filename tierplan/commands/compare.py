@@ -56,14 +56,9 @@ def run(args: argparse.Namespace) -> int:
             measured,
             predicted_step_s=steady.period_s,
             interval_s=machine.basis.interval_s(steady.period_s),
-            warmup_steps=2 if args.warmup is None else args.warmup,
+            warmup_steps=args.warmup,
         )
         comparison = at_slowdown(comparison, schedule, machine, measured)
-    if args.warmup is not None and comparison.warmup_steps < args.warmup:
-        num_steps = len(comparison.measured_steps_s)
-        raise ValueError(
-            f"--warmup is {args.warmup}, but the trace has {num_steps} steps; give {num_steps - 1} or less"
-        )
     causes, advice = causes_in_words(comparison), what_to_do(comparison, machine.basis, measured.meta)
     gpus = f", {len(used)} of its {machine.num_devices} GPUs" if machine.num_devices > 1 else ""
     parts = parts_used(s.stream for s in comparison.streams)

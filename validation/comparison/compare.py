@@ -187,7 +187,7 @@ def compare(
     *,
     predicted_step_s: float | None = None,
     interval_s: tuple[float, float] | None = None,
-    warmup_steps: int = 2,
+    warmup_steps: int | None = None,
     skipped_steps: Collection[int] = (),
 ) -> Comparison:
     """The comparison of two traces of `schedule`, each of one step or several (keys `s<step>/<key>`).
@@ -201,12 +201,13 @@ def compare(
     interval_s
         The predicted 90 % interval of the step time.
     warmup_steps
-        Steps at the beginning of both traces that are left out of every figure, as long as one step remains.
+        Steps at the beginning of both traces that are left out of every figure. If not given, two, as long as one step
+        remains.
     skipped_steps
         Numbers of more measured steps that are left out of every figure: the first after each pause of a run in turns.
 
     Raises `ValueError` when a trace is of another plan than the schedule: its `meta` says so, or it lacks ops of the
-    schedule, or has others. And for steps that it has not, or a time that none takes.
+    schedule, or has others. And for steps that it has not, warm-up that leaves none, or a time that none takes.
     """
     times_s = {"predicted_step_s": (predicted_step_s,), "interval_s": interval_s or ()}
     for name, values in times_s.items():

@@ -14,6 +14,8 @@ from statistics import median
 from tierplan.sim.contents import split_step
 from tierplan.sim.trace import Span, Trace
 
+WARMUP_STEPS = 2
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
@@ -76,13 +78,14 @@ class Steps:
         return {key: float(over_steps(ns)) for key, ns in values.items()}
 
 
-def cut_steps(trace: Trace, warmup_steps: int = 2, skipped_steps: Collection[int] = ()) -> Steps:
+def cut_steps(trace: Trace, warmup_steps: int | None = None, skipped_steps: Collection[int] = ()) -> Steps:
     """The steps of `trace`.
 
-    The first `warmup_steps` are not steady, as long as one step remains. Nor are `skipped_steps`, such as the first
-    step after each pause of a run in turns. Raises `ValueError` for a trace without spans, or without such a step.
+    The first `warmup_steps` are not steady; if not given, those are two, as long as one step remains. Nor are
+    `skipped_steps`, such as the first step after each pause of a run in turns. Raises `ValueError` for a trace without
+    spans, or without such a step.
     """
-    if warmup_steps < 0:
+    if warmup_steps is not None and warmup_steps < 0:
         raise ValueError(f"warmup_steps is {warmup_steps}; give 0 or more")
     if not trace.spans:
         raise ValueError(f"trace {trace.name!r} has no spans; there is nothing to compare")
@@ -102,14 +105,19 @@ def cut_steps(trace: Trace, warmup_steps: int = 2, skipped_steps: Collection[int
         end_ns = max(before, *(s.end_ns for s in spans[step].values()), 0)
         windows_ns[step] = before, end_ns
         before = end_ns
-    skipped = min(warmup_steps, len(order) - 1)
+    skipped = min(WARMUP_STEPS, len(order) - 1) if warmup_steps is None else warmup_steps
+    if skipped >= len(order):
+        raise ValueError(
+            f"{skipped} steps of warm-up leave nothing to compare: trace {trace.name!r} has {len(order)} steps; give "
+            f"{len(order) - 1} or less"
+        )
     steady = tuple(k for k in order[skipped:] if k not in skipped_steps)
     if not steady:
         raise ValueError(f"trace {trace.name!r} has {len(order)} steps, which are all skipped; leave one or more")
     return Steps(spans=spans, windows_ns=windows_ns, steady=steady)
 
 
-def cut_predicted(trace: Trace, warmup_steps: int = 2) -> Steps:
+def cut_predicted(trace: Trace, warmup_steps: int | None = None) -> Steps:
     """As `cut_steps` for a simulated trace, which is short: at most half of its steps are warm-up."""
     num_steps = len({split_step(span.key).step for span in trace.spans})
-    return cut_steps(trace, min(warmup_steps, num_steps // 2))
+    return cut_steps(trace, min(WARMUP_STEPS if warmup_steps is None else warmup_steps, num_steps // 2))

@@ -68,7 +68,9 @@ def test_step_time_is_the_median_after_warm_up() -> None:
     assert steps.steady == (2, 3, 4)
     assert steps.step_s == pytest.approx(100e-9)
     assert steps.typical == 2
-    assert cut_steps(trace, warmup_steps=9).steady == (4,)
+    assert cut_steps(trace).steady == steps.steady
+    one = replace(trace, spans=trace.spans[:1])
+    assert cut_steps(one).steady == (0,), "where nobody says how many, one is left"
 
 
 def test_keys_without_a_step_are_one_step() -> None:
@@ -81,6 +83,7 @@ def test_keys_without_a_step_are_one_step() -> None:
     ("more", "message"),
     [
         ({"warmup_steps": -1}, "warmup_steps is -1; give 0 or more"),
+        ({"warmup_steps": 4}, "4 steps of warm-up leave nothing to compare: trace .* has 4 steps; give 3 or less"),
         ({"skipped_steps": [77]}, r"skipped_steps has 77, but trace .* has steps 0 to 3; give others"),
         ({"predicted_step_s": -1.0}, r"predicted_step_s has -1.0 s; give a finite number of seconds above 0"),
         ({"interval_s": (1.0, math.inf)}, r"interval_s has inf s; give a finite number of seconds above 0"),

@@ -200,7 +200,7 @@ def test_a_schedule_of_another_machine_is_refused(tmp_path: Path, monkeypatch: p
 
 
 def test_more_warm_up_than_steps_is_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match="the trace has 6 steps; give 5 or less"):
+    with pytest.raises(ValueError, match="has 6 steps; give 5 or less"):
         command.run(arguments(str(folder / "plan.json"), str(folder / "run"), "--warmup", "6"))
 
 
