@@ -47,6 +47,8 @@ FAMILIES = (GRADIENTS, (Params,), (States,))
 """What changes in a step, and is followed on its way."""
 OUTLIVE = (Params, Frozen, States, Gradients, CastGradients)
 """What a run has to begin with."""
+MEASURES = "measures"
+"""In `meta` of a schedule that trains nothing, and times what it executes (`runtime.measure.units`)."""
 OLD = ("", -1)
 """In gradients: those of the step before."""
 COMPUTES = ("forward", "recompute", "backward")
@@ -281,9 +283,8 @@ class Way:
                 for m in range(num_batches):
                     if (times := num[kind, unit.name, m]) != 1:
                         yield f"unit {unit.name!r} runs {kind} {times} times with micro-batch {m}; it must run it once"
-            # one without any update trains nothing: it measures (`runtime.measure.units`)
-            if unit.num_parameters and not self.updates[unit.name] and any(self.updates.values()):
-                yield f"unit {unit.name!r} is trained, but no op updates it"
+            if unit.num_parameters and not self.updates[unit.name] and MEASURES not in self.schedule.meta:
+                yield f"unit {unit.name!r} is trained, but no op updates it; each unit that is trained needs an update"
             yield from self._parts_of(unit)
         trained = {Norm(unit.name) for unit in units if unit.num_parameters}
         for op in self._ops("clip"):

@@ -21,6 +21,7 @@ from torch import nn
 
 from tierplan.hwmodels.names import COMPUTE, DEVICE, HOST
 from tierplan.runtime.data.synthetic import random_batches
+from tierplan.runtime.execution.agreement import MEASURES
 from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.tracing.models import build_model
 from tierplan.runtime.tracing.trace import trace_config
@@ -172,7 +173,7 @@ def profiling_schedule(workload: Workload, *, drops: Drops = "nothing") -> Sched
         compute(backward_key(unit.name, 0), "backward", unit, reads, writes)
     step = StepSpec(training=training, semantics="in-backward", units=tuple(specs))
     tiers = (Tier(name=DEVICE, capacity_bytes=HUGE_BYTES), Tier(name=HOST, capacity_bytes=HUGE_BYTES))
-    return validate(builder.schedule(f"profile {workload.name}", tiers, step=step, meta={}))
+    return validate(builder.schedule(f"profile {workload.name}", tiers, step=step, meta={MEASURES: "units"}))
 
 
 def with_times(

@@ -16,6 +16,7 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.plan import GradientsByLink, UnitPlan
 from tierplan.runtime.execution.executable import executable_step
 from tierplan.runtime.execution.placement import TrainingError
+from tierplan.runtime.measure.units import profiling_schedule
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.schedule_file import load_schedule, save_schedule
 
@@ -258,3 +259,11 @@ def test_what_lowering_makes_passes(records: dict[str, str], tmp_path: Path) -> 
     for text in records.values():
         (tmp_path / "plan.json").write_text(text)
         assert executable_step(load_schedule(tmp_path / "plan.json")) is not None
+
+
+def test_only_a_schedule_that_says_so_measures_without_updates() -> None:
+    """Nothing is trained by either; who writes one by hand and forgets the updates does not want that."""
+    measures = profiling_schedule(toy_workload(2))
+    assert executable_step(measures) is not None
+    with pytest.raises(TrainingError, match="unit 'embed' is trained, but no op updates it"):
+        executable_step(replace(measures, meta={}))
