@@ -28,6 +28,7 @@ from tierplan.runtime.autograd.hooks import ModelHooks
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun
 from tierplan.runtime.autograd.nests import outside_storages, shapes_of
 from tierplan.runtime.autograd.units import ModelUnit, split_model
+from tierplan.runtime.checkpoint.commits import DRAWING_ORDER, drawing_order
 from tierplan.runtime.checkpoint.durability import Durability, save_copy
 from tierplan.runtime.data.ahead import AheadBatches, Batch, passed_over, with_own_draws
 from tierplan.runtime.execution.computing import Computing
@@ -288,6 +289,7 @@ class Trainer(AbstractContextManager["Trainer"]):
             "late_updates": sorted(self._step.late_updates),
             "optimizer": asdict(self.optimizer),
             "seed": self.seed,
+            DRAWING_ORDER: None if self.seed is not None or self._stages else drawing_order(self.schedule),
             "divides_loss": self.divides_loss or self._num_micro_batches == 1,
             "num_threads": self._threads,
             "device": self._device_name,

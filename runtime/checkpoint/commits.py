@@ -41,6 +41,7 @@ from tierplan.runtime.memory.store import DamageError, Extent, Store
 from tierplan.runtime.memory.tier_file import RECORD_NAME
 from tierplan.runtime.ranks.alike import differences
 from tierplan.runtime.ranks.group import Ranks
+from tierplan.sim.schedule import Schedule
 
 FORMAT = "tierplan-commit"
 VERSION = 2
@@ -50,9 +51,12 @@ COMMITTED = b"committed"
 
 AT_ONCE = ("in-backward", "exact-clip")
 """Semantics that leave the same state at a step's end. Whether it clips is the training's `max_grad_norm` to say."""
+DRAWING_ORDER = "drawing_order"
 OTHERWISE = {
+    DRAWING_ORDER: "without a seed, random numbers are drawn in the order of the plan's forwards, and this plan has "
+    "another one. Resume with a plan that takes its micro-batches in the old order, or start a new run with a seed",
     "late_updates": "in a commit, gradients of such units wait for their update in the next step. Resume with a plan "
-    "that updates the same units late, such as the one that the run was made with"
+    "that updates the same units late, such as the one that the run was made with",
 }
 """Why other settings are refused than those that change the numbers, and what to do."""
 
@@ -387,10 +391,16 @@ def _checksum(record: Mapping[str, Any]) -> str:
     return xxh3_64_hexdigest(json.dumps(record, sort_keys=True).encode())
 
 
+def drawing_order(schedule: Schedule) -> str:
+    """A digest of the order in which a schedule's forwards draw random numbers, where those have no seed."""
+    order = [(op.unit, op.micro_batch) for op in schedule.ops if op.kind == "forward"]
+    return xxh3_64_hexdigest(repr(order).encode())
+
+
 def check_same_settings(commit: Commit, settings: Mapping[str, Any]) -> None:
     """Raises `CommitError` unless the run to resume has these settings. Older commits do not say that losses
-    are divided."""
-    both = {"divides_loss": True, **commit.settings}, settings
+    are divided, nor in which order random numbers were drawn."""
+    both = {"divides_loss": True, DRAWING_ORDER: settings.get(DRAWING_ORDER), **commit.settings}, settings
     before, now = (json.loads(json.dumps(each, sort_keys=True)) for each in both)
     if before.get("semantics") in AT_ONCE and now.get("semantics") in AT_ONCE:
         now["semantics"] = before["semantics"]

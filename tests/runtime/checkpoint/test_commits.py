@@ -192,6 +192,21 @@ def test_without_a_seed_the_generators_are_committed(tmp_path: Path) -> None:
     assert same(resumed, [p.detach() for p in model.parameters()])
 
 
+def test_without_a_seed_the_order_of_micro_batches_is_kept(tmp_path: Path) -> None:
+    """Another one drew other numbers in silence; with a seed, both orders draw the same."""
+    workload = observed_workload(new_model(), make_batches(1)[0], replace(CPU, gradient_accumulation_steps=2))
+    plan = uniform_plan(workload, CHOICES["nvme"], semantics="in-backward")
+    across, down = (lower(replace(plan, order=order), workload, machine()) for order in ("horizontal", "vertical"))  # type: ignore[arg-type]
+    held = lower(uniform_plan(workload, CHOICES["memory_and_nvme"], semantics="in-backward"), workload, machine())
+    for seed, others in [(None, [held]), (0, [held, down])]:
+        run = tmp_path / str(seed)
+        train_on(run, across, 1, seed=seed)
+        for num_steps, other in enumerate(others, 2):
+            train_on(run, other, num_steps, seed=seed)
+    with pytest.raises(CommitError, match=r"drawing_order = .*; without a seed, random numbers are drawn in the order"):
+        new_trainer(tmp_path / "None", down, resume=True, seed=None)
+
+
 FAULTS: dict[str, Callable[[int], bool]] = {"EIO": lambda n: n == 90, "ENOSPC": lambda n: n == 105}
 
 
