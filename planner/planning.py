@@ -117,9 +117,9 @@ def plan(
         check_name(name)
     if unknown := sorted({*(orders or ())} - {*get_args(Order)}):
         raise PlanError(f"orders has {unknown[0]!r}; choose of {', '.join(get_args(Order))}")
-    refuse_lacking(workload, machine)
     limit: dict[str, Any] = {"time_limit_s": time_limit_s, "by_clock": by_clock}
     started, budget = time.perf_counter(), budget_of(**limit, is_of_several=machine.num_devices > 1)
+    refuse_lacking(workload, machine)
 
     def planned(less: Machine) -> tuple[Workload, PlanResult]:
         return workload, plan(workload, less, like=like, **limit, **asked)

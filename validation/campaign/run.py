@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from tierplan.hwmodels.build import build_machine
 from tierplan.hwmodels.description import write_description
@@ -37,12 +36,13 @@ from tierplan.sim.analysis.steady import SteadyState, steady_state
 from tierplan.sim.output.text import format_count, format_error, format_s
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import write_atomically
-from tierplan.sim.workloads.workload import Training, Workload
+from tierplan.sim.workloads.workload import Workload
 from tierplan.validation.calibration.budgets import capacity_for, peak_bytes, raise_capacities, with_room
 from tierplan.validation.calibration.calibration import interval_half_width
 from tierplan.validation.calibration.dispatch import steady_at
 from tierplan.validation.calibration.session import CalibrationSession, TurnwiseTraining
 from tierplan.validation.campaign.artifact import Artifact
+from tierplan.validation.campaign.checks import check_runs, training_of
 from tierplan.validation.campaign.spec import Campaign, CampaignError, Group, Run
 from tierplan.validation.comparison.compare import compare
 
@@ -78,7 +78,8 @@ class CampaignExecution:
     def run(self) -> list[Artifact]:
         """Executes the runs; returns the artifacts of all that have one, in order.
 
-        Raises `CampaignError` where the campaign is for another device, or no run's name contains `only`.
+        Raises `CampaignError` where the campaign is for another device, no run's name contains `only`, or one asks for
+        what there is not.
         """
         campaign = self.campaign
         if campaign.device == "cuda" and not self.device.startswith("cuda"):
@@ -91,11 +92,13 @@ class CampaignExecution:
                 f"no run of campaign {campaign.name!r} has {self.only!r} in its group/name; `tierplan validate --list` "
                 "names all"
             )
+        asked_of = {g.name: [r for r in g.runs if self.only in f"{g.name}/{r.name}"] for g in campaign.groups}
+        for group in campaign.groups:
+            check_runs(group, asked_of[group.name], self.device)
         paths = {(g.name, r.name): self.out_dir / g.name / f"{r.name}.json" for g in campaign.groups for r in g.runs}
         try:
             for group in campaign.groups:
-                asked = [run for run in group.runs if self.only in f"{group.name}/{run.name}"]
-                if missing := [run for run in asked if not paths[group.name, run.name].exists()]:
+                if missing := [run for run in asked_of[group.name] if not paths[group.name, run.name].exists()]:
                     with ExitStack() as life:
                         session = self._calibrate(group, life)
                         for batch in [missing] if campaign.interleaved else [[run] for run in missing]:
@@ -118,7 +121,10 @@ class CampaignExecution:
             self.scratch, budget_s=self.measure_s, device=self.device, dtypes=(group.dtype,)
         )
         write_atomically(self.out_dir / group.name / "machine.toml", write_description(description))
-        config, training = group.model_config(group.calibration_blocks), _training(group, CALIBRATION_RUN, self.device)
+        config, training = (
+            group.model_config(group.calibration_blocks),
+            training_of(group, CALIBRATION_RUN, self.device),
+        )
         session = CalibrationSession(
             workload=trace_config(group.name, config, training),
             machine=build_machine(description),
@@ -164,7 +170,7 @@ class _RunExecution:
         self, execution: CampaignExecution, group: Group, session: CalibrationSession, run: Run, life: ExitStack
     ) -> None:
         self._campaign, self._checks, self._session = execution.campaign, execution.checks, session
-        config, training = group.model_config(run.blocks), _training(group, run, execution.device)
+        config, training = group.model_config(run.blocks), training_of(group, run, execution.device)
         workload = trace_config(f"{group.name}, {run.blocks} blocks", config, training)
         self._artifact = Artifact(
             campaign=self._campaign.name,
@@ -274,18 +280,6 @@ def predict_run(run: Run, workload: Workload, machine: Machine) -> tuple[Machine
     for tier, level in levels.items():
         budgets[tier] = capacity_for(level, tier, decided, workload, with_capacity(ample, budgets))
     return raise_capacities(decided, workload, with_capacity(machine, budgets))
-
-
-def _training(group: Group, run: Run, device: str) -> Training:
-    settings: dict[str, Any] = {"dtype": group.dtype, "backend": "cuda" if device.startswith("cuda") else "cpu"}
-    return Training(
-        per_device_train_batch_size=group.batch,
-        gradient_accumulation_steps=run.accumulation,
-        sequence_length=group.seq,
-        master_weights=group.dtype != "fp32",
-        max_grad_norm=run.max_grad_norm,
-        **settings,
-    )
 
 
 def _machine_name(device: str) -> str:

@@ -12,10 +12,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
+from math import inf
 from pathlib import Path
 from typing import Literal
 
-from tierplan.hwmodels.records import RecordError, decode
+from tierplan.hwmodels.records import Count, Positive, RecordError, Whole, decode
 
 LEVELS = ("tight", "middle", "roomy")
 
@@ -28,7 +29,7 @@ class CampaignError(ValueError):
 class Run:
     """One configuration of a group."""
 
-    blocks: int
+    blocks: Count
     policy: str
     """A policy's name, or `planner`."""
     device: str = "roomy"
@@ -37,8 +38,8 @@ class Run:
     then given 2 % more than it holds of that."""
     host: str = "roomy"
     """Budget of host memory, in the same words."""
-    accumulation: int = 1
-    max_grad_norm: float | None = None
+    accumulation: Count = 1
+    max_grad_norm: Positive | None = None
     options: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -57,10 +58,10 @@ class Group:
     """The model's `config.json`, without its depth."""
     depth_key: str
     """Name of the depth in `config`: `n_layer`, `num_hidden_layers`."""
-    batch: int
-    seq: int
+    batch: Count
+    seq: Count
     dtype: str = "fp32"
-    calibration_blocks: int = 3
+    calibration_blocks: Count = 3
     """Depth of the calibration model, on which all predictions of this group rest."""
     runs: tuple[Run, ...]
 
@@ -75,11 +76,11 @@ class Campaign:
 
     name: str
     summary: str = ""
-    steps: int = 12
+    steps: Count = 12
     """Optimizer steps of each run."""
-    warmup_steps: int = 2
+    warmup_steps: Whole = 2
     """Steps of the first turn that are not counted; of each later turn, one is not."""
-    turns: int = 3
+    turns: Count = 3
     """Turns in which each run is executed. Before each, the calibration model is trained for a step or a few."""
     interleaved: bool = False
     """The runs of a group take their turns alternately. All their models are then in memory at once."""
@@ -130,6 +131,8 @@ def _checked(campaign: Campaign, where: str) -> Campaign:
     if not campaign.run_names:
         raise CampaignError(f"{where} has no run; give it a [[group]] with [[group.run]] entries")
     for group in campaign.groups:
+        if group.name in ("", ".", "..") or {*group.name} & {*"/\\"}:
+            raise CampaignError(f"{where}: group name {group.name!r} is to be that of a folder; leave out slashes")
         for run in group.runs:
             if run.blocks == group.calibration_blocks:
                 raise CampaignError(
@@ -138,7 +141,12 @@ def _checked(campaign: Campaign, where: str) -> Campaign:
                 )
             if run.policy != "planner" and not {run.device, run.host} <= set(LEVELS):
                 raise CampaignError(f"{where}: run {run.name!r}: device and host are one of {', '.join(LEVELS)}")
-    if campaign.turns < 1 or campaign.steps_by_turn[-1] < 2 or campaign.steps_by_turn[0] <= campaign.warmup_steps:
+            if run.policy == "planner" and not all(map(_is_budget, (run.device, run.host))):
+                raise CampaignError(
+                    f"{where}: run {run.name!r}: device and host of the planner are 'roomy', or a fraction such as "
+                    "'0.5' of what plain training takes"
+                )
+    if campaign.steps_by_turn[-1] < 2 or campaign.steps_by_turn[0] <= campaign.warmup_steps:
         raise CampaignError(
             f"{where}: {campaign.steps} steps in {campaign.turns} turns leave no step to count after "
             f"{campaign.warmup_steps} of warm-up, and one in each later turn; give more steps or fewer turns"
@@ -147,3 +155,10 @@ def _checked(campaign: Campaign, where: str) -> Campaign:
     if count > 1:
         raise CampaignError(f"{where} lists run {name!r} twice")
     return campaign
+
+
+def _is_budget(level: str) -> bool:
+    try:
+        return level == "roomy" or 0 < float(level) < inf
+    except ValueError:
+        return False

@@ -39,7 +39,7 @@ GROUP = Group(
         Run(blocks=3, policy="zero-infinity", device="tight"),
         Run(blocks=3, policy="zero-offload", accumulation=2, max_grad_norm=1.0),
         Run(blocks=3, policy="planner", device="0.7", host="0.7", options={"time_limit_s": 1.0}),
-        Run(blocks=3, policy="no-such-policy"),
+        Run(blocks=3, policy="planner", device="0.01", host="0.01"),
     ),
 )
 CAMPAIGN = Campaign(name="tiny", steps=8, warmup_steps=2, turns=3, groups=(GROUP,))
@@ -90,7 +90,7 @@ def test_every_run_leaves_an_artifact_and_is_not_repeated(
     assert [a.run for a in found] == [r.name for r in GROUP.runs]
     *answered, unanswered = found
     assert all(a.answered for a in answered), [a.why_not for a in answered]
-    assert "no-such-policy" in unanswered.why_not
+    assert "no plan fits" in unanswered.why_not
     for a in answered:
         assert a.bytes_exact
         assert len(a.measured_steps_s) == CAMPAIGN.steps
@@ -139,8 +139,35 @@ def test_only_what_is_asked_is_taken_up(tmp_path: Path, monkeypatch: pytest.Monk
     calibration = SimpleNamespace(timed=lambda workload, machine: workload, on=lambda machine: machine)
     session = SimpleNamespace(machine=guessed_machine(), calibration=calibration)
     monkeypatch.setattr(campaign_run.CampaignExecution, "_calibrate", lambda *of: session)
-    found = executed(CAMPAIGN, tmp_path, only="no-such")
-    assert [a.run for a in found] == ["3-blocks-no-such-policy-roomy-roomy"]
+    found = executed(CAMPAIGN, tmp_path, only="0.01")
+    assert [a.run for a in found] == ["3-blocks-planner-0.01-0.01"]
+
+
+@pytest.mark.parametrize(
+    ("group", "run", "message"),
+    [
+        ({}, {"policy": "zero-ofload"}, "there is no policy 'zero-ofload'; did you mean 'zero-offload'?"),
+        ({}, {"policy": ""}, "there is no policy ''"),
+        ({}, {"options": {"checkpoint": "on"}}, "policy 'zero-offload' has no option 'checkpoint'"),
+        ({}, {"options": {"checkpointing": "maybe"}}, "option 'checkpointing' of policy 'zero-offload' is 'maybe'"),
+        ({}, {"policy": "planner", "options": {"time_limit": 1}}, "unexpected keyword argument 'time_limit'"),
+        ({}, {"policy": "planner", "options": {"time_limit_s": "1"}}, "time_limit_s is '1'; it must be a number"),
+        ({}, {"policy": "planner", "options": {"time_limit_s": -1.0}}, "time_limit_s is -1.0; give a finite number"),
+        ({}, {"policy": "planner", "options": {"policies": ["fuyo"]}}, "there is no policy 'fuyo'"),
+        ({"seq": 33}, {}, "33"),
+        ({"dtype": "int8"}, {}, "dtype is 'int8'"),
+        ({"depth_key": "layers"}, {}, "depth_key 'layers' does not change the model's depth"),
+        ({"config": {"model_type": "gpt3"}}, {}, "gpt3"),
+    ],
+)
+def test_a_mistake_of_the_last_run_is_told_before_the_first_starts(
+    tmp_path: Path, group: dict[str, Any], run: dict[str, Any], message: str
+) -> None:
+    last = replace(GROUP, name="last", **group, runs=(replace(Run(blocks=3, policy="zero-offload"), **run),))
+    campaign = replace(CAMPAIGN, groups=(replace(GROUP, runs=GROUP.runs[:1]), last))
+    with pytest.raises(CampaignError, match=rf"run '3-blocks-.*' of group 'last': .*{message}"):
+        executed(campaign, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_asking_for_no_run_is_an_error(tmp_path: Path) -> None:
