@@ -141,6 +141,29 @@ def test_sentences_and_what_stands_beside_names_are_broken_once_on_a_narrow_term
     assert all(len(line) > 40 for line in lines[begin:end])
 
 
+@pytest.mark.parametrize("width", [60, 72])
+@pytest.mark.parametrize(
+    "argv",
+    [["machine", "list"], ["machine", "show", "dgx-8xa100-80gb"], ["machine", "curves"], ["workload", "show", "gpt2"]],
+    ids=" ".join,
+)
+def test_tables_fit_a_narrow_terminal_and_words_stay_whole(
+    argv: list[str], width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A terminal breaks what is wider anywhere. All words are those of a wide one."""
+
+    def shown(columns: int) -> str:
+        monkeypatch.setattr("sys.stdout", out := Terminal())
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setenv("NO_COLOR", "1")
+        assert main(argv) == 0
+        return re.sub(r"\x1b\[[\d;]*m", "", out.getvalue())
+
+    narrow = shown(width)
+    assert max(map(len, narrow.splitlines())) <= width
+    assert {word for word in shown(300).split() if len(word) < 20} <= {*narrow.split()}
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_a_bar_is_whole_with_its_time_on_narrow_terminals_too(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     err = Terminal()

@@ -70,7 +70,8 @@ def in_short(reason: str) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:
-    """Rows as aligned lines for 80 columns, or a terminal's width; long cells go on below.
+    """Rows as aligned lines for 80 columns, or a terminal's width; long cells go on below. In a terminal that is too
+    narrow for that, whole rows go on below.
 
     The columns `right` are aligned at the right. Rows may end early; a column with nothing but a head is left out.
     """
@@ -82,13 +83,19 @@ def columns(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> li
     shown = [i for i in range(len(heads)) if len(body) < 2 or i == 0 or any(row[i] for row in body)]
     widths = {i: max(len(row[i]) for row in rows) for i in shown}
     wraps = {i for i in shown if i not in right and widths[i] > (SHORT if i == shown[-1] else LONG)}
+    words = {i: max(len(word) for row in rows for word in (row[i].split() or [""])) for i in wraps}
+    least = sum(max(SHORT, min(words[i], LONG)) if i in wraps else width for i, width in widths.items())
+    least += 2 * len(shown) - 2
+    if least > (room := _room() - 2):
+        pad = {i: min(SHORT, width) if i in wraps else width for i, width in widths.items()}
+        cells = ([row[i].rjust(pad[i]) if i in right else row[i].ljust(pad[i]) for i in shown] for row in rows)
+        return [f"  {line}" for row in cells for line in _folded("  ".join(row), max(20, room))]
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     for i in shown:
         table.add_column(no_wrap=i not in wraps, justify="right" if i in right else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(row[i]) for i in shown))
-    least = sum(SHORT if i in wraps else width for i, width in widths.items()) + 2 * len(shown) - 2
-    console = Console(width=max(least, _room() - 2), color_system=None, file=StringIO())
+    console = Console(width=room, color_system=None, file=StringIO())
     with console.capture() as lines:
         console.print(table)
     return [f"  {line}".rstrip() for line in lines.get().splitlines()]
@@ -121,6 +128,10 @@ def wrapped(text: str, width: int = 80, *, of: int = 80) -> list[str]:
     `width` is meant for a page of 80 columns: where a terminal has fewer than `of`, lines are as many shorter.
     """
     width = max(20, width - max(0, of - _room()))
+    return _folded(text, width)
+
+
+def _folded(text: str, width: int) -> list[str]:
     lines = textwrap.wrap(text.replace(" %", "\xa0%"), width, subsequent_indent="  ", break_on_hyphens=False)
     return [line.replace("\xa0%", " %") for line in lines]
 

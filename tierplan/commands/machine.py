@@ -171,10 +171,13 @@ def _curves(args: argparse.Namespace) -> int:
         other = "-" if e.by_relative is None else f"{e.by_relative * 100:.1f} %"
         rows.append((e.gpu, str(e.steps), f"{e.own * 100:.1f} %", other, e.relative or "-"))
     lines = [
-        *("Matmuls and attention in steps of GPT and Llama, 1 to 70B: median error", ""),
+        *wrapped("Matmuls and attention in steps of GPT and Llama, 1 to 70B: median error"),
+        "",
         *columns(rows, right=(1, 2, 3)),
         "",
-        f"median over GPUs: {own * 100:.1f} % with the own table, {by_relative * 100:.1f} % from a relative's",
+        *wrapped(
+            f"median over GPUs: {own * 100:.1f} % with the own table, {by_relative * 100:.1f} % from a relative's"
+        ),
     ]
     tell(args, {"median_own": own, "median_by_relative": by_relative, "gpus": [asdict(e) for e in errors]}, lines)
     return 0
@@ -281,11 +284,12 @@ def _detect(args: argparse.Namespace) -> int:
         whole = replace(base, name=Path(args.output).stem, values=values, switches=switches, part_values={})
         write_atomically(args.output, write_description(whole))
     lines = [
-        f"nearest machine of the catalog: {found.base}; what this system says:",
+        *wrapped(f"nearest machine of the catalog: {found.base}; what this system says:"),
         *columns([(name, q.text(KEYS[name]), q.source) for name, q in found.values.items()]),
         *(
-            f"[[switch]] {s.name}: {', '.join(s.members)}: {s.limit / 1e9:.3g} GB/s, {s.source}"
-            for s in found.switches or ()
+            line
+            for s in found.switches
+            for line in wrapped(f"[[switch]] {s.name}: {', '.join(s.members)}: {s.limit / 1e9:.3g} GB/s, {s.source}")
         ),
         "",
         "could not be found out:",
