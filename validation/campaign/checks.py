@@ -32,7 +32,7 @@ def check_runs(group: Group, runs: Iterable[Run], device: str) -> None:
     smallest: Workload | None = None
     for run in runs:
         try:
-            training = training_of(group, run, device)
+            training = training_of_run(group, run, device)
             smallest = smallest or _smallest(group, training)
             workload = replace(smallest, training=training)
             if run.policy == PLANNER:
@@ -62,7 +62,7 @@ def _check_planner(workload: Workload, run: Run) -> None:
         checked(plan, "tierplan.plan")(workload, without, orders=("horizontal",), **dict(run.options))  # type: ignore[arg-type]
 
 
-def training_of(group: Group, run: Run, device: str) -> Training:
+def training_of_run(group: Group, run: Run, device: str) -> Training:
     """What a run of the group trains."""
     settings: dict[str, Any] = {"dtype": group.dtype, "backend": "cuda" if device.startswith("cuda") else "cpu"}
     return Training(

@@ -42,7 +42,7 @@ from tierplan.validation.calibration.calibration import interval_half_width
 from tierplan.validation.calibration.dispatch import steady_at
 from tierplan.validation.calibration.session import CalibrationSession, TurnwiseTraining
 from tierplan.validation.campaign.artifact import Artifact
-from tierplan.validation.campaign.checks import check_runs, training_of
+from tierplan.validation.campaign.checks import check_runs, training_of_run
 from tierplan.validation.campaign.spec import Campaign, CampaignError, Group, Run
 from tierplan.validation.comparison.compare import compare
 
@@ -123,7 +123,7 @@ class CampaignExecution:
         write_atomically(self.out_dir / group.name / "machine.toml", write_description(description))
         config, training = (
             group.model_config(group.calibration_blocks),
-            training_of(group, CALIBRATION_RUN, self.device),
+            training_of_run(group, CALIBRATION_RUN, self.device),
         )
         session = CalibrationSession(
             workload=trace_config(group.name, config, training),
@@ -170,7 +170,7 @@ class _RunExecution:
         self, execution: CampaignExecution, group: Group, session: CalibrationSession, run: Run, life: ExitStack
     ) -> None:
         self._campaign, self._checks, self._session = execution.campaign, execution.checks, session
-        config, training = group.model_config(run.blocks), training_of(group, run, execution.device)
+        config, training = group.model_config(run.blocks), training_of_run(group, run, execution.device)
         workload = trace_config(f"{group.name}, {run.blocks} blocks", config, training)
         self._artifact = Artifact(
             campaign=self._campaign.name,
