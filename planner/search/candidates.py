@@ -40,7 +40,7 @@ from tierplan.sim.workloads.workload import Workload
 PlanT = TypeVar("PlanT", bound=Plan)
 OPS_TO_LOWER, OPS_TO_ORDER, OPS_TO_SIMULATE = 600, 250, 400
 """What a candidate costs beside what grows with its ops, in simulated ops that take as long."""
-LOOKS_FRAC = (0.02, 0.01)
+LOOKS_FRAC = (0.03, 0.02)
 """By how much one step by itself takes longer, in its first order and in its second, than that of the best plan so far
 where a plan is simulated no further. Of what would have been quicker, few are left out, and those that gain least."""
 OPS_TO_SHARE, OPS_TO_BUILD = 2, 16
