@@ -74,10 +74,13 @@ def _on_meta(module: nn.Module, name: str, p: nn.Parameter) -> nn.Parameter | No
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """Inside, tensors that only parameters are as large as never have memory: all experts of a layer lie in one."""
+    """Inside, tensors that only parameters are as large as never have memory: all experts of a layer lie in one. What
+    has none is given no first values, for which it would take as long as for real ones."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if getattr(kwargs.get("tensor"), "device", None) == torch.device("meta"):  # a first value, by `torch.nn.init`
+            return kwargs["tensor"]
         if func in (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn) and kwargs.get("device") is None:
             sizes = kwargs.get("size") or (args[0] if args and isinstance(args[0], Sequence) else args)
             if math.prod(sizes) >= LARGE:

@@ -62,17 +62,19 @@ def trace_config(
     name: str, raw: Mapping[str, object], training: Training, *, at: Callable[[Training], Workload] | None = None
 ) -> Workload:
     """The same for a config that is at hand; `at` gives the workload in other settings, where some are kept."""
-    quarter = training.per_device_train_batch_size // 4  # of other sizes this one and one sequence: each takes a while
-    return with_other_sizes(_of_one_size(name, raw, training), at or partial(_of_one_size, name, raw), [quarter])
-
-
-def _of_one_size(name: str, raw: Mapping[str, object], training: Training) -> Workload:
     check_settings(name, raw, training)
+    # peft converts types in place, and some models draw until all values are in bounds: fake parameters stand neither
+    model = hollow_model(raw, training)
+    quarter = training.per_device_train_batch_size // 4  # of other sizes this one and one sequence: each takes a while
+    of_size = partial(trace_one_size, name, raw, model)
+    return with_other_sizes(of_size(training), at or of_size, [quarter])
+
+
+def trace_one_size(name: str, raw: Mapping[str, object], model: nn.Module, training: Training) -> Workload:
+    """That of `hollow_model(raw, training)`, and no word of micro-batches of other sizes."""
     shape = (training.per_device_train_batch_size, training.sequence_length)
     names = ("input_ids", "labels", *(["attention_mask"] if training.padded else []))
     batch = {key: placeholder(shape, torch.int64) for key in names}
-    # peft converts types in place, and some models draw until all values are in bounds: fake parameters stand neither
-    model = hollow_model(raw, training)
     with refusals_of_transformers(raw, training):
         tracer = _traced(name, model, training, batch)
         config = experts_of(model.config) | dict(raw)  # which a class may have by default, or by names of its own

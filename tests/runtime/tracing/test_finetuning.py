@@ -17,9 +17,10 @@ from tests.runtime.tracing.test_tracing import TORCH_NAMES, predicted_peaks, sav
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
+from tierplan.runtime.checkpoint.weights import hollow_model
 from tierplan.runtime.data.synthetic import random_batches
 from tierplan.runtime.tracing.models import build_model
-from tierplan.runtime.tracing.trace import trace_config, trace_module
+from tierplan.runtime.tracing.trace import trace_config, trace_module, trace_one_size
 from tierplan.sim.contents import Frozen, Gradients, Params, States, parse_content
 from tierplan.sim.workloads.workload import Training, Workload
 
@@ -56,7 +57,7 @@ def described(which: str, **settings: Any) -> tuple[torch.nn.Module, Workload]:
     family, tuning = TUNED[which]
     training: Training = training_of(**{"dtype": "bf16", **settings}, **tuning)
     raw = config_of(family, 1)
-    return build_model(raw, training), trace_config(family, raw, training)
+    return build_model(raw, training), trace_one_size(family, raw, hollow_model(raw, training), training)
 
 
 @pytest.mark.sampled

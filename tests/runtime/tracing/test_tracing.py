@@ -24,7 +24,7 @@ from tierplan.runtime.data.synthetic import random_batches
 from tierplan.runtime.execution.device import TORCH_DTYPES
 from tierplan.runtime.tracing.backend import backend_rules, behind_autocast, cuda_attention
 from tierplan.runtime.tracing.models import build_model
-from tierplan.runtime.tracing.trace import trace_config
+from tierplan.runtime.tracing.trace import trace_config, trace_one_size
 from tierplan.sim.workloads.workload import Training, Workload, WorkloadError
 
 SIZES = (1, 2)
@@ -113,7 +113,7 @@ def autocast_of(training: Training) -> torch.autocast:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_saved_tensors_are_those_of_a_real_step(family: str, size: int, precision: dict[str, str]) -> None:
     raw, training = config_of(family, size), training_of(**precision)
-    workload = trace_config(family, raw, training)
+    workload = trace_one_size(family, raw, hollow_model(raw, training), training)
     model = build_model(raw, training)
     assert workload.num_parameters == sum(p.numel() for p in model.parameters())
     with saved_by_block(model) as real, autocast_of(training):
@@ -139,7 +139,7 @@ def test_adapters_under_autocast_save_what_pefts_do(family: str) -> None:
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "mixtral"])
 def test_matmul_flops_are_those_of_pytorchs_counter(family: str) -> None:
     raw, training = config_of(family, 1), training_of("fp32")
-    workload = trace_config(family, raw, training)
+    workload = trace_one_size(family, raw, hollow_model(raw, training), training)
     model = build_model(raw, training)
     with FlopCounterMode(display=False) as counter:
         model(**next(random_batches(model.config, training))).loss.backward()
@@ -159,7 +159,7 @@ def test_peaks_are_those_of_pytorchs_memory_tracker(family: str, size: int) -> N
     """
     raw = config_of(family, size)
     training = training_of("bf16", per_device_train_batch_size=32, sequence_length=32)
-    workload = trace_config(family, raw, training)
+    workload = trace_one_size(family, raw, hollow_model(raw, training), training)
     model = build_model(raw, training)
     batch = next(random_batches(model.config, training))
     tracker = MemTracker()
