@@ -152,12 +152,15 @@ class FakeCuda(Device):
 
     @contextmanager
     def on(self, stream: str) -> Iterator[None]:
-        before, self._here.stream = getattr(self._here, "stream", None), self._streams.get(stream)
+        here = self._here
+        before = getattr(here, "stream", None), getattr(here, "launches", None)
+        here.stream = self._streams.get(stream)
+        here.launches = _Launches(self, here.stream)
         try:
-            with _Launches(self, self._here.stream):
+            with here.launches:
                 yield
         finally:
-            self._here.stream = before
+            here.stream, here.launches = before
 
     def record(self, stream: str) -> Event | None:
         if stream not in self._streams:
@@ -395,6 +398,8 @@ class _Launches(TorchDispatchMode):
         self._device, self._stream = device, stream
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._device._here.launches is not self:  # within one that launches: this is the device's own doing
+            return func(*args, **(kwargs or {}))
         return self._device.launch(self._stream, func, args, kwargs or {})
 
 

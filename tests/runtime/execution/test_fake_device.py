@@ -49,6 +49,16 @@ def test_random_numbers_are_those_of_the_launch() -> None:
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
+@pytest.mark.parametrize("outer", STREAMS)
+def test_inside_of_another_stream_an_operation_is_put_on_the_inner_one_once(outer: str) -> None:
+    plain, device = FakeCuda(), FakeCuda()
+    made(plain)
+    with device.on(outer):
+        x = made(device)
+    assert x.isnan().all()
+    assert [s.num_put for s in device._streams.values()] == [s.num_put for s in plain._streams.values()]
+
+
 def test_a_full_queue_makes_room() -> None:
     device = FakeCuda(queue_length=3)
     x = torch.zeros(1)
@@ -144,7 +154,7 @@ def test_a_device_that_is_none_is_refused_and_not_the_cpu(name: str) -> None:
 
 def test_memory_that_is_gone_is_forgotten() -> None:
     device = FakeCuda(queue_length=3)
-    for _ in range(5000):
+    for _ in range(1500):
         made(device)
     device.settle()
     assert len(device._memory) < 2500
