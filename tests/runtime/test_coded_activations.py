@@ -124,6 +124,7 @@ def trained(model: nn.Module, plan: UnitwisePlan, workload: Workload, folder: Pa
     return list(result.losses), schedule
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize(

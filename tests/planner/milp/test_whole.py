@@ -99,6 +99,7 @@ def test_runs_cover_the_chain_in_order_with_the_ends_alone(num):
         assert all(len(run) == 1 for run in (*runs[:3], *runs[-3:]))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("semantics", ["in-backward", "exact-clip"])
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_windows_of_several_units_only_lower_the_bound(accumulation, semantics):

@@ -71,7 +71,7 @@ def question(rng: random.Random) -> Callable[[int, int], Workload]:
     return make
 
 
-@pytest.mark.parametrize("seed", [1, 3, 6, 9, 11])
+@pytest.mark.parametrize("seed", [3, 6, 11, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 9))])
 def test_no_division_alone_is_planned_better(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where bounds are alike, the best of them does not say which search ends best."""
     monkeypatch.setattr(budget, "DEFAULT_OPS", FEW_OPS)
@@ -89,7 +89,7 @@ def test_no_division_alone_is_planned_better(seed: int, monkeypatch: pytest.Monk
     assert all(alone[batch] >= found.result.step_s for batch in found.planned_s.keys() - searched.keys())
 
 
-@pytest.mark.parametrize("seed", [9, 11, 13])  # chains of 10
+@pytest.mark.parametrize("seed", [pytest.param(9, marks=pytest.mark.nightly), 11, 13])  # chains of 10
 def test_divisions_that_race_leave_little(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """They share one budget; and no published policy is quicker in any division."""
     monkeypatch.setattr(budget, "DEFAULT_OPS", 150_000)
@@ -140,7 +140,7 @@ def test_13b_in_all_divisions_is_planned_about_as_well_as_in_the_best_alone() ->
     assert plan_sequences(make, machine, sequences=16).result.step_s <= 1.01 * min(alone_s)
 
 
-@pytest.mark.parametrize("seed", [9, 11])
+@pytest.mark.parametrize("seed", [pytest.param(9, marks=pytest.mark.nightly), 11])
 def test_far_from_the_bound_the_race_goes_on(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With all that it has found: more work is never worse. With a lesser machine's answer it does not, nor where long
     nothing was found."""

@@ -90,7 +90,7 @@ def test_some_units_go_each_way_where_neither_host_nor_link_has_time_for_all() -
     assert bound.step_s < 0.9 * without.step_s
 
 
-@pytest.mark.parametrize("device_mb", [40, 70, 90, 155, 350])
+@pytest.mark.parametrize("device_mb", [40, 70, pytest.param(90, marks=pytest.mark.nightly), 155, 350])
 def test_states_come_where_a_shard_of_them_has_room_beside_gradients_and_parameters(device_mb: int) -> None:
     """A sixteenth of 120 MB, 20 and 20. What has no room for that is no plan, and no part of the bound."""
     workload = blocks(3)

@@ -33,6 +33,7 @@ def test_segments_are_made_again_from_their_first_input(every: int, tmp_path: Pa
     check(model, training, plan, tmp_path, workload=workload)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("family", "dtype", "accumulation"), [("gpt2", "fp32", 3), ("gpt2", "bf16", 1), ("llama", "bf16", 3)]
 )
@@ -61,6 +62,7 @@ OPTIONS: list[tuple[str, dict[str, object], float | None]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("policy", "options", "clip"), OPTIONS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_policy_s_options(
@@ -102,8 +104,13 @@ def test_on_one_device_some_are_full_recompute(dtype: str, clip: float | None) -
 
 
 @pytest.mark.parametrize("policy", RUN)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize(
+    ("dtype", "clip"),
+    [
+        ("fp32", None), ("bf16", 1.0),
+        pytest.param("bf16", None, marks=pytest.mark.nightly), pytest.param("fp32", 1.0, marks=pytest.mark.nightly),
+    ],
+)  # fmt: skip
 def test_a_policy_trains_bit_for_bit(policy: str, dtype: str, clip: float | None, tmp_path: Path) -> None:
     training = replace(CPU, dtype=dtype, max_grad_norm=clip)  # type: ignore[arg-type]
     model = make_model("gpt2", dtype=dtype)

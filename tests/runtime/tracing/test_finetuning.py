@@ -52,6 +52,13 @@ TUNED: dict[str, tuple[str, dict[str, Any]]] = {
     "bert, LoRA": ("bert", {"lora": "r=4,targets=query+value"}),
 }
 
+EACH_KIND = ("gpt2, LoRA of one layer", "gpt2, DoRA", "gpt2, positions alone", "gpt2, last block and head on NF4",
+             "gpt2, LoRA beside words that were tied", "llama, LoRA in 16 bits", "llama, IA3 at the input of the MLP",
+             "llama, norms alone", "llama, int8 and DoRA", "llama, fp8 and LoRA", "llama, QLoRA beside norms",
+             "mixtral, LoRA beside words and output", "bert, LoRA")  # fmt: skip
+"""Each family, method, base and way to freeze or to save once: with each `make test`. All others are nightly."""
+SAMPLE = [pytest.param(which, marks=() if which in EACH_KIND else pytest.mark.nightly) for which in TUNED]
+
 
 def described(which: str, **settings: Any) -> tuple[torch.nn.Module, Workload]:
     family, tuning = TUNED[which]
@@ -94,7 +101,7 @@ def test_planned_bytes_are_those_that_pytorch_holds(which: str, dtype: str) -> N
         assert sum(flops) == counter.get_total_flops()
 
 
-@pytest.mark.parametrize("which", TUNED)
+@pytest.mark.parametrize("which", SAMPLE)
 def test_a_module_in_memory_is_traced_as_its_config_is(which: str) -> None:
     """PEFT's own model as `trace_module` sees it: also DoRA, IA3, Mixtral and bases in codes."""
     model, workload = described(which, per_device_train_batch_size=1)
@@ -145,8 +152,7 @@ class LiveBytes(TorchDispatchMode):
         self.live -= size_bytes
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("which", TUNED)
+@pytest.mark.parametrize("which", SAMPLE)
 def test_peaks_are_those_of_a_real_step(which: str) -> None:
     model, workload = described(which, per_device_train_batch_size=32, sequence_length=32)
     batch = next(random_batches(model.config, workload.training))

@@ -173,6 +173,7 @@ def test_other_adapters_are_traced(tuning: dict[str, Any]) -> None:
         workload_of("x", config_of("llama"), Training(**tuning))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize(
     ("batch", "length", "change", "more"),
@@ -366,6 +367,7 @@ def test_variants_of_gpt2(change: dict[str, object]) -> None:
     assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "change",
     [{"tie_word_embeddings": True}, {"attention_bias": True}, {"mlp_bias": True}, {"num_key_value_heads": 1}],
