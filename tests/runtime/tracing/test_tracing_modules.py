@@ -38,6 +38,7 @@ def freeze(model: nn.Module, *parts: str) -> nn.Module:
     return model
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("family", ["gpt2", "opt", "llama", "bert", "t5", "mixtral"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_against_a_real_forward(family: str, dropout: float) -> None:
@@ -46,6 +47,7 @@ def test_against_a_real_forward(family: str, dropout: float) -> None:
     assert sizes(trace_module(model, batch, CPU)) == sizes(observed_workload(model, batch, CPU))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("parts", [("wte", "wpe"), (".h.0.", ".h.1."), ("mlp",), ("weight",)])
 @pytest.mark.parametrize("policy", ["in-memory", "full-recompute", "zero-infinity", "fuyou"])
 def test_frozen_parts_are_traced_and_trained(parts: tuple[str, ...], policy: str, tmp_path: Path) -> None:
