@@ -44,7 +44,7 @@ def train_random(family: str, training: Training, seed: str, folder: Path) -> No
     check(model, training, plan, folder, workload=workload)
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(n, marks=pytest.mark.nightly) for n in range(10, 16))])
 def test_random_plans(seed: int, tmp_path: Path) -> None:
     family, dtype, accumulation, clip = random.Random(seed).choice(KINDS)
     train_random(family, training_of(dtype, accumulation, clip), f"quick {seed}", tmp_path)
