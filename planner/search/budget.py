@@ -7,7 +7,7 @@ from math import inf
 
 from tierplan.sim.compiled.compiler import computing_s, wall_s
 
-DEFAULT_OPS = 1_800_000
+DEFAULT_OPS = 1_400_000
 MORE_TIMES, MORE_TIMES_OF_SEVERAL = 2.0, 0.75
 """Default budgets that a search may spend beyond it, far from the bound; and one for several devices, whose ops take
 longer, or of several divisions at once."""
