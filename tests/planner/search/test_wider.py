@@ -43,9 +43,9 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     simulate = PlanSimulator._simulate
 
-    def listed(self: PlanSimulator, made: object) -> object:
+    def listed(self: PlanSimulator, made: object, *beside: Any) -> object:
         found.append(made)
-        return simulate(self, made)
+        return simulate(self, made, *beside)
 
     monkeypatch.setattr(PlanSimulator, "_simulate", listed)
     monkeypatch.setattr(loop.Search, "_spares_drives", lambda search, best: best)  # after the search, whatever it found
