@@ -11,7 +11,7 @@ DEFAULT_OPS = 1_400_000
 MORE_TIMES, MORE_TIMES_OF_SEVERAL = 2.0, 0.75
 """Default budgets that a search may spend beyond it, far from the bound; and one for several devices, whose ops take
 longer, or of several divisions at once."""
-GAIN_FRAC, WAIT_TIMES = 0.001, 2.0
+GAIN_FRAC, WAIT_TIMES = 0.001, 3.0
 """What is more than the default budget is spent as long as that pays: until all work is the second times that after
 which the best step had last become shorter by the first."""
 OPS_PER_S = 200_000

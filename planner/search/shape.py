@@ -19,7 +19,6 @@ from typing import Literal
 
 from tierplan.planner.milp.amounts import Problem, Shape
 from tierplan.planner.milp.bounds import FEW_UNITS, Bound
-from tierplan.planner.milp.integral import MANY_UNITS
 from tierplan.planner.milp.modes import MODES, Mode
 from tierplan.planner.milp.rates import STATE_SHARDS
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
@@ -43,8 +42,8 @@ from tierplan.planner.search.local.shifts import descend_by_shifts
 from tierplan.planner.search.race import FIRST_OPS, GOOD_FRAC, Racer, race
 from tierplan.sim.workloads.workload import Workload
 
-SUB_BATCHES, SUB_BATCHES_OF_MANY = (2, 4, 8), (4,)
-"""Parts of a micro-batch that are tried, in vertical order; fewer of long chains, whose simulations take long."""
+SUB_BATCHES = (2, 4, 8)
+"""Parts of a micro-batch that are tried, in vertical order."""
 CLEARLY_QUICKER = 0.8
 """Of the first plan's step without states that come to the device, what one with them has to be below; and of the best
 step so far of any shape without gradients that come back, what one with them has to be below."""
@@ -61,10 +60,9 @@ def sub_batches_of(
     the best plan that is known, too."""
     training = workload.training
     batch = training.per_device_train_batch_size
-    some = SUB_BATCHES if len(workload.units) <= MANY_UNITS else SUB_BATCHES_OF_MANY
     nums: dict[Order, list[int]] = {
         "horizontal": [1],
-        "vertical": [num for num in some if cuts and batch % num == 0],
+        "vertical": [num for num in SUB_BATCHES if cuts and batch % num == 0],
     }
     if training.gradient_accumulation_steps > 1:
         nums["vertical"].insert(0, 1)
