@@ -32,14 +32,15 @@ def test_a_program_is_solved_in_the_time_that_its_search_has_left(monkeypatch: p
     assert max(limits_s) <= 3.0
 
 
-def test_a_search_is_stale_when_half_of_its_work_has_found_nothing_that_counts():
+def test_a_search_is_stale_when_two_thirds_of_its_work_have_found_nothing_that_counts():
     spent = Budget(1.0, num_ops=1000)
     for left, step_s, is_stale in (
         (900, 2.0, False),
+        (701, 1.9999, False),
         (700, 1.9999, True),  # three times what was spent for the step of 2 s
         (600, 1.0, False),
-        (201, 1.0, False),
-        (200, 0.9995, True),
+        (-199, 1.0, False),
+        (-200, 0.9995, True),
         (-1000, 0.5, False),
     ):
         spent.ops_left = left
