@@ -17,9 +17,9 @@ which the best step had last become shorter by the first."""
 OPS_PER_S = 200_000
 """Simulated ops (steps included), or other work that takes as long, that a search may spend for each second of its time
 limit: less than half of what a second buys, so that the clock ends only searches on slow or busy computers."""
-DEFAULT_TIME_LIMIT_S = (1 + MORE_TIMES) * DEFAULT_OPS / OPS_PER_S
-"""Where nobody says, in Python and in every command: time for all ops of the default budget on a slow computer, too.
-With 10 s, one of half the usual speed found steps that were up to 6 % longer than those of another."""
+DEFAULT_TIME_LIMIT_S = 30.0
+"""Where nobody says, in Python and in every command: time for all ops of the default budget on a computer of a third of
+the usual speed. With 10 s, one of half that speed found steps that were up to 6 % longer than those of another."""
 PATIENCE = 4
 """How many times its seconds a short search may take that nobody has limited: its counted work ends it."""
 LEAST_S = 0.1
