@@ -105,7 +105,7 @@ def plan(
         write_limit = allowed_bytes_per_s(machine, drive_lifetime_years)
     asked: dict[str, Any] = {
         "semantics": semantics,
-        "seed": seed,
+        "seed": (seed := int(seed)),  # of numpy too, which `random` refuses
         "policies": None if policies is None else tuple(policies),
         "orders": None if orders is None else tuple(orders),
         "batches": batches,
