@@ -72,8 +72,9 @@ class Candidate(Generic[PlanT_co]):
         """The estimated step of a plan that by these is slower; None where it may not be."""
         if self.step_s is None or len(looks_s) > len(self.looks_s):
             return None
-        times = looks_s[-1] / self.looks_s[len(looks_s) - 1]
-        return self.step_s * times if times > 1 + LOOKS_FRAC[len(looks_s) - 1] else None
+        k = len(looks_s) - 1
+        is_slower = looks_s[k] > (1 + LOOKS_FRAC[k]) * self.looks_s[k] > 0
+        return self.step_s * looks_s[k] / self.looks_s[k] if is_slower else None
 
     @property
     def fits(self) -> bool:
