@@ -64,9 +64,8 @@ def trace_config(
     """The same for a config that is at hand; `at` gives the workload in other settings, where some are kept."""
     check_settings(name, raw, training)
     # peft converts types in place, and some models draw until all values are in bounds: fake parameters stand neither
-    model = hollow_model(raw, training)
+    of_size = partial(trace_one_size, name, raw, hollow_model(raw, training))
     quarter = training.per_device_train_batch_size // 4  # of other sizes this one and one sequence: each takes a while
-    of_size = partial(trace_one_size, name, raw, model)
     return with_other_sizes(of_size(training), at or of_size, [quarter])
 
 
