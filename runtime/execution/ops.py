@@ -23,7 +23,7 @@ from tierplan.runtime.memory.arena import Block
 from tierplan.runtime.memory.store import Extent
 from tierplan.runtime.optim.adam import OptimizerSettings, update_states
 from tierplan.runtime.optim.groups import segments
-from tierplan.runtime.optim.states import View, layout_of
+from tierplan.runtime.optim.states import StateLayout, View, layout_of
 from tierplan.runtime.ranks.collectives import (
     copy_bytes,
     do_collective,
@@ -36,7 +36,7 @@ from tierplan.runtime.ranks.collectives import (
     with_shards_of_states,
 )
 from tierplan.runtime.ranks.group import Ranks
-from tierplan.sim.contents import CastGradients, Frozen, Gradients, Params, States, TiedGradients
+from tierplan.sim.contents import CastGradients, Clip, Frozen, Gradients, Params, States, TiedGradients
 from tierplan.sim.ranks import COLLECTIVES, SEND
 from tierplan.sim.schedule import Op, Schedule
 from tierplan.sim.workloads.formats import format_of
@@ -44,6 +44,31 @@ from tierplan.sim.workloads.formats import format_of
 QUICK_KINDS = {"copy", "accumulate", "cast", "norm", "clip", "update"}
 QUICK_AMOUNTS = {"bytes": 1 << 20, "elementwise_bytes": 1 << 20, "parameters": 1 << 17}
 """The most, by work kind, that is done within some 100 us: so long another thread takes to wake up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Updated:
+    """Of an update, what is the same in every step."""
+
+    layout: StateLayout
+    own: range
+    """What the gradient has of the unit's values."""
+    part: range
+    """What of them is updated."""
+    dtype: torch.dtype
+    """The gradient's, where it is flat."""
+    clip: int | None
+    """The position of the coefficient among what is read."""
+    is_late: bool
+
+    def views(self, states: torch.Tensor) -> list[View]:
+        return [*self.layout.views(states, self.part)]
+
+    def values(self, dtype: torch.dtype, memory: torch.Tensor) -> torch.Tensor:
+        """Those that are updated, in memory that has all of the unit's or what the gradient has."""
+        flat = memory.view(dtype)
+        begin = self.own.start if len(flat) == len(self.own) else 0
+        return flat[self.part.start - begin : self.part.stop - begin]
 
 
 @dataclass(eq=False)
@@ -96,6 +121,8 @@ class Bodies:
         self._has_shards_of = with_shards_of_states(self.schedule, self.layouts) if self.ranks else frozenset()
         self._position = {id(p): k for k, p in enumerate(self.parameters)}
         self._headers: dict[str, torch.Tensor] = {}
+        self._updates: dict[str, _Updated] = {}
+        """By key of an op."""
         slow = ["clip"] * (self.ranks is not None) + ["update"] * (not self.training.optim.is_flat)
         self._quick = {
             op.key
@@ -285,41 +312,46 @@ class Bodies:
     # ---- update ----
 
     def _update(self, call: Call) -> None:
-        unit = self.unit_of(call.op)
-        layout, own = self.layouts[unit.name], own_part(call.reads[0], unit, self.ranks)
-        late, part, views = unit.name in self._updated_late, own, list[View]()
+        unit, reads = self.unit_of(call.op), call.reads
+        if (own := self._updates.get(call.op.key)) is None:
+            own = self._updates[call.op.key] = self._updated(call, unit)
+        views, layout = list[View](), own.layout
         for instance in call.writes:
             block = self.places.place(instance).block
-            if isinstance(content := content_of(instance), States):
-                part, views = block.once(call.op.key, functools.partial(self._states_in, content))
+            if isinstance(content_of(instance), States):
+                views = block.once(call.op.key, own.views)
                 continue
             if instance.over is None and not layout.has_master:
                 raise ModelError(f"op {call.op.key!r} writes parameters, with no master copy to make them from")
-            flat = block.data.view(self.dtype)
-        if len(call.writes) == 1 and (of_key := States.updated_by(call.op.key)).num_parts > 1:
-            part = self.states_part(of_key)  # of an optimizer without states
-        grads = value_of(call.reads[0])
-        begin = own.start if flat.numel() == len(own) else 0
-        flat = flat[part.start - begin : part.stop - begin]
+            flat = block.once((call.op.key, self.dtype), functools.partial(own.values, self.dtype))
+        grads = value_of(reads[0])
         if grads.is_absent:
             for view in views if layout.has_master else ():
-                flat[view.begin - part.start :][: view.length].copy_(view.tensors["master"])
+                flat[view.begin - own.part.start :][: view.length].copy_(view.tensors["master"])
             return
         gradient: torch.Tensor | list[torch.Tensor]
         if grads.gradients is not None:
-            gradient = flat_gradients(grads, unit, part)
+            gradient = flat_gradients(grads, unit, own.part)
         else:
-            is_cast = isinstance(content_of(call.reads[0]), CastGradients)
-            gradient = grads.block.data.view(torch.float32 if is_cast else self.dtype)
-            gradient = gradient[part.start - own.start : part.stop - own.start].to(self.dtype)  # exact either way
-        clip = next((clip for x in call.reads if (clip := value_of(x).clip) is not None), None)
+            flat_gradient = grads.block.once((call.op.key, own.dtype), functools.partial(own.values, own.dtype))
+            gradient = flat_gradient.to(self.dtype)  # exact either way
+        clip = None if own.clip is None else value_of(reads[own.clip]).clip
         threads = threads_here(self.num_threads) if layout.optimizer.grain is None else nullcontext()
         with self.places.changing(call.step), threads:
-            self.update(unit.name, flat, gradient, views, part, call.step - late, clip)
+            self.update(unit.name, flat, gradient, views, own.part, call.step - own.is_late, clip)
 
-    def _states_in(self, content: States, memory: torch.Tensor) -> tuple[range, list[View]]:
-        part = self.states_part(content)
-        return part, list(self.layouts[content.unit].views(memory, part))
+    def _updated(self, call: Call, unit: ModelUnit) -> _Updated:
+        of, reads = States.updated_by(call.op.key), [*map(content_of, call.reads)]
+        own = own_part(call.reads[0], unit, self.ranks)
+        has_states = any(isinstance(content_of(x), States) for x in call.writes)
+        return _Updated(
+            layout=self.layouts[unit.name],
+            own=own,
+            part=self.states_part(of) if has_states or of.num_parts > 1 else own,
+            dtype=torch.float32 if isinstance(reads[0], CastGradients) else self.dtype,
+            clip=next((k for k, content in enumerate(reads) if isinstance(content, Clip)), None),
+            is_late=unit.name in self._updated_late,
+        )
 
     def states_part(self, content: States) -> range:
         """The parameters whose states these are, of all or of this rank's shard."""
