@@ -40,6 +40,8 @@ class Lent:
 
     def outcome(self, out: object) -> tuple[list[Any], HandBack]:
         """What the block has returned, and what it has put into containers: flat, and what hands it back."""
+        if not self._containers:
+            return _as_it_is(out)
         number = {id(c): k for k, c in enumerate(self._containers) if type(c) in _FILLED}
         wanted = changed = {k for k in range(len(self._containers)) if self._is_changed(k)}
         if other := next((c for k, c in enumerate(self._containers) if k in changed and id(c) not in number), None):
@@ -48,8 +50,7 @@ class Lent:
                 "cut the model there; let the block return what is new, or put it into a list or a dictionary"
             )
         if not number:
-            flat, nested = flatten(out)
-            return flat, lambda flat, args, kwargs: nested(flat)
+            return _as_it_is(out)
         while True:  # until all are there that the block returns, and those that lie in them
             contents = {k: items_of(self._containers[k]) for k in sorted(wanted)}
             flat, spec = tree_flatten((out, contents), is_leaf=lambda value: id(value) in number)
@@ -78,6 +79,11 @@ class Lent:
         (names, items), now = self._before[k], self._containers[k]
         there = items_of(now)
         return len(items) != len(there) or any(map(is_not, items, there)) or names != names_of(now)
+
+
+def _as_it_is(out: object) -> tuple[list[Any], HandBack]:
+    flat, nested = flatten(out)
+    return flat, lambda flat, args, kwargs: nested(flat)
 
 
 def _fill(container: Any, names: Iterable[object], items: Iterable[object]) -> None:

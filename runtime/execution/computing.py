@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,14 @@ from tierplan.sim.ranks import Turn, is_pipeline, turns
 from tierplan.sim.schedule import Schedule
 
 
+def _by_kind(contents: Iterable[Content]) -> dict[type[Content], list[tuple[int, Content]]]:
+    """By kind, the positions and the contents of it."""
+    positions: dict[type[Content], list[tuple[int, Content]]] = {}
+    for k, content in enumerate(contents):
+        positions.setdefault(type(content), []).append((k, content))
+    return positions
+
+
 @dataclass(eq=False)
 class Computing:
     """The ops of a model's units: forward, recompute and backward of micro-batches on their way."""
@@ -70,7 +78,9 @@ class Computing:
         self.without = WithoutGradient()
         self._running: MicroBatchRun | None = None
         """Whose forward was the last op of the compute stream, where several threads help."""
-        self._contents = {b.name: parse_content(b.content) for b in self.schedule.buffers}
+        contents = {b.name: parse_content(b.content) for b in self.schedule.buffers}
+        self._read = {op.key: _by_kind(map(contents.__getitem__, op.reads)) for op in self.schedule.ops}
+        self._written = {op.key: _by_kind(map(contents.__getitem__, op.writes)) for op in self.schedule.ops}
 
     def close(self) -> None:
         """Ends micro-batches that are under way."""
@@ -80,7 +90,7 @@ class Computing:
 
     def _arrive(self, call: Call, batch_run: MicroBatchRun, wanted: type[Input | InputGradient], index: int) -> None:
         """What another rank has sent becomes a unit's input, or its gradient."""
-        for instance, _ in self._of(call.reads, wanted):
+        for instance, _ in self._reads(call, wanted):
             value = instance.value
             if isinstance(value, BufferValue) and value.handle is None:
                 leaves = batch_run.skip_front(value.rng) if wanted is Input else batch_run.runs[index].leaves
@@ -93,10 +103,15 @@ class Computing:
                         leaf.grad = t
                 InputHandle(leaves, is_gradient=wanted is InputGradient).begin(value)
 
-    def _of(self, instances: Sequence[Instance], *kinds: type[Content]) -> list[tuple[Instance, Any]]:
-        """Those of these kinds, each with its content."""
-        pairs = [(instance, self._contents[instance.buffer.name]) for instance in instances]
-        return [pair for pair in pairs if isinstance(pair[1], kinds)]
+    def _reads(self, call: Call, *kinds: type[Content]) -> list[tuple[Instance, Any]]:
+        """What the op reads of these kinds, each with its content."""
+        read = self._read[call.op.key]
+        return [(call.reads[k], content) for kind in kinds for k, content in read.get(kind, ())]
+
+    def _writes(self, call: Call, *kinds: type[Content]) -> list[tuple[Instance, Any]]:
+        """What it writes of them."""
+        written = self._written[call.op.key]
+        return [(call.writes[k], content) for kind in kinds for k, content in written.get(kind, ())]
 
     def _unit(self, name: str) -> ModelUnit:
         return self.units[self._index[name]]
@@ -106,9 +121,9 @@ class Computing:
         for instance in call.reads:
             if isinstance(value := instance.value, BufferValue) and value.handle is not None:
                 value.handle.use(value)
-        for instance, content in self._of(call.reads, Params, Frozen):
-            part = self._unit(content.unit).parts[isinstance(content, Frozen)]
-            block = value_of(instance).block
+        for instance, content in self._reads(call, Params, Frozen):
+            unit = self._unit(content.unit)
+            part, block = unit.frozen if isinstance(content, Frozen) else unit, value_of(instance).block
             if part.bound is not block.data or block.unbind is None:
                 block.unbind = part.unbind
                 part.bind(block)
@@ -173,13 +188,13 @@ class Computing:
         recorder = batch_run.runs[index].recorder
         assert recorder is not None
         kept = recorder.kept_bytes
-        for instance, _ in self._of(call.writes, Input):
+        for instance, _ in self._writes(call, Input):
             value = begin_input(instance, batch_run.hand_over(index + 1, instance.buffer.size_bytes))
             value.rng = batch_run.rng if turn.is_visit or index + 1 == turn.units.stop else ()
-        for instance, _ in self._of(call.writes, KeptActs, RecomputedActs):
+        for instance, _ in self._writes(call, KeptActs, RecomputedActs):
             self.expect(instance, kept)
             kept = 0
-        for instance, content in self._of(call.writes, SavedActs):
+        for instance, content in self._writes(call, SavedActs):
             saved = [recorder.away.pop(i) for i in content.indices if i in recorder.away]
             self.expect(instance, sum([each.size_bytes for each in saved]))
             instance.value = SavedTensorsHandle(saved).begin()
@@ -206,9 +221,9 @@ class Computing:
             return
         index, batch_run = self._index[call.op.unit], self._runs[self._run_key(call)]
         self._bind(call)
-        outputs = self._of(call.writes, Input)
+        outputs = self._writes(call, Input)
         made_bytes = batch_run.run_again(index, makes_output=bool(outputs))
-        for instance, _ in self._of(call.writes, KeptActs, RecomputedActs):
+        for instance, _ in self._writes(call, KeptActs, RecomputedActs):
             self.expect(instance, made_bytes)
         for instance, _ in outputs:
             begin_input(instance, batch_run.runs[index + 1].leaves)
@@ -219,19 +234,16 @@ class Computing:
         if index + 1 == units.stop:
             self._arrive(call, batch_run, InputGradient, index + 1)
         self._bind(call)
-        tied = {content.unit: instance for instance, content in self._of(call.reads, TiedGradients)}
-        written = [
-            WrittenGradient(instance, self._unit(unit := content.unit), tied.get(unit), is_whole=True)
-            for instance, content in self._of(call.writes, Gradients)
-        ]
-        written += [
-            WrittenGradient(instance, self._unit(content.unit), None, is_whole=False)
-            for instance, content in self._of(call.writes, TiedGradients)
-        ]
+        tied = {content.unit: instance for instance, content in self._reads(call, TiedGradients)}
+        written = []
+        for instance, content in self._writes(call, Gradients, TiedGradients):
+            is_whole = isinstance(content, Gradients)
+            of_head = tied.get(content.unit) if is_whole else None
+            written.append(WrittenGradient(instance, self._unit(content.unit), of_head, is_whole))
         looks = begin_gradients(written)
         batch_run.run_backward(index)
         self.without.note(call.step, end_gradients(written, looks))
-        for instance, _ in self._of(call.writes, InputGradient):
+        for instance, _ in self._writes(call, InputGradient):
             begin_input(instance, batch_run.runs[index].leaves, is_gradient=True)
         if index == max(self._first_trained, units.start):
             self._runs.pop(key)

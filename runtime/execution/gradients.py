@@ -54,10 +54,14 @@ def _lend(value: BufferValue, unit: ModelUnit) -> None:
 
 def _take_back(value: BufferValue, unit: ModelUnit, which: Iterable[int]) -> None:
     """Takes the gradients of these parameters from autograd, which has added to them, or made them."""
+    own = value.gradients
     for k in which:
         _, p = unit.parameters[k]
-        if p.grad is not None:
-            _put(value, unit, k, p.grad)
+        if (gradient := p.grad) is not None:
+            if own is not None:
+                own[k] = gradient
+            else:
+                _put(value, unit, k, gradient)
             p.grad = None
 
 
@@ -139,6 +143,8 @@ class WithoutGradient:
         """Raises `ModelError` where some have none. With `ranks`, which have other micro-batches of the step, that
         counts which has none on any; all call this."""
         of_step = self._names.pop(step, {})
+        if ranks is None and not any(of_step.values()):
+            return
         own = [(unit.name, name) for unit in units for name, _ in unit.parameters]
         rows = [[float(name in of_step.get(unit, ())) for unit, name in own]]
         if ranks is not None:
@@ -171,7 +177,8 @@ def begin_gradients(written: Iterable[WrittenGradient]) -> list[Looks]:
         else:
             instance.value = value_of(instance.over)
             _lend(instance.value, unit)
-        looks.append([(p.grad, -1 if p.grad is None else p.grad._version) for _, p in unit.parameters])
+        gradients = [p.grad for _, p in unit.parameters]
+        looks.append([(gradient, -1 if gradient is None else gradient._version) for gradient in gradients])
         if tied is not None:
             _lend(value_of(tied), unit)
     return looks
@@ -196,6 +203,6 @@ def end_gradients(written: Iterable[WrittenGradient], looks: Iterable[Looks]) ->
         _take_back(own, unit, range(len(unit.parameters)))
         if tied is not None:
             take_over(own, unit, tied)
-        if is_whole:
+        if is_whole and (own.gradients is None or without[unit.name]):
             _complete(own, unit)
     return without
