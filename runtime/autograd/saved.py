@@ -39,7 +39,7 @@ class SavedStorage:
     dtype: torch.dtype
     shape: Sequence[int]
     stride: Sequence[int]
-    """As it was first saved, if that was all of the storage in order; else flat."""
+    """As it was first saved, if that was all of the storage in order; else flat. The stride for what is made again."""
     tensor: torch.Tensor | None = None
     """All of the storage, contiguous, in this type and shape."""
     stays: bool = False
@@ -204,12 +204,12 @@ class Recorder(_Saver):
                 self.know(storage, address, True)
                 return t.detach()
         is_all = t.nbytes == size_bytes and t.is_contiguous()
-        shape, stride = (t.shape, t.stride()) if is_all else ((size_bytes // t.itemsize,), (1,))
-        saved = SavedStorage(index, size_bytes, t.dtype, shape, stride)
+        shape = t.shape if is_all else (size_bytes // t.itemsize,)
+        saved = SavedStorage(index, size_bytes, t.dtype, shape, t.stride() if is_all and is_recomputed else (1,))
         self.know(storage, address, saved)
         if not is_recomputed:
-            saved.tensor = t.detach() if is_all else t.detach().as_strided(shape, stride, 0)
-            saved.stays = t.device.type != self.device.type
+            saved.tensor = t.detach() if is_all else t.detach().as_strided(shape, (1,), 0)
+            saved.stays = t.is_cpu and self.device != CPU
         if self.recomputed:
             self.saved[index] = weakref.ref(saved)
         if is_moved or is_recomputed:
