@@ -50,6 +50,9 @@ SAME_FRAC = 1e-6
 """Steps that differ by less take equally long."""
 SHARES: Mapping[Order, float] = {"horizontal": 0.3, "vertical": 0.4}
 """Of the budget, where a workload has plans of both orders: the same whether both are searched or one."""
+BOUND_WEIGHT = 2.0
+"""Beyond the default budget, a percent of an order's bound counts as much as so many percent of its best step: which of
+them had luck at first says less than what is possible."""
 MOST_PARTS = 64
 """Where not even the coarser parts have room, micro-batches of up to so many sequences are cut into single ones."""
 SUB_BATCH_PENALTY = 1.005
@@ -414,19 +417,18 @@ class Search:
             yield from self._more()
 
     def _more(self) -> Iterator[None]:
-        """Where the best plan is far from all bounds: more of the search that found it, as long as that pays. Whatever
+        """Where the best plan is far from all bounds: more of the most promising search, as long as that pays. Whatever
         others have found, it does all that it does when asked by itself."""
-        if not (self.budget.more_ops and self.has_all_orders and self.chains):
-            return
-        until_ops = self.budget.ops_left - self.budget.more_ops
-        least_s = min((bound.searched_s for chain in self.chains for bound in chain.bounds), default=inf)
-        chain = min(self.chains, key=lambda c: c.best_s)
         budget = self.budget
-        while not (chain.is_over or budget.ops_left <= until_ops or budget.is_stale or budget.is_out_of_time):
+        until_ops = budget.ops_left - budget.more_ops
+        least_s = min((bound.searched_s for chain in self.chains for bound in chain.bounds), default=inf)
+        while able := [chain for chain in self.chains if not chain.is_over and self.has_all_orders]:
             best = self.incumbents.best
             is_near = best is None or per_batch_s(best) * self.devices <= FAR * least_s
-            if is_near or least_s >= self._to_beat_s():
+            is_done = is_near or least_s >= self._to_beat_s() or budget.ops_left <= until_ops or budget.is_stale
+            if is_done or budget.is_out_of_time:
                 return
+            chain = min(able, key=lambda c: c.best_s * c.least_s**BOUND_WEIGHT)
             self._go_on_with(chain, chain.spent_ops + MOST_OPS)
             yield
 
