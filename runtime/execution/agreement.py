@@ -52,6 +52,10 @@ MEASURES = "measures"
 OLD = ("", -1)
 """In gradients: those of the step before."""
 COMPUTES = ("forward", "recompute", "backward")
+IN_PLACE = ("backward", "accumulate", "update")
+"""Kinds of op that change what they read and write."""
+SUMS = ("reduce", "all_reduce")
+"""Those that may add to what they read."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,7 @@ class Agreements:
         self.schedule, self.step, self.training = schedule, step, step.training
         self.contents = {b.name: parse_content(b.content) for b in schedule.buffers}
         self.tiers = {b.name: b.tier for b in schedule.buffers}
+        self.over = {b.name: b.reuses for b in schedule.buffers}
         self.index = {unit.name: i for i, unit in enumerate(step.units)}
         trained = (i for i, unit in enumerate(step.units) if unit.num_parameters or not unit.frozen_bytes)
         self.first_trained = next(trained, len(step.units))
@@ -102,9 +107,25 @@ class Agreements:
                 yield from self._differs(op, self._of_compute(op))
             elif op.kind == "update":
                 yield from self._differs(op, self._of_update(op))
+                if not isinstance(self.contents[op.reads[0]], GRADIENTS):
+                    yield f"op {op.key!r} reads {op.reads[0]!r} first; {_a(op)} reads its gradient first"
             else:
                 yield from self._moved(op)
+            yield from self._overwrites(op)
         yield from self._uncoded()
+
+    def _overwrites(self, op: Op) -> Iterator[str]:
+        """What an op changes in place is written over what it reads of it, the first of two; a sum over devices over
+        the second. Nothing else is written over, but a tied head's share by the gradient that it is part of."""
+        for name in op.writes:
+            content, over = _as_one(self.contents[name]), self.over[name]
+            tied = TiedGradients(content.unit, 0) if isinstance(content, Gradients) else content
+            own, shares = ([n for n in op.reads if _as_one(self.contents[n]) == of] for of in (content, tied))
+            must = own[:1] if op.kind in IN_PLACE else own[1:] if op.kind in SUMS else ()
+            may = must or (None, *own, *shares)
+            if over not in may:
+                had, *can = ("no other" if n is None else repr(n) for n in dict.fromkeys([over, *may]))
+                yield f"op {op.key!r} writes {name!r} over {had}; it must `reuse` {' or '.join(can)}"
 
     def _of_compute(self, op: Op) -> Agreement:
         i, m = self.index[op.unit], op.micro_batch
@@ -268,7 +289,7 @@ class Way:
             yield from self._uses(op)
             for name in op.writes:
                 self.parts[name] = self._made(op, name)
-                if (twice := [of for of, num in Counter(self.parts[name]).items() if num > 1]) and op.kind != "gather":
+                if twice := [of for of, num in Counter(self.parts[name]).items() if num > 1]:
                     yield f"op {op.key!r} adds {_said(twice[0])} to {name!r}, which has it already"
         for b in self.schedule.buffers:
             if b.becomes is not None:
@@ -330,7 +351,7 @@ class Way:
         family = next((kinds for kinds in FAMILIES if isinstance(content, kinds)), ())
         if not family:
             return ()
-        reads = op.reads[:1] if op.kind in ("copy", SEND) else op.reads
+        reads = op.reads[:1] if op.kind in ("copy", "gather", SEND) else op.reads
         sources = [self.contents[n] for n in reads]
         own = zip(reads, sources, strict=True)
         before = [part for n, c in own if isinstance(c, family) and c.unit == content.unit for part in self.parts[n]]  # type: ignore[union-attr]
@@ -338,7 +359,7 @@ class Way:
             before.append((op.unit, op.micro_batch))
         elif op.kind == "update":
             before.append(op.key)
-        return tuple(dict.fromkeys(before)) if op.kind == "gather" else tuple(before)
+        return tuple(before)
 
     def _uses(self, op: Op) -> Iterator[str]:
         """Whether gradients are complete where they are used, and parameters as old as the step says."""

@@ -48,6 +48,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "stateless": made(semantics="in-backward", training={"optimizer": "sgd", "dtype": "fp32"}),
         "coded": made(semantics="in-backward", training={"activation_format": "fp8"}),
         "by link": made(semantics="in-backward", by_link=GradientsByLink()),
+        "on the device": made(UnitPlan(), "in-backward"),
     }.items():
         save_schedule(schedule, folder / "plan.json")
         found[name] = (folder / "plan.json").read_text()
@@ -113,6 +114,15 @@ def more(key: str, start: str) -> Change:
         op(record, key)["reads"].append(name)
 
     return change
+
+
+def over(name: str, other: str | None) -> Change:
+    """The buffer takes over the bytes of that one, or of none."""
+    return lambda record: next(b for b in record["buffers"] if b["name"] == name).update(reuses=other)
+
+
+def reversed_reads(key: str) -> Change:
+    return lambda record: op(record, key)["reads"].reverse()
 
 
 EDITS: dict[str, tuple[str, Change, str]] = {
@@ -212,6 +222,31 @@ EDITS: dict[str, tuple[str, Change, str]] = {
     ),
     "a part that is not updated": (
         "stateless", lambda r: skip_part(r), "unit 'L0' is updated in parts 0 of 2; each of its parts must be updated"
+    ),
+    "states that are not written over": (
+        "plain",
+        over("states/L0/0of2@host#1", None),
+        "op 'update/L0/0of2' writes 'states/L0/0of2@host#1' over no other; it must `reuse` 'states/L0/0of2@host#0'",
+    ),
+    "parameters that are not written over": (
+        "plain", over("params/L0@host#5", None), "it must `reuse` 'params/L0@host#4'"
+    ),
+    "a sum that is not written over": (
+        "plain", over("grads/L0/mb0@host#1", None), "op 'accumulate/L0/mb1' writes 'grads/L0/mb0@host#1' over no other"
+    ),
+    "a backward's sum that is not written over": (
+        "on the device", over("grads/L0/mb0@gpu0#1", None), "op 'bwd/L0/mb1' writes 'grads/L0/mb0@gpu0#1' over no other"
+    ),
+    "parameters over a gradient": (
+        "plain",
+        over("params/embed@host#4", "grads/embed/mb0@host#1"),
+        "op 'update/embed' writes 'params/embed@host#4' over 'grads/embed/mb0@host#1'; it must `reuse` no other",
+    ),
+    "a sum in another order": (
+        "plain", reversed_reads("accumulate/L0/mb1"), "it must `reuse` 'grads/L0/mb1@host#0'"
+    ),
+    "an update with something else for its gradient": (
+        "plain", reversed_reads("update/L0/1of2"), "op 'update/L0/1of2' reads 'params/L0@host#4' first; an op of kind"
     ),
     "something that nobody has written": (
         "plain",
