@@ -8,7 +8,9 @@ given.
 from __future__ import annotations
 
 import difflib
+import functools
 import json
+import logging
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -25,6 +27,8 @@ from tierplan.hwmodels.machine import MachineError
 from tierplan.hwmodels.names import device_index
 from tierplan.hwmodels.records import Amount, RecordError, decode
 from tierplan.hwmodels.units import Unit, format_amount, leading_number, parse_amount
+
+log = logging.getLogger(__name__)
 
 PARTS: Mapping[str, str] = {"gpu": "gpus", "nvme": "drives"}
 """Sections that can name a part, and the folder of the catalog where it is looked up."""
@@ -71,9 +75,11 @@ def _read_keys() -> dict[str, Key]:
 
 
 KEYS: Mapping[str, Key] = _read_keys()
+GONE = ("gpu.adam", "gpu.adam_traffic")
+"""Keys that mean nothing any more, which files of earlier measurements have."""
 
 
-def find_key(name: str) -> Key:
+def find_key(name: str, where: str = "a machine's description") -> Key:
     """The key of that name. Raises `MachineError` that lists the keys that exist, the likely ones first."""
     if name in KEYS:
         return KEYS[name]
@@ -83,7 +89,7 @@ def find_key(name: str) -> Key:
         close = [key for key in (f"{section}.capacity", "host.capacity") if key in KEYS][:1]
     siblings = [key for key in KEYS if KEYS[key].section == section] or list(KEYS)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
-    raise MachineError(f"no key {name!r} in a machine's description; {hint}the keys are {', '.join(siblings)}")
+    raise MachineError(f"no key {name!r} in {where}; {hint}the keys are {', '.join(siblings)}")
 
 
 Basis = Literal["measured", "calibrated", "published", "given", "community", "derived", "nameplate", "assumed"]
@@ -229,7 +235,10 @@ def parse_description(text: str, *, where: str) -> Description:
     values = {}
     for section in dict.fromkeys(key.section for key in KEYS.values()):
         for name, value in getattr(file, section).items():
-            key = find_key(f"{section}.{name}")
+            if f"{section}.{name}" in GONE:
+                _note_gone(f"{section}.{name}", where)
+                continue
+            key = find_key(f"{section}.{name}", where)
             values[key.name] = parse_quantity(key, value, where=where, sources=file.sources)
 
     def source(entry: Switch | Limit) -> str:
@@ -248,6 +257,11 @@ def parse_description(text: str, *, where: str) -> Description:
         shares=file.shares,
         notes=file.notes,
     )
+
+
+@functools.cache  # says it once
+def _note_gone(name: str, where: str) -> None:
+    log.warning(f"{where}: {name} means nothing any more and is passed over; take that line out")
 
 
 def parse_quantity(key: Key, value: object, *, where: str, sources: Mapping[str, str] | None = None) -> Quantity:

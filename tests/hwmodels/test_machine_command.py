@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tierplan.cli import main
-from tierplan.hwmodels import catalog_names
+from tierplan.hwmodels import catalog_names, load_machine
+from tierplan.hwmodels.catalog import here_path
 from tierplan.hwmodels.description import KEYS
+
+MEASURED = sorted(Path("docs/campaign").glob("*/*/machine.toml"))
+"""Machine files that were published, measured when there was a key that is gone."""
 
 
 def test_list_names_every_machine_and_part(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,6 +47,32 @@ def test_show_lists_the_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["machine", "show", "laptop", "--keys"]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in KEYS)
+
+
+def test_machines_that_were_measured_before_are_read_with_a_note(caplog: pytest.LogCaptureFixture) -> None:
+    assert MEASURED
+    with caplog.at_level(logging.WARNING):
+        machines = [load_machine(path) for path in MEASURED]
+    assert {machine.name for machine in machines} == {"here"}
+    said = [message.partition(" means nothing any more")[0] for message in caplog.messages]
+    assert said == [f"{path}: gpu.adam" for path in MEASURED]
+
+
+def test_the_list_survives_a_machine_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    here_path().parent.mkdir(parents=True)
+    for wrong, why in (("[gpu]\nadams = 1\n", "no key 'gpu.adams' in"), ("[gpu", "is not TOML"), ("gpu = 1", "gpu")):
+        here_path().write_text(wrong)
+        assert main(["machine", "list", "--json"]) == 0
+        machines = json.loads(capsys.readouterr().out)["machines"]
+        assert machines["laptop"]
+        assert machines["here"].startswith("cannot be read: ")
+        assert why in machines["here"]
+        assert str(here_path()) in machines["here"]
+        assert main(["machine", "show", "here"]) == 1
+        assert str(here_path()) in capsys.readouterr().err
 
 
 def test_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,8 +131,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _list(args: argparse.Namespace) -> int:
-    names = catalog_names() + ([HERE] if here_path().exists() else [])
-    machines = {name: load_description(name).summary for name in names}
+    machines = {name: load_description(name).summary for name in catalog_names()}
+    if here_path().exists():
+        try:
+            machines[HERE] = load_description(HERE).summary
+        except (MachineError, OSError) as error:
+            machines[HERE] = f"cannot be read: {error}"
     lines = ["Machines", *columns(list(machines.items()))]
     sources: Counter[str] = Counter()
     parts: dict[str, dict[str, dict[str, object]]] = {}
