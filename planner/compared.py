@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from tierplan.hwmodels.machine import Machine, MachineError
+from tierplan.planner.lowering import Lowering
 from tierplan.planner.plan import Plan, UnitwisePlan, other_numbers, plain_semantics
 from tierplan.planner.plan_rules import PLANNER, PlanError, undivided
 from tierplan.planner.policies import ESTIMATES, NEED_SEVERAL_DEVICES, POLICIES, SHARED
@@ -142,12 +143,14 @@ class Compared:
         is_rival = is_same(plan, self.semantics)
         if plan.sums_tied and found.fits:  # where only this makes room it is none
             is_rival = is_rival and self.simulate_plan(next(untied(plan))).fits
+        is_coded = training.activation_format and found.fits
+        columns = Lowering(self.workload, self.machine).simulated(plan)[0] if is_coded else None
         return replace(
             of_work,
             step_s=found.step_s,
             reason=found.reason if is_best else "",
             lacks_memory=bool(found.short_tier),
-            same_numbers=is_same(plan, self.semantics) and not other_numbers(plan, self.semantics),
+            same_numbers=is_same(plan, self.semantics) and not other_numbers(plan, columns, self.semantics),
             is_rival=is_rival,
             num_batches=plan.num_batches,
         )

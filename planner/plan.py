@@ -32,6 +32,7 @@ from tierplan.planner.plan_rules import (
     refuse_codes,
     refuse_frozen,
 )
+from tierplan.sim.columns import ScheduleColumns
 from tierplan.sim.step import Action, Semantics
 from tierplan.sim.workloads.workload import Training, Workload
 
@@ -472,11 +473,16 @@ def plain_semantics(training: Training) -> Semantics:
     return "in-backward" if training.max_grad_norm is None else "exact-clip"
 
 
-def other_numbers(plan: Plan, asked: str = "") -> str:
+def other_numbers(plan: Plan, columns: ScheduleColumns | None, asked: str = "") -> str:
     """Why the plan's numbers are not those of plain training, or of delayed updates that were `asked` for; empty where
-    they are, in some micro-batches."""
+    they are, in some micro-batches. `columns` are its schedule's; None where activations leave the device as they are.
+    """
+    why = []
     if plan.semantics == "delayed-1" != asked:
-        return "updates come a step late"
+        why.append("updates come a step late")
     if plan.sums_tied:
-        return "a tied head's gradients are summed before the embedding's, which changes last bits"
-    return ""
+        why.append("a tied head's gradients are summed before the embedding's, which changes last bits")
+    labels = None if columns is None else columns.labels()
+    if labels is not None and labels.step is not None and any(op.kind == "encode" for op in labels.ops):
+        why.append(f"activations leave the device in {labels.step.training.activation_format}")
+    return "; ".join(why)

@@ -176,9 +176,24 @@ def test_an_amd_card_by_its_data_sheet_is_quicker_than_a_4090(capsys: pytest.Cap
     assert then > 2 * now
 
 
-@pytest.mark.parametrize("asked", [["plan"], ["simulate", "--policy", "ssdtrain"]], ids=("plan", "simulate"))
-def test_coded_activations_are_said_to_give_other_numbers(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*asked, *SMALL, "--acts", "fp8"]) == 0
-    assert "not of plain training: activations" in " ".join(capsys.readouterr().out.split())
-    assert main([*asked, *SMALL]) == 0
-    assert "not of plain training" not in " ".join(capsys.readouterr().out.split())
+@pytest.mark.parametrize(("policy", "is_coded"), [("ssdtrain", True), ("full-recompute", False)])
+def test_numbers_are_others_where_activations_are_coded(
+    policy: str, is_coded: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the ops of the schedule, and the same for every command: what stays or is made again is not coded."""
+    simulated = ["simulate", "--policy", policy, *SMALL]
+    assert main([*simulated, "--acts", "fp8"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert ("not of plain training: activations leave the device in fp8" in said) == is_coded
+    assert ("no activation leaves the device in fp8, so --acts changes nothing" in said) != is_coded
+    assert main(simulated) == 0
+    assert "numbers" not in capsys.readouterr().out
+    assert main(["compare-policies", "--policies", policy, *SMALL, "--acts", "fp8"]) == 0
+    table = capsys.readouterr().out
+    assert (f"{policy}* " in table) == ("* other numbers than plain training's: activations leave" in table) == is_coded
+
+
+def test_a_plan_says_of_each_published_system_whose_numbers_it_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, *SMALL, "--acts", "fp8")["policies"]
+    assert not found["ssdtrain"]["same_numbers"]
+    assert found["full-recompute"]["same_numbers"]

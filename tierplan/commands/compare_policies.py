@@ -88,7 +88,7 @@ def policy_table(predictions: Sequence[Prediction], semantics: str = "") -> str:
     from tierplan.planner.plan import other_numbers
 
     def why(p: Prediction) -> str:
-        return "" if p.plan is None else other_numbers(p.plan, semantics)
+        return "" if p.plan is None else other_numbers(p.plan, p.columns, semantics)
 
     kinds = list(dict.fromkeys(filter(None, map(why, (p for p in predictions if p.fits)))))
     heads = ("policy", "step", "tokens/s", "batch", "device", "host", "NVMe", "limited by")

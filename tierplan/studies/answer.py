@@ -242,11 +242,10 @@ def numbers_texts(prediction: Prediction) -> list[str]:
     numbers, same_as = [], _numbers_of(prediction)
     if isinstance(prediction.plan, UnitwisePlan) and prediction.plan.sub_batches > 1:
         numbers.append(f"of training in {_batches(same_as['accumulation'], same_as['micro_batch'])}")
-    if prediction.plan is not None and (other := other_numbers(prediction.plan)):
+    if prediction.plan is not None and (other := other_numbers(prediction.plan, prediction.columns)):
         numbers.append(f"not of plain training: {other}")
-    step = prediction.schedule.step if prediction.schedule else None
-    if step is not None and (form := step.training.activation_format):
-        numbers.append(f"not of plain training: activations that leave the device do so in {form}")
+    elif prediction.schedule and (step := prediction.schedule.step) and (form := step.training.activation_format):
+        numbers.append(f"no activation leaves the device in {form}, so --acts changes nothing")
     return numbers
 
 
