@@ -20,6 +20,7 @@ from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.columns import Lists, ScheduleColumns, columns_of, rows_of
 from tierplan.sim.compiled.graph_columns import graph_columns
+from tierplan.sim.pricing import on_machine
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Span, Trace
 
@@ -304,7 +305,7 @@ def sensitivities(
     """
     if not factor > 0:
         raise ValueError(f"factor is {factor}; it must be above 0, and 2 means twice as fast")
-    columns = columns_of(schedule) if isinstance(schedule, Schedule) else schedule
+    columns = columns_of(on_machine(schedule, machine)) if isinstance(schedule, Schedule) else schedule
     now = steady_state(columns, machine)
     busy = busy_fracs(columns, machine, now.period_s)
 

@@ -20,7 +20,7 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.sim.columns import Int64, ScheduleColumns, collector_paused, columns_of
 from tierplan.sim.compiled.rules import Prices
 from tierplan.sim.compiled.simulation import simulate_columns
-from tierplan.sim.pricing import simulate_on
+from tierplan.sim.pricing import on_machine, simulate_on
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Span, Trace
 
@@ -104,15 +104,15 @@ class SteadyState:
 def steady_state(
     schedule: Schedule | ScheduleColumns, machine: Machine, *, prices: Prices | None = None
 ) -> SteadyState:
-    """The steady state of `schedule`, repeated step after step on `machine`.
+    """The steady state of `schedule`, repeated step after step on `machine`, with the memory that both have.
 
-    `prices` are what the works of the columns cost on the machine, if that is at hand.
+    Columns are taken with the memory that they say. `prices` are what their works cost on the machine, if at hand.
 
     Raises `ScheduleError` when an initial buffer has no successor in the next step (see `columns.unroll`);
     `OutOfMemory` when the steps do not fit; the first may fit alone, where the second needs memory that the first still
     holds.
     """
-    columns = columns_of(schedule) if isinstance(schedule, Schedule) else schedule
+    columns = columns_of(on_machine(schedule, machine)) if isinstance(schedule, Schedule) else schedule
     if not columns.num_ops:
         raise ValueError(f"schedule {columns.labels().name!r} has no ops; nothing repeats")
     around, in_a_row = columns.steps_around, _steps_of_all_streams(columns)

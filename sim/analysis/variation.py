@@ -19,6 +19,7 @@ from tierplan.sim.columns import columns_of
 from tierplan.sim.compiled.graph_columns import graph_columns
 from tierplan.sim.compiled.rules import Prices
 from tierplan.sim.compiled.simulation import prices_on, run
+from tierplan.sim.pricing import on_machine
 from tierplan.sim.schedule import Schedule
 
 INTERVAL = (0.05, 0.95)
@@ -85,7 +86,8 @@ def vary(
             f"nothing varies: the description of machine {machine.name!r} states no spread; "
             "give `rates` or `ops`, or measure the machine"
         )
-    columns = columns_of(schedule) if num_steps == 1 else columns_of(schedule).unrolled(num_steps)
+    columns = columns_of(on_machine(schedule, machine))
+    columns = columns if num_steps == 1 else columns.unrolled(num_steps)
     graph, by_work, is_alone = graph_columns(columns), prices_on(columns, machine), len(columns.streams) == 1
     works = [columns.works[w] for w in columns.op_work.tolist()]
     work_s = np.array([machine.cost(work.stream, work.amounts, is_alone=is_alone).work_s for work in works])

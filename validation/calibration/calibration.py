@@ -18,7 +18,7 @@ from typing import get_args, get_type_hints
 from tierplan.hwmodels.machine import Machine, PredictionBasis, Stream
 from tierplan.hwmodels.names import COMPUTE, compute, on_first_device, parse_stream
 from tierplan.hwmodels.records import Count, NotNegative, Positive, Whole, load_record, shown
-from tierplan.hwmodels.scaling import with_capacity, with_demand, with_rate_factors
+from tierplan.hwmodels.scaling import with_ample_memory, with_capacity, with_demand, with_rate_factors
 from tierplan.sim.analysis.explain import stream_times
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.digest import digest
@@ -234,7 +234,7 @@ def _fit(
     """The calibration without checks, and the factors of computations; `drive_contention` if it is known."""
     factors = compute_factors(profiled, measurements)
     schedules = {name: schedule_with_factors(name, m.schedule, profiled, factors) for name, m in measurements.items()}
-    described = without_compute_latency(machine)
+    described = with_ample_memory(without_compute_latency(machine))
     measured = [(schedules[name], m.op_s) for name, m in measurements.items()]
     if drive_contention is None:
         drive_contention = fit_drive_contention(described, measured)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -11,13 +12,15 @@ import pytest
 
 from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream, TierSpec
+from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.planner.policies import POLICIES, decide
 from tierplan.sim.analysis.completion import OutOfMemory
-from tierplan.sim.analysis.explain import busy_fracs
+from tierplan.sim.analysis.explain import busy_fracs, sensitivities
 from tierplan.sim.analysis.steady import SteadyState, _repetition
 from tierplan.sim.analysis.steady import steady_state as steady_of
+from tierplan.sim.analysis.variation import vary
 from tierplan.sim.columns import columns_of, unroll
 from tierplan.sim.contents import split_step
 from tierplan.sim.pricing import simulate_on
@@ -350,3 +353,15 @@ def test_steps_that_do_not_repeat_are_averaged_over_whole_rounds() -> None:
         found = _repetition(start_ns, end_ns, num_steps, around, around, toy_machine())
         assert found["cycle_steps"] == 0
         assert found["period_s"] == pytest.approx(0.002)
+
+
+def test_the_machine_that_is_asked_about_has_no_more_memory_than_it_has() -> None:
+    workload, asked = toy_workload(2), toy_machine()
+    schedule = lower(uniform_plan(workload, UnitPlan()), workload, asked)
+    peak = steady_of(schedule, asked).peak_bytes["gpu0"]
+    enough, small = (with_capacity(asked, {"gpu0": size}) for size in (peak, peak // 4))
+    assert simulate_on(schedule, enough).capacity_bytes["gpu0"] == peak
+    assert steady_of(schedule, enough).period_s == steady_of(schedule, asked).period_s
+    for look in (simulate_on, steady_of, sensitivities, partial(vary, ops=0.1)):
+        with pytest.raises(OutOfMemory, match=f"in tier 'gpu0', which has {peak // 4:,}"):
+            look(schedule, small)
