@@ -226,7 +226,7 @@ def _watch_checkpoints() -> None:
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The model's repeated blocks with their names, in the order of registration; of a model that takes images too,
-    those that text goes through."""
+    those that text goes through. Raises `ModelError` where there are none, or they share parameters."""
     if any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
         raise ModelError(
             "the model makes activations again itself (gradient checkpointing), but the plan says what "
@@ -254,7 +254,15 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
             f"{other[0]!r}. Of encoder-decoders, only those with one type of block and something behind the encoder's "
             "last block are supported, as T5 is; take such a model, or one without an encoder"
         )
-    return [(f"{name}.{i}", m) for name, blocks in outer if type(blocks[0]) is kind for i, m in enumerate(blocks)]
+    named_blocks = [
+        (f"{name}.{i}", m) for name, blocks in outer if type(blocks[0]) is kind for i, m in enumerate(blocks)
+    ]
+    owner: dict[int, str] = {}
+    for name, block in named_blocks:
+        for key, p in block.named_parameters():
+            if (first := owner.setdefault(id(p), name)) != name:
+                raise ModelError(f"parameter '{name}.{key}' is also one of {first!r}; blocks must not share parameters")
+    return named_blocks
 
 
 def _text_model(model: nn.Module) -> nn.Module:
@@ -301,18 +309,10 @@ def split_model(model: nn.Module, batch: Mapping[str, object]) -> list[ModelUnit
             )
         sharing.update(places[1:])
     units = [_unit("embed", None, outside[0])]
-    claimed: dict[int, str] = {}
     for i, (name, block) in enumerate(blocks):
         if i in outside and i:
             units.append(_unit(f"between{i}", None, outside[i], shares="embed" if i in sharing else None))
-        own = [(f"{name}.{key}", p) for key, p in block.named_parameters()]
-        for key, p in own:
-            if id(p) in claimed:
-                raise ModelError(
-                    f"parameter {key!r} is also one of {claimed[id(p)]!r}; blocks must not share parameters"
-                )
-            claimed[id(p)] = name
-        units.append(_unit(f"L{i}", block, own))
+        units.append(_unit(f"L{i}", block, [(f"{name}.{key}", p) for key, p in block.named_parameters()]))
     units.append(_unit("head", None, outside[last], shares="embed" if last in sharing else None))
     for unit in units:
         unit.changed = {name: uses.changed[name] for name, _ in unit.all_parameters if name in uses.changed}

@@ -99,6 +99,19 @@ def test_what_cannot_run_is_refused_while_it_is_traced(way: str, says: str) -> N
         trace_module(_Model(way), make_batches(1)[0], CPU)
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["a layer", "a block"])
+def test_blocks_that_share_parameters_are_refused_while_they_are_traced(whole: bool) -> None:
+    """They would be counted once for each."""
+    model = _Model("")
+    if whole:
+        model.layers[2] = model.layers[0]
+    else:
+        model.layers[2].inner.weight = model.layers[0].inner.weight  # type: ignore[union-attr, assignment]
+    says = r"parameter 'layers\.2\.inner\.weight' is also one of 'layers\.0'; blocks must not share parameters"
+    with pytest.raises(WorkloadError, match=says):
+        trace_module(model, make_batches(1)[0], CPU)
+
+
 def test_another_kernel_than_on_fake_tensors_is_an_error_that_says_so() -> None:
     model, batches = _Model("LSTM"), make_batches(1)
     workload = trace_module(model, batches[0], CPU)
