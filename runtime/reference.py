@@ -238,7 +238,9 @@ class _Plain(torch.optim.Optimizer):
                 layout = layout_of(settings.name, [p.shape], dtype, is_block=False, has_master=False)
                 empty = torch.zeros(layout.size_bytes(layout.whole), dtype=torch.uint8, device=p.device)
                 states = self.state[p].setdefault("states", empty)
+                flat = p.reshape(-1)  # a copy, where p is not contiguous
                 update_states(
-                    p.view(-1), p.grad.view(-1), list(layout.views(states, layout.whole)), layout, settings,
+                    flat, p.grad.reshape(-1), list(layout.views(states, layout.whole)), layout, settings,
                     part=layout.whole, step=self._number, lr=group["lr"],
                 )  # fmt: skip
+                p.copy_(flat.view(p.shape))

@@ -344,6 +344,12 @@ def first_trained(units: Sequence[ModelUnit]) -> int:
 @torch.enable_grad()
 def uses_of(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, object]) -> Uses:
     """What a run on fake tensors shows. Raises `ModelError` where a schedule would not have what is used."""
+    strided = (name for name, p in model.named_parameters() if not (p.is_contiguous() or is_placeholder(p)))
+    if (first := next(strided, None)) is not None:
+        raise ModelError(
+            f"parameter {first!r} is not contiguous, as a transposed one is, but a schedule keeps parameters one after "
+            "the other, where kernels add up in another order; make it so: p.data = p.data.contiguous()"
+        )
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     twin = fake_twin(model, mode)
     having: dict[int, list[str]] = {}

@@ -114,3 +114,16 @@ def test_plain_training_has_its_states_where_parameters_are(spec: str) -> None:
     batches = [{"input": torch.zeros(2, 64, device="meta")}] * 2
     with mock.patch.object(adam, "_check_finite"), mock.patch.object(torch.Tensor, "item", return_value=0.0):
         train_plainly(layer, batches, steps=2, optimizer=OptimizerSettings(name=spec), loss=lambda out, _: out.sum())
+
+
+@pytest.mark.parametrize("spec", ["lion", "adamw:states=8bit"])
+def test_plain_training_takes_parameters_that_are_not_contiguous(spec: str) -> None:
+    """The gradient does not depend on the weights, so that they stay equal to contiguous ones."""
+    layer = nn.Linear(8, 64)
+    turned = copy.deepcopy(layer)
+    turned.weight.data = layer.weight.detach().t().contiguous().t()
+    for each in (layer, turned):
+        batches, settings = [{"input": torch.linspace(0, 1, 16).view(2, 8)}] * 3, OptimizerSettings(name=spec, lr=0.1)
+        train_plainly(each, batches, steps=3, optimizer=settings, loss=lambda out, _: out.sum())
+    assert not turned.weight.is_contiguous()
+    assert torch.equal(layer.weight, turned.weight)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.runtime.test_trainer import CPU, machine
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
+from tierplan.runtime.autograd.units import ModelError, split_model
 from tierplan.runtime.execution.values import SizeError
 from tierplan.runtime.reference import same_weights, train_plainly
 from tierplan.runtime.tracing.trace import trace_module
@@ -110,6 +112,18 @@ def test_blocks_that_share_parameters_are_refused_while_they_are_traced(whole: b
     says = r"parameter 'layers\.2\.inner\.weight' is also one of 'layers\.0'; blocks must not share parameters"
     with pytest.raises(WorkloadError, match=says):
         trace_module(model, make_batches(1)[0], CPU)
+
+
+def test_a_parameter_that_is_not_contiguous_is_refused_until_it_is() -> None:
+    model, (batch,) = _Model(""), make_batches(1)
+    weight = model.layers[1].out.weight
+    assert isinstance(weight, nn.Parameter)
+    weight.data = weight.detach().t()
+    for look, error in ((partial(trace_module, training=CPU), WorkloadError), (split_model, ModelError)):
+        with pytest.raises(error, match=r"parameter 'layers\.1\.out\.weight' is not contiguous"):
+            look(model, batch)
+    weight.data = weight.data.contiguous()
+    assert split_model(model, batch)
 
 
 def test_another_kernel_than_on_fake_tensors_is_an_error_that_says_so() -> None:
