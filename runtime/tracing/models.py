@@ -61,7 +61,7 @@ def build_config(raw: Mapping[str, object]) -> Any:
     """The config object, with settings that only inference has a use for switched off."""
     import transformers
 
-    values = dict(raw)
+    values = {name: _decoded(value) for name, value in raw.items()}
     model_type = values.pop("model_type", None)
     if model_type not in transformers.CONFIG_MAPPING:
         known = sorted(k for k in transformers.CONFIG_MAPPING if isinstance(k, str))
@@ -82,6 +82,14 @@ def build_config(raw: Mapping[str, object]) -> Any:
     config = config_class(**values)
     config.use_cache = False
     return config
+
+
+def _decoded(value: Any) -> Any:
+    """With infinite numbers, and nan, where `save_pretrained` has written `{"__float__": "Infinity"}`."""
+    if isinstance(value, dict):
+        is_float = [*value] == ["__float__"]
+        return float(value["__float__"]) if is_float else {name: _decoded(one) for name, one in value.items()}
+    return [*map(_decoded, value)] if isinstance(value, list) else value
 
 
 def experts_of(config: Any) -> dict[str, int]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
+from math import inf
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+import transformers
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -23,7 +27,7 @@ from tierplan.runtime.checkpoint.weights import hollow_model
 from tierplan.runtime.data.synthetic import random_batches
 from tierplan.runtime.execution.device import TORCH_DTYPES
 from tierplan.runtime.tracing.backend import backend_rules, behind_autocast, cuda_attention
-from tierplan.runtime.tracing.models import build_model
+from tierplan.runtime.tracing.models import build_config, build_model
 from tierplan.runtime.tracing.trace import trace_config, trace_one_size
 from tierplan.sim.workloads.workload import Training, Workload, WorkloadError
 
@@ -263,6 +267,16 @@ def test_a_token_meets_the_experts_that_it_is_sent_to(raw: dict[str, object], nu
     assert (of_experts > 0) == (num_experts > 1)
     assert workload.num_active == sum(counts.values()) - of_experts * (num_experts - chosen) // num_experts
     assert trace_config("x", workload.config, training).units == workload.units, "and it is still that config"
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "bamba", "granitemoehybrid"])
+def test_a_config_is_read_as_transformers_has_written_it(family: str, tmp_path: Path) -> None:
+    """JSON has no infinite numbers, which these have for a limit of time steps."""
+    transformers.AutoConfig.for_model(family).save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert raw["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+    read = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert build_config(raw).time_step_limit == read.time_step_limit == (0.0, inf)
 
 
 def test_errors_of_our_own_stay_as_they_are() -> None:
