@@ -79,11 +79,12 @@ def lacking_in_all(workload: Workload, machine: Machine) -> tuple[Shortage, ...]
 
 def spares_no_drives(num_plans: int, gentlest: str, least_s: float) -> str:
     """Why none of so many plans lets the drives live as long as was asked, where this is what the gentlest of them does
-    and no step is shorter than `least_s`, in seconds."""
+    and no plan's step could be shorter than `least_s`, in seconds."""
     return (
-        f"the gentlest of {num_plans} plans {gentlest}. A step would have to take {format_s(least_s)} or more; "
-        "micro-batches that are accumulated make it longer without writing more (--accumulation). Or use more drives, "
-        "or drives that are rated for more (--set nvme.drives=, nvme.endurance=), or ask for a shorter lifetime"
+        f"the gentlest of {num_plans} plans {gentlest}. By the bound, no plan that spares them has a step of less than "
+        f"{format_s(least_s)}; micro-batches that are accumulated make steps longer without writing more "
+        "(--accumulation). Or use more drives, or ones rated for more (--set nvme.drives=, nvme.endurance=), "
+        "or ask for a shorter lifetime"
     )
 
 

@@ -173,7 +173,7 @@ class PlanSimulator:
         if wear > 1:
             reason = (
                 f"writes {written / GB:.1f} GB to NVMe in a step of {format_s(step_s)}, {digits(wear)} times what the "
-                "drives may take to last as long as was asked"
+                f"drives may take to last as long as was asked; its step would have to take {format_s(wear * step_s)}"
             )
             return Candidate(plan, None, partial(str, reason), wear=wear)
         return Candidate(plan, step_s, wear=wear, room_gb=room_gb, looks_s=looks_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -109,13 +110,25 @@ def test_tighter_lifetimes_never_give_quicker_plans_and_are_kept():
     assert found.step_s > free.step_s, "so few writes are free: the test needs a plan that has to write"
 
 
+def seconds(text: str) -> float:
+    """As `format_s` writes them."""
+    units = {"days": 86_400.0, "h": 3_600.0, "min": 60.0, "s": 1.0, "ms": 1e-3}
+    return sum(float(number.replace(",", "")) * units[unit] for number, unit in re.findall(r"([\d.,]+) (\w+)", text))
+
+
 def test_states_that_must_be_written_too_fast_are_an_answer():
     workload = chain(forward_s=[0.1] * 10, parameters=[4 * MB] * 10, saved_mb=[[1]] * 10)
     machine = rated(small_machine(device_mb=100, host_mb=300), 1e5)
     with pytest.raises(InfeasiblePlan, match="spares the drives") as caught:
         plan(workload, machine, time_limit_s=3, policies=("zero-infinity",), drive_lifetime_years=1.0)
-    said = str(caught.value)
-    assert "would have to take" in said
+    said = " ".join(str(caught.value).split())
+    own = re.search(r"in a step of (.*?), ([\d.,]+) times .* its step would have to take (.*?)\. By", said)
+    bound = re.search(r"no plan that spares them has a step of less than (.*?);", said)
+    assert own
+    assert bound
+    step_s, needed_s, bound_s = map(seconds, (own[1], own[3], bound[1]))
+    assert needed_s == pytest.approx(step_s * float(own[2].replace(",", "")), rel=0.02)
+    assert bound_s <= needed_s * 1.01
     assert "--accumulation" in said
     # in the fluid's account, at least the states that fit nowhere else are written in every step
     states_mb = 10 * 4 * 12
