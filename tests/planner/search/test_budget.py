@@ -68,8 +68,8 @@ def test_far_from_the_bound_a_search_goes_on_as_long_as_that_pays(monkeypatch: p
 
 
 def test_beyond_the_default_budget_the_order_of_the_lower_bound_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It stayed with the one that had had luck at first, whose bound was near: 6.7B with 64 GiB, without the answer of a
-    lesser machine to begin with, took 8 % longer."""
+    """It stayed with the one that had had luck at first, whose bound was near: 6.7B with 64 GiB, without a lesser
+    machine's answer to begin with, took 8 % longer."""
     lucky, promising = _order_search(5.2, bound_s=4.3), _order_search(5.4, bound_s=3.6)
     went_on: list[OrderSearch] = []
 
