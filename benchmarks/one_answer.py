@@ -51,13 +51,12 @@ MORE: Mapping[str, Mapping[str, Sequence[object]]] = {
 """Of machines as they are in the catalog."""
 
 
-def answer(*words: object) -> dict[str, Any]:
+def answer(*words: object) -> Any:
     """What a command prints with `--json`."""
     printed = io.StringIO()
     with redirect_stdout(printed):
         tierplan([*map(str, words), "--json"])
-    found: dict[str, Any] = json.loads(printed.getvalue())
-    return found
+    return json.loads(printed.getvalue())
 
 
 def asked(given: Mapping[str, Any], overrides: Mapping[str, object]) -> list[object]:
@@ -111,7 +110,7 @@ def swept(folder: Path, given: Mapping[str, Any], planned: Mapping[str, Any]) ->
     """What is wrong with `sweep`'s row for the question."""
     study = folder / "study.toml"
     study.write_text("\n".join(["[scenario]", *(f"{key} = {json.dumps(value)}" for key, value in given.items())]))
-    row = answer("sweep", study, "--out", folder / "out", "--workers", 1)
+    [row] = answer("sweep", study, "--out", folder / "out", "--workers", 1)
     if figures(row) != figures(planned):
         return [f"sweep says {figures(row)}, plan {figures(planned)}"]
     return []
