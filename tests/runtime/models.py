@@ -27,13 +27,14 @@ def make_model(family: str = "gpt2", *, num_blocks: int = 3, dropout: float = 0.
     import transformers as hf
 
     torch.manual_seed(17)
-    if family == "gpt2":
+    if family in ("gpt2", "gpt2 of odd width"):
+        is_odd = family != "gpt2"
         config: Any = hf.GPT2Config(
             vocab_size=VOCABULARY,
             n_positions=64,
-            n_embd=32,
+            n_embd=33 if is_odd else 32,
             n_layer=num_blocks,
-            n_head=2,
+            n_head=3 if is_odd else 2,
             resid_pdrop=dropout,
             embd_pdrop=dropout,
             attn_pdrop=dropout,
