@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import one_answer
 from tierplan.cli import main
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.infeasible import InfeasiblePlan
@@ -20,6 +21,7 @@ from tierplan.planner.planning import plan
 from tierplan.planner.prediction import predict
 from tierplan.planner.questions.endurance import SECONDS_PER_YEAR
 from tierplan.planner.results import PlanResult
+from tierplan.planner.search import budget
 from tierplan.planner.search.batches import Division, plan_sequences
 from tierplan.sim.workloads.workload import Workload
 from tierplan.studies import evaluate
@@ -424,3 +426,11 @@ def test_what_the_planner_refuses_leaves_the_verdict(
     said = " ".join(capsys.readouterr().out.split())
     assert "The planner has no answer here: " in said
     assert refused in said
+
+
+def test_the_check_of_many_scenarios_asks_the_commands_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It read `sweep`'s rows as if they were one, and nobody ran it."""
+    monkeypatch.setattr(budget, "DEFAULT_OPS", 10_000)
+    found = one_answer.scenario(2)
+    assert found["wrong"] == []
+    assert found["purchases"]
