@@ -422,11 +422,11 @@ class Search:
         budget = self.budget
         until_ops = budget.ops_left - budget.more_ops
         least_s = min((bound.searched_s for chain in self.chains for bound in chain.bounds), default=inf)
-        while able := [chain for chain in self.chains if not chain.is_over and self.has_all_orders]:
+        while able := [chain for chain in self.chains if not chain.is_over]:
             best = self.incumbents.best
             is_near = best is None or per_batch_s(best) * self.devices <= FAR * least_s
             is_done = is_near or least_s >= self._to_beat_s() or budget.ops_left <= until_ops or budget.is_stale
-            if is_done or budget.is_out_of_time:
+            if is_done or budget.is_out_of_time or not self.has_all_orders:
                 return
             chain = min(able, key=lambda c: c.best_s * c.least_s**BOUND_WEIGHT)
             self._go_on_with(chain, chain.spent_ops + MOST_OPS)
