@@ -6,8 +6,7 @@ STAMP  := $(VENV)/.installed
 TESTERS ?= 2
 # Modules are compiled behind it, on all cores: pip does that on one.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
-# One thread in each process: two that wait for each other's threads are slower than one.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TESTERS) --dist worksteal
+PYTEST := $(BIN)/python -m pytest -n $(TESTERS) --dist worksteal
 
 .PHONY: demo gpu gpu-report gpu-wheels test docs figures nightly check lint types compiled pytest clean help install
 

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from benchmarks.gpu import not_planned
 from tierplan.planner.search import budget
@@ -22,6 +23,9 @@ def pytest_configure() -> None:
     gc.set_threshold(50_000, 10, 10)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic products, read as CUDA begins
+    # tests run side by side, one thread each; so do the processes that they start
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 @pytest.hookimpl(tryfirst=True)
