@@ -233,7 +233,7 @@ class Solver:
     ) -> Solution:
         """The program's solution; with `integral` the columns in `integer` are whole, to within `gap` of the best.
 
-        `narrower` may have solved it last without its optional columns: then it starts there.
+        `narrower` may have solved it last without its optional columns: then the first of its shape starts there.
         """
         started = time.perf_counter()
         if integral and len(program.integer):
@@ -245,9 +245,8 @@ class Solver:
         is_loaded = self._change(program)
         if not is_loaded:
             self._load(program)
-        inner = narrower and narrower.last_end and extended(*narrower.last_end, program)
-        if inner:
-            like, basis = None, inner
+        inner = basis is None and narrower and narrower.last_end and extended(*narrower.last_end, program)
+        basis = inner or basis
         if basis is not None and not (is_loaded and like is before):
             self.highs.setBasis(basis)
         # where what is left out may only be added, the point is one of the program already, but not the best
