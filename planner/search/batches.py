@@ -18,6 +18,7 @@ from math import inf, isqrt, log
 from typing import Any, NamedTuple
 
 from tierplan.hwmodels.machine import Machine
+from tierplan.planner.compared import NEAR
 from tierplan.planner.loop import FAR, Search
 from tierplan.planner.milp.program import Solver
 from tierplan.planner.plan_rules import PlanError
@@ -210,13 +211,12 @@ def _in_their_best(
 ) -> dict[str, Callable[[], PolicyResult]]:
     """Each published system in the division that suits it best, of those that were searched, for whoever asks."""
 
-    def rank(of: tuple[Search, PolicyResult]) -> float:
-        return of[1].per_sequence_s
-
     def result(name: str) -> PolicyResult:
         others = [(s, s.compared[name](is_best=False)) for s in searches]
         if running := [of for of in others if of[1].step_s is not None]:
-            return min(running, key=rank)[0].compared[name]()
+            near = NEAR * min(of[1].per_sequence_s for of in running)
+            in_full = (s.compared[name]() for s, r in running if r.per_sequence_s <= near)
+            return min(in_full, key=lambda r: r.per_sequence_s)
         own = compared[name]()
         if own.step_s is not None and own.num_sequences != sequences:
             alone = f"in this time it was tried in steps of {own.num_sequences} sequences alone"

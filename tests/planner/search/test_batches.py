@@ -49,6 +49,19 @@ def test_why_a_system_does_not_run_is_of_a_division_that_it_has_a_plan_for() -> 
     }
 
 
+def test_a_system_is_shown_in_the_division_that_is_best_when_all_is_simulated() -> None:
+    """And not in the one that is best by a plan near its own: `compare-policies` simulates what each decides."""
+
+    def search(nearly_s: float, step_s: float) -> Any:
+        def result(*, is_best: bool = True) -> PolicyResult:
+            return PolicyResult(step_s=step_s if is_best else nearly_s, micro_batch=1, accumulation=2)
+
+        return SimpleNamespace(compared={"packs": result})
+
+    searches = [search(1.0, 1.1), search(1.05, 1.05), search(9.0, 0.1)]
+    assert _in_their_best(searches[0].compared, searches, 2)["packs"]().step_s == 1.05
+
+
 FEW_OPS = 60_000
 """A budget with which searches end before they have found the best plan."""
 
