@@ -182,6 +182,10 @@ def test_what_is_bought_changes_the_question() -> None:
     assert more.applied(asked) == replace(asked, overrides={"nvme.drives": 1, "host.capacity": "64 GiB"})
     other = replace(more, machine="desktop-4090", overrides={})
     assert other.applied(asked) == replace(asked, machine="desktop-4090", overrides={})
+    of_file, without = (replace(asked, calibration=which) for which in ("mine.json", "none"))
+    assert other.applied(of_file) == other.applied(asked), "that file is of the machine that is there"
+    assert other.applied(without).calibration == "none"
+    assert more.applied(of_file).calibration == "mine.json"
 
 
 def test_two_cards_of_a_desktop_share_its_lanes() -> None:

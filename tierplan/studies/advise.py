@@ -178,7 +178,7 @@ def advise(
             most_s = point.planner_s or QUICK_TODAY_S
             point, like = (replace(point, planner_s=s, policy=QUICK) for s in (most_s, min(most_s, QUICK_S)))
         today = ask([point], partial(answer_point, like=like) if quick else answer_point)
-        elsewhere = [] if description.name == RENTED else [replace(like, machine=RENTED, overrides={}, devices=None)]
+        elsewhere = [] if description.name == RENTED else [like.on_machine(RENTED)]
         rented = ask(elsewhere, partial(figures_of, names=SPEED))
         largest = [] if quick else ask([point], largest_model_of)
         kinds = Counter(b.kind for b in bought if not b.machine)

@@ -93,7 +93,7 @@ class Purchase:
     def applied(self, point: Point) -> Point:
         """The same question for what was bought."""
         if self.machine:
-            return replace(point, machine=self.machine, overrides=self.overrides, devices=None)
+            return point.on_machine(self.machine)
         devices = None if "gpu.count" in self.overrides else point.devices
         kept = {  # what says nothing of a part in whose place another one is bought
             name: value

@@ -86,6 +86,11 @@ class Point:
     devices: int | None = None
     """GPUs that are asked for, where it is not for all that the machine has."""
 
+    def on_machine(self, machine: str) -> Point:
+        """The same question for another machine, of which neither changes nor a file of calibration says anything."""
+        calibration = self.calibration if self.calibration == "none" else "auto"
+        return replace(self, machine=machine, calibration=calibration, overrides={}, devices=None)
+
     @property
     def settings(self) -> list[str]:
         """Changes to the description, the number of GPUs among them."""
