@@ -16,7 +16,7 @@ from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.hwmodels.names import NVME_READ, NVME_WRITE, parts_used
 from tierplan.hwmodels.shown import Shown
 from tierplan.planner.lowering import Lowering
-from tierplan.planner.plan import Plan
+from tierplan.planner.plan import Plan, other_numbers
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.policies import decide
 from tierplan.planner.policies.options import OptionError
@@ -245,6 +245,7 @@ class Prediction(Shown):
         if self.plan is not None:
             record |= figures("micro_batch", "accumulation", "num_parameters", "tokens")
             record["semantics"] = self.plan.semantics
+            record["other_numbers"] = other_numbers(self.plan, self.columns) or None
             record["options"] = {name: value for name, value in self.plan.options.items() if value is not None}
         if not self.fits:
             record["why_not"] = self.why_not

@@ -186,6 +186,9 @@ def test_numbers_are_others_where_activations_are_coded(
     said = " ".join(capsys.readouterr().out.split())
     assert ("not of plain training: activations leave the device in fp8" in said) == is_coded
     assert ("no activation leaves the device in fp8, so --acts changes nothing" in said) != is_coded
+    assert main([*simulated, "--acts", "fp8", "--json"]) == 0
+    why = "activations leave the device in fp8" if is_coded else None
+    assert json.loads(capsys.readouterr().out)["other_numbers"] == why
     assert main(simulated) == 0
     assert "numbers" not in capsys.readouterr().out
     assert main(["compare-policies", "--policies", policy, *SMALL, "--acts", "fp8"]) == 0

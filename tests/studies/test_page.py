@@ -111,6 +111,20 @@ def test_a_search_that_was_cut_short_is_no_secret(page: tuple[Study, Path], tmp_
     assert "drives&#x27; power: not known, and counted as 0 W" in told
 
 
+def test_a_page_and_a_sweep_say_who_trains_other_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grid = small_grid(tmp_path)
+    study = replace(grid, scenario={**grid.scenario, "policy": ["zenflow", "zero-offload"]}, overrides={})
+    write_what_if(tmp_path / "p.html", study, num_workers=1)
+    late = "not the numbers of plain training: updates come a step late"
+    assert [row["note"] for row in embedded(tmp_path / "p.html")["rows"]] == [late, ""]
+    scenario = 'machine = "desktop-4090"\npolicy = ["zenflow", "zero-offload"]\nseq = 64\n'
+    (tmp_path / "study.toml").write_text(f'[scenario]\nmodel = "{tmp_path}"\n{scenario}')
+    capsys.readouterr()
+    assert main(["sweep", str(tmp_path / "study.toml"), "--workers", "1", "-o", str(tmp_path / "out")]) == 0
+    said = "1 of 2 rows do not train the numbers of plain training: updates come a step late\n"
+    assert capsys.readouterr().err == said
+
+
 @pytest.mark.parametrize("page_first", [True, False])
 def test_a_sweep_and_a_page_may_share_a_folder(page_first: bool, tmp_path: Path) -> None:
     """They keep other columns of the same points."""
@@ -206,7 +220,14 @@ def test_page_and_advise_have_one_price_for_a_machine(
 def test_a_small_job_wears_and_takes_more_than_nothing() -> None:
     """It was said to take 0.0 kWh and 0.0 % of the drives' endurance."""
     figures = {"fits": True, "step_s": 1.0, "tokens_per_s": 1e3, "devices": 1, "micro_batch": 1, "accumulation": 1}
-    figures |= {"num_batches": 1, "tokens": 1024, "limits": [], "limited_by": "", "devices_note": None}
+    figures |= {
+        "num_batches": 1,
+        "tokens": 1024,
+        "limits": [],
+        "limited_by": "",
+        "devices_note": None,
+        "other_numbers": None,
+    }
     figures |= {"peak_bytes": {}, "capacity_bytes": {}, "bytes": {"nvme.write": 1}, "drive_lifetime_s": 1e6}
     point = Point(model="gpt2", machine="desktop-4090", policy="fuyou", batch=1, accumulation=1)
     costs = dict(shown_row(point, figures, PriceList(), 1e4)["costs"])

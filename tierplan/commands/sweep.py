@@ -58,9 +58,10 @@ def run(args: argparse.Namespace) -> int:
         rows = sweep(points, out_dir=out, num_workers=args.workers, progress=progress)
     where = f"{len(rows)} scenario{'s' * (len(rows) != 1)} in {out / 'table.csv'}"
     tell(args, rows, [*_table_lines(study, rows), "", where])
-    idle = [row for row in rows if row.get("devices_note")]
-    if idle:
-        print(f"{len(idle)} of {len(rows)} rows do not use all GPUs: {idle[0]['devices_note']}", file=sys.stderr)
+    notes = {"devices_note": "use all GPUs", "other_numbers": "train the numbers of plain training"}
+    for name, what in notes.items():
+        if said := [row[name] for row in rows if row.get(name)]:
+            print(f"{len(said)} of {len(rows)} rows do not {what}: {said[0]}", file=sys.stderr)
     cut = sum(row.get("status") == "time-limit" for row in rows)
     if cut:
         print(

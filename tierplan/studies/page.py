@@ -189,6 +189,7 @@ def shown_row(point: Point, row: Row, prices: PriceList, tokens: float) -> dict[
         if peak > 0
     ]
     wear = [] if costs.wear_frac is None else [("wear", f"{digits(100 * costs.wear_frac)} % of the drives' endurance")]
+    other = row["other_numbers"] and f"not the numbers of plain training: {row['other_numbers']}"
     return {
         "fits": True,
         "step_s": row["step_s"],
@@ -203,7 +204,7 @@ def shown_row(point: Point, row: Row, prices: PriceList, tokens: float) -> dict[
         "lasts": life and ("not known" if life_s is None else format_s(life_s)),
         "life": life,
         "alarm": life_s is not None and life_s < SOON_S,
-        "note": row["devices_note"] or "",
+        "note": ". ".join(filter(None, (row["devices_note"], other))),
         "costs": [
             ("time", format_s(costs.seconds)),
             *costs.texts.items(),
