@@ -85,7 +85,7 @@ def read_training_file(path: str | Path, base: Training, *, devices: int = 1) ->
                 raw[section] = read_beside(beside, path)
         found = of_trainer_arguments(raw, base, path)
         if "paged" in str(raw.get("optim")).lower():
-            found = found.noting(f"optim {raw['optim']}: states stay on the GPU here, and are not paged to host memory")
+            found = found.noting(f"optim {raw['optim']}: states are not paged here, and stay in one place")
         longest = next((count(raw, name, 0) for name in LONGEST if raw.get(name)), None)
         found = replace(found.noting(*unaccounted_note(flat(raw), OF_TRAINER)), left_open=(), longest=longest)
         return replace(found, plain=found.plain and replace(found.plain, left_open=(), longest=longest))

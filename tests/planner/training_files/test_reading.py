@@ -233,10 +233,13 @@ def test_how_long_sequences_are_at_most_is_read(tmp_path: Path, key: str) -> Non
     [("paged_adamw_8bit", "adamw:states=8bit"), ("paged_adamw_32bit", "adamw"), ("paged_lion_8bit", "lion:states=8bit"),
      ("paged_lion_32bit", "lion")],
 )  # fmt: skip
-def test_paged_states_are_said_to_stay_on_the_gpu(tmp_path: Path, optim: str, optimizer: str) -> None:
+def test_paged_states_are_said_to_stay_where_they_are(tmp_path: Path, optim: str, optimizer: str) -> None:
     found = read_training_file(written(tmp_path, {"output_dir": "x", "optim": optim}), BASE)
     assert found.training.optimizer == optimizer
     assert any("not paged" in note for note in found.notes)
+    offloaded = read_training_file(written(tmp_path, {"optim": optim, "fsdp": "full_shard offload"}), BASE)
+    assert offloaded.policy == "fsdp-offload"
+    assert not any("on the GPU" in note for note in offloaded.notes)
 
 
 @pytest.mark.parametrize(("stage", "assumed"), [(0, "nothing"), (2, "nothing"), (3, "each block")])
