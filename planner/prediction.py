@@ -102,11 +102,12 @@ class Prediction(Shown):
 
     @cached_property
     def critical_path_s(self) -> Mapping[str, float]:
-        """Seconds of one step's critical path by stream, the longest first: what the step time is made of."""
+        """Seconds of one steady step's critical path by stream, the longest first: they add up to the step time."""
         if self.steady is None:
             return {}
-        path = path_of(self.steady.columns, self.steady.spans)
-        return {stream: seconds / self.steady.num_steps for stream, seconds in time_on_path(path).items()}
+        path = time_on_path(path_of(self.steady.columns, self.steady.spans), self.steady.window_s)
+        steps = sum(path.values()) / self.steady.period_s
+        return {stream: seconds / steps for stream, seconds in path.items()}
 
     @cached_property
     def limits(self) -> tuple[Sensitivity, ...]:

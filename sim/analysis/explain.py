@@ -234,11 +234,13 @@ def path_of(columns: ScheduleColumns, spans: Sequence[Span]) -> tuple[Stretch, .
         i = cause.op
 
 
-def time_on_path(path: tuple[Stretch, ...]) -> dict[str, float]:
-    """Seconds of the critical path by stream, the longest first: what the step time is made of."""
-    found_ns: dict[str, int] = {}
+def time_on_path(path: tuple[Stretch, ...], window_s: tuple[float, float] = (0.0, inf)) -> dict[str, float]:
+    """Seconds of the critical path by stream, within a window, the longest first: what the step time is made of."""
+    begin_ns, end_ns = (1e9 * moment_s for moment_s in window_s)
+    found_ns: dict[str, float] = {}
     for stretch in path:
-        found_ns[stretch.stream] = found_ns.get(stretch.stream, 0) + stretch.end_ns - stretch.start_ns
+        if (part_ns := min(stretch.end_ns, end_ns) - max(stretch.start_ns, begin_ns)) > 0:
+            found_ns[stretch.stream] = found_ns.get(stretch.stream, 0) + part_ns
     return {stream: ns / 1e9 for stream, ns in sorted(found_ns.items(), key=lambda item: -item[1])}
 
 

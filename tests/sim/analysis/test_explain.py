@@ -355,6 +355,16 @@ def test_the_steady_window_is_one_period_long() -> None:
     assert critical_path(steady.schedule, steady.trace)[0].start_ns == 0
 
 
+@pytest.mark.parametrize(
+    ("policy", "machine"), [("fsdp-offload", "zero-offload-v100"), ("roundpipe", "laptop"), ("fuyou", "desktop-4090")]
+)
+def test_the_critical_path_of_a_prediction_adds_up_to_its_step(policy: str, machine: str) -> None:
+    """The first steps, in which nothing is there yet, are no part of it."""
+    point = Point(model="gpt2", machine=machine)
+    p = predict(policy, workload_at(point, machine_of(point)), machine_of(point))
+    assert sum(p.critical_path_s.values()) == pytest.approx(p.step_s)
+
+
 def test_a_thread_that_wakes_up_does_not_wait_for_memory() -> None:
     spans = (Span("a", "s", 0, 0, 90, 100, granted_ns=10),)
     trace = Trace(name="measured", spans=spans, memory=(), capacity_bytes={}, peak_bytes={})
