@@ -90,6 +90,7 @@ SHOWN = (
     ["workload", "show", "llama-3.3-70b", "--batch", "4"],
     ["workload", "show", "gpt2", "--unit", "L0"],
     ["simulate", "--policy", "fuyou", "--model", "gpt-6.7b", "--machine", "desktop-4090", "--batch", "4"],
+    ["simulate", "--policy", "in-memory", "--max-model", "--machine", "desktop-4090"],
 )
 
 
@@ -110,6 +111,19 @@ def test_pipes_get_plain_text_of_80_columns_in_one_system_of_units(
     lines = [line for line in text.splitlines() if "endurance" not in line]
     amounts = re.findall(r"^  \S+ +[\d.,]+ ([KMGTP]i?B\b(?:/s)?)", "\n".join(lines), flags=re.MULTILINE)
     assert all(unit.endswith("iB") or unit in ("GB/s", "MB/s") for unit in amounts), amounts
+
+
+def test_what_does_not_fit_is_said_in_80_columns_and_three_digits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", "--policy", "in-memory", "--max-model", "--machine", "laptop", "--batch", "64"]) == 3
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 32, "zero_optimization": {"stage": 3}}')
+    assert main(["workload", "deepspeed", str(tmp_path / "ds.json"), "--model", "gpt2"]) == 0
+    text = capsys.readouterr().out
+    commands = ("To simulate it: ", str(tmp_path))
+    assert [line for line in text.splitlines() if len(line) > 80 and not line.startswith(commands)] == []
+    assert "held by" not in text
+    assert " bytes in tier" not in text
 
 
 def test_on_a_terminal_figures_have_colours_and_work_shows_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:

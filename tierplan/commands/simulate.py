@@ -92,6 +92,7 @@ def policy_options(args: argparse.Namespace) -> dict[str, object]:
 def _largest(args: argparse.Namespace, options: dict[str, object]) -> int:
     """Prints the largest model of the GPT-3 family that fits, and the next one's reason."""
     from tierplan.planner.questions.largest import largest_model
+    from tierplan.sim.output.text import in_short, wrapped
     from tierplan.studies.answer import prediction_text
     from tierplan.studies.evaluate import machine_of, training_of
 
@@ -99,9 +100,11 @@ def _largest(args: argparse.Namespace, options: dict[str, object]) -> int:
     machine = machine_of(point)
     with working("looking for the largest model"):
         largest = largest_model(args.policy, machine, training_of(point, machine), options)
+    why = in_short(largest.next_why_not)
     beyond = "this is the deepest that was looked at: larger models may fit too, give theirs with --model"
     if largest.next_model:
-        beyond = f"the next size, {largest.next_model}, does not fit: {largest.next_why_not}"
-    lines = [f"{args.policy}: not even {largest.next_model} fits on {machine.name}", f"  {largest.next_why_not}"]
-    tell(args, largest.record(), [prediction_text(largest.fits), beyond] if largest.fits is not None else lines)
+        beyond = f"the next size, {largest.next_model}, does not fit: {why}"
+    lines = [f"{args.policy}: not even {largest.next_model} fits on {machine.name}", *wrapped(f"  {why}")]
+    found = [] if largest.fits is None else [prediction_text(largest.fits), *wrapped(beyond)]
+    tell(args, largest.record(), found or lines)
     return 0 if largest.fits is not None else 3

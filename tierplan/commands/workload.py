@@ -82,7 +82,7 @@ def _deepspeed(args: argparse.Namespace) -> int:
     lines = [" ".join([f"{args.file}: policy {deepspeed.policy}", *(f"{k}={v}" for k, v in deepspeed.options.items())])]
     if deepspeed.devices is not None:
         lines.append(f"  on {deepspeed.devices} GPU{'s' * (deepspeed.devices > 1)}, by {deepspeed.why_devices}")
-    lines += [f"  {note}" for note in deepspeed.notes]
+    lines += [f"  {line}" for note in deepspeed.notes for line in wrapped(note, 78)]
     options = "".join(f" --option {k}={v}" for k, v in deepspeed.options.items())
     settings = {name: getattr(t, its) for name, its in OF_TRAINING.items()}
     backend = args.backend or scenario.DEFAULTS.backend
