@@ -17,7 +17,7 @@ import shtab
 
 from tierplan import __version__
 from tierplan.commands import COMMANDS
-from tierplan.commands.options.arguments import add_json
+from tierplan.commands.options.arguments import add_json, check_apart
 from tierplan.commands.options.help import Formatter
 from tierplan.commands.options.not_yet import nearest
 from tierplan.commands.options.terminal import STDOUT
@@ -66,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         kind = "option" if unknown[0].startswith("-") else "argument"
         args.parser.error(f"no {kind} {unknown[0]}")
+    check_apart(args)
     try:
         status = int(args.run(args))
         with name_in_errors(STDOUT):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, _ActionsContainer
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ from tierplan.sim.workloads.optimizers import optimizer_of
 
 T = TypeVar("T")
 PICTURES = (".png", ".svg", ".pdf")
+READ = ("model", "machine", "calibration", "plan")
+"""Arguments that may name a file to read, in commands that write one."""
 
 
 def option(
@@ -160,6 +163,22 @@ def existing_file(text: str) -> str:
     return text
 
 
+class NewFile(str):
+    """The path of a file that is written."""
+
+    __slots__ = ()
+
+
+def check_apart(args: Namespace) -> None:
+    """Refuses a file to write that another argument names: what is there, or what is written first, would be lost."""
+    read = [path for name in READ if isinstance(path := vars(args).get(name), str) and Path(path).is_file()]
+    taken = {os.path.realpath(path) for path in read}
+    for path in (value for value in vars(args).values() if isinstance(value, NewFile)):
+        if (place := os.path.realpath(path)) in taken and (Path(path).is_file() or not Path(path).exists()):
+            args.parser.error(f"{path} is given twice, and one would replace the other; give another file")
+        taken.add(place)
+
+
 def new_file(*suffixes: str) -> Callable[[str], str]:
     """The path of a file that can be written, with one of `suffixes`, if any are given."""
 
@@ -171,7 +190,7 @@ def new_file(*suffixes: str) -> Callable[[str], str]:
             raise ArgumentTypeError(f"{text!r} has no format that can be written; end it with {' or '.join(suffixes)}")
         if path.is_file() or not path.exists():  # what is no file, as /dev/stdout, is written to as it is
             check_writable(path.parent, text)
-        return text
+        return NewFile(text)
 
     return read
 
