@@ -208,6 +208,11 @@ def critical_path(schedule: Schedule, trace: Trace) -> tuple[Stretch, ...]:
 
 def _listed(schedule: Schedule, trace: Trace) -> list[Span]:
     by_key = trace.by_key()
+    if missing := next((op.key for op in schedule.ops if op.key not in by_key), None):
+        raise ValueError(
+            f"trace {trace.name!r} has no op {missing!r}, which schedule {schedule.name!r} has; give the trace of this "
+            "schedule"
+        )
     return [by_key[op.key] for op in schedule.ops]
 
 

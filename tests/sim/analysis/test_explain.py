@@ -89,6 +89,13 @@ def test_every_streams_time_is_accounted_for(
         assert time.busy_s == pytest.approx(trace.busy_s()[stream])
 
 
+def test_a_trace_of_another_schedule_is_refused_by_name() -> None:
+    trace, other = run([], [op("a")]), Schedule(name="two", tiers=(), buffers=(), ops=(op("a"), op("b")))
+    for of_both in (critical_path, cause_graph):
+        with pytest.raises(ValueError, match="no op 'b', which schedule 'two' has; give the trace of this schedule"):
+            of_both(other, trace)
+
+
 def test_waits_by_hand() -> None:
     """One slot: the second load waits 3 s for memory, each compute 2 s for its load; the link is done at 7 of 10."""
     buffers = [buffer("p0"), buffer("p1")]
