@@ -147,6 +147,18 @@ def test_a_first_drive_is_for_sale(tmp_path: Path) -> None:
     assert none["1 drive"].price_usd == load_part("nvme", "990-pro").number("nvme.price")
 
 
+def test_purchases_for_a_machine_that_was_measured(tmp_path: Path) -> None:
+    """`machine measure` writes rates as curves, of which the drives' was no number, and all advice ended there."""
+    text = (files("tierplan.hwmodels") / "catalog" / "machines" / "desktop-4090.toml").read_text(encoding="utf-8")
+    path = tmp_path / "measured.toml"
+    path.write_text("".join(line for line in text.splitlines(True) if not line.startswith(("host_h2d", "p2p"))))
+    curves = ["nvme.read=[[262144, 3e9], [4194304, 4e9]]", "link.h2d=[[1e6, 1e10], [1e8, 2e10]]"]
+    measured = {p.what: p for p in purchases(load_description(str(path), curves), PriceList())}
+    assert measured["1 more drive"].overrides == {"nvme.drives": 2}
+    lanes = measured["a second rtx-4090"].overrides
+    assert (lanes["link.host_h2d"], lanes["link.p2p"]) == ("20000000000.0 B/s", "10000000000.0 B/s")
+
+
 def test_few_of_a_kind_are_planned_and_the_others_named(advice: Advice) -> None:
     def card(name: str, usd: float) -> Purchase:
         return Purchase(what=name, overrides={"gpu.part": name}, price_usd=usd)

@@ -115,7 +115,7 @@ def purchases(description: Description, prices: PriceList) -> list[Purchase]:
     form = FORMS[case]
     found: list[Purchase] = []
     drives = int(description.number("nvme.drives") or 0)
-    is_described = description.number("nvme.read") is not None
+    is_described = description.quantity("nvme.read") is not None
     drive = description if is_described else load_part("nvme", DRIVE)
     price = _drive_usd(drive, prices)
     for number in sorted({drives + 1, min(2 * drives + 2, form.drives)}):
@@ -219,11 +219,10 @@ def _second_card(description: Description) -> list[Purchase]:
     price, part, number = (description.quantity(f"gpu.{key}") for key in ("price", "part", "count"))
     if price is None or (number is not None and number.value != 1):
         return []
-    lanes = {
-        f"link.host_{way}": f"{description.number(f'link.host_{way}') or description.number(f'link.{way}')} B/s"
-        for way in ("h2d", "d2h")
-    }
-    p2p = f"{description.number('link.p2p') or (description.number('link.h2d') or 0.0) / 2} B/s"
+    per_s = {way: description.quantity(f"link.{way}") for way in ("h2d", "d2h")}
+    alone = {way: max(rate for _, rate in rates.points) for way, rates in per_s.items() if rates}  # both are given
+    lanes = {f"link.host_{way}": f"{description.number(f'link.host_{way}') or most} B/s" for way, most in alone.items()}
+    p2p = f"{description.number('link.p2p') or alone['h2d'] / 2} B/s"
     what = f"a second {part.value if part else 'card'}"
     return [Purchase(what=what, overrides={"gpu.count": 2, "link.p2p": p2p, **lanes}, price_usd=float(price.value))]  # type: ignore[arg-type]
 
