@@ -93,6 +93,10 @@ class _Draft:
             raise MachineError(f"machine {self.name!r} does not say {name} ({KEYS[name].meaning}); add it{none}")
         return quantity
 
+    def is_of_no_drive(self, stream: str) -> bool:
+        """Whether it would be the drives', where there are none: a file may have said more of a stream that is gone."""
+        return stream in (NVME_READ, NVME_WRITE) and not self.description.number("nvme.drives")
+
     def number(self, name: str) -> float:
         self.given(name)
         return self.description.number(name) or 0.0
@@ -146,7 +150,7 @@ def build_machine(description: Description) -> Machine:
     shares |= {name: COLLECTIVES_FIRST for name in draft.streams if parse_stream(name).task == "collective"}
     shares |= dict(description.shares)
     for name, share in shares.items():
-        if name not in draft.streams and name in description.shares:
+        if name not in draft.streams and name in description.shares and not draft.is_of_no_drive(name):
             raise MachineError(
                 f"[shares] of machine {draft.name!r} name stream {name!r}; it has {', '.join(draft.streams)}"
             )
@@ -443,6 +447,8 @@ def _share_speed(draft: _Draft, limit: Limit) -> None:
     """A limit in fractions of full speed: a stream at full speed takes its weight, whatever kind of work it does."""
     takers: list[Taker] = []
     for stream, weight in limit.takes.items():
+        if draft.is_of_no_drive(stream):
+            continue
         if stream not in draft.streams:
             raise MachineError(
                 f"limit {limit.name!r} of machine {draft.name!r} names stream {stream!r}; "
