@@ -357,13 +357,13 @@ def uses_of(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, object]
         for p in twin.get_submodule(block).parameters():
             having.setdefault(id(p), []).append(block)
     owners = {name: having.get(id(p), []) for name, p in twin.named_parameters()}
-    recorder = ReadRecorder({p.untyped_storage()._cdata: name for name, p in twin.named_parameters()})
+    recorder = ReadRecorder(memory := {p.untyped_storage()._cdata: name for name, p in twin.named_parameters()})
     recorder.place, ended = 0, itertools.count(1)
-    given: list[Any] = []
+    given: dict[str, list[torch.Tensor]] = {}
 
     def enter(name: str, module: nn.Module, args: object, kwargs: object) -> None:
         recorder.place = name
-        given.extend(t.grad_fn for t in tensors_in((args, kwargs)))
+        given[name] = [t for t in tensors_in((args, kwargs)) if t.grad_fn is not None]
 
     def leave(module: nn.Module, args: object, out: object) -> None:
         recorder.place = next(ended)
@@ -373,7 +373,7 @@ def uses_of(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, object]
         twin.get_submodule(name).register_forward_hook(leave)
     try:
         with mode, ExpertsOnFakes(), recorder, without_checkpoints():  # with gradients: blocks may set hooks for them
-            twin(**fake_batch(batch))
+            ends = tensors_in(twin(**fake_batch(batch)))
     except ModelError:
         raise
     except Exception as error:
@@ -397,17 +397,33 @@ def uses_of(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, object]
                 )
         if isinstance(place, int):
             used[place] = set(names)
-    _refuse_looks(twin, used.get(0, set()) & used.get(len(blocks), set()), given, len(blocks))
+    inputs = {t.grad_fn for ts in given.values() for t in ts if t.grad_fn is not None}
+    _refuse_looks(twin, used.get(0, set()) & used.get(len(blocks), set()), inputs, len(blocks))
+    moved = {address: f"parameter {name!r}" for address, name in memory.items()}
+    moved |= {t.untyped_storage()._cdata: f"an input of block {name!r}" for name, ts in given.items() for t in ts}
+    _refuse_kept(nodes_of(inputs | {t.grad_fn for t in ends if t.grad_fn is not None}), moved)
     return Uses(used, recorder.changed)
 
 
-def _refuse_looks(model: nn.Module, names: Collection[str], given: Iterable[Any], num_blocks: int) -> None:
+def _refuse_kept(nodes: Iterable[Node], moved: Mapping[int, str]) -> None:
+    """Raises `ModelError` where a function of these holds, past autograd, memory that a schedule moves: by address of
+    the storage, what it is."""
+    for node in nodes:
+        for t in tensors_in([*getattr(node, "__dict__", {}).values()]):
+            if (what := moved.get(t.untyped_storage()._cdata)) is not None:
+                raise ModelError(
+                    f"{type(node).__name__} keeps {what} as an attribute of its ctx, where a schedule, which moves it, "
+                    "does not see that backward needs it; give it to ctx.save_for_backward"
+                )
+
+
+def _refuse_looks(model: nn.Module, names: Collection[str], given: Collection[Node], num_blocks: int) -> None:
     """Raises `ModelError` where a parameter of these names, which are used in front of the blocks and behind them, is
     in no graph of what they are given: then it is trained behind them alone."""
     looked_at = {name: p for name, p in model.named_parameters() if name in names and p.requires_grad}
     if not looked_at:
         return
-    nodes = nodes_of([node for node in given if node is not None])
+    nodes = nodes_of(given)
     trained = {id(node.variable) for node in nodes if hasattr(node, "variable")}
     if name := next((name for name, p in looked_at.items() if id(p) not in trained), None):
         raise ModelError(

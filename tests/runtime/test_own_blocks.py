@@ -387,6 +387,64 @@ def test_a_weight_may_be_looked_at_where_it_is_trained_and_behind_it(
     assert torch.equal(model.norm, plain.norm)
 
 
+class _Product(torch.autograd.Function):
+    """A product that keeps what its backward needs as PyTorch wants it, or some of it as an attribute."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, keeps: str) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.held = {"nothing": (), "weight": (weight.detach(),), "input": (x,)}[keeps]
+        ctx.name = keeps
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (gradient,), (x, weight) = grads, ctx.saved_tensors
+        x, weight = (*ctx.held, weight) if ctx.name == "input" else (x, *(ctx.held or (weight,)))
+        return gradient @ weight, gradient.flatten(0, 1).t() @ x.flatten(0, 1), None
+
+
+class _Keeping(nn.Module):
+    def __init__(self, keeps: str) -> None:
+        super().__init__()
+        self.inner, self.keeps = nn.Linear(16, 16, bias=False), keeps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(_Product.apply(x, self.inner.weight, self.keeps))  # type: ignore[no-untyped-call]
+
+
+class _OfKeeping(OfScaled):
+    def __init__(self, keeps: str) -> None:
+        super().__init__("number")
+        self.layers = nn.ModuleList(_Keeping(keeps) for _ in range(5))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("keeps", ["weight", "input"])
+def test_a_function_that_keeps_a_weight_or_an_input_as_an_attribute_is_refused_by_name(keeps: str) -> None:
+    """Its backward computed with whatever lay there by then, such as another block's weight, without a word."""
+    what = r"parameter 'layers\.\d\.inner\.weight'" if keeps == "weight" else r"an input of block 'layers\.\d'"
+    why = rf"_ProductBackward keeps {what} as an attribute of its ctx, .* ctx\.save_for_backward"
+    with pytest.raises(ModelError, match=why):
+        split_model(_OfKeeping(keeps), make_batches(1)[0])
+    with pytest.raises(WorkloadError, match=why):
+        trace_module(_OfKeeping(keeps), make_batches(1)[0], CPU)
+
+
+def test_a_function_that_saves_a_weight_and_an_input_is_like_any_other(tmp_path: Path) -> None:
+    model, batches = _OfKeeping("nothing"), make_batches(3)
+    plain, workload = copy.deepcopy(model), trace_module(copy.deepcopy(model), batches[0], CPU)
+    choice = UnitPlan(params="nvme", grads="host", states="host", input="host")
+    schedule = lower(uniform_plan(workload, choice), workload, machine())
+    result = train(schedule, model, batches, steps=3, nvme_dir=tmp_path)
+    assert list(result.losses) == train_plainly(plain, batches, steps=3)
+
+
 def _choice(kind: str) -> Any:
     match kind:
         case "autocast":
