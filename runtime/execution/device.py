@@ -120,6 +120,26 @@ class Device:
         torch.set_rng_state(state[0])
 
 
+def move_buffers(model: nn.Module, move: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], None]:
+    """Moves each buffer, once for all modules that have it; returns what brings it back, as forward has changed it."""
+    moved: dict[int, torch.Tensor] = {}
+    homes = []
+    for buffers in (module._buffers for module in model.modules()):
+        for name, b in buffers.items():
+            if b is not None:
+                buffers[name] = moved[id(b)] = moved[id(b)] if id(b) in moved else move(b)
+                homes.append((buffers, name, b))
+
+    def restore() -> None:
+        for buffers, name, b in homes:
+            if (now := buffers.get(name)) is not None and not torch.equal(back := now.to(b.device), b):
+                buffers[name] = b.copy_(back) if now is moved[id(b)] else back
+            elif now is not None:
+                buffers[name] = b
+
+    return restore
+
+
 class CudaDevice(Device):
     """A GPU."""
 
@@ -182,18 +202,7 @@ class CudaDevice(Device):
         return torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
 
     def take_buffers(self, model: nn.Module) -> Callable[[], None]:
-        moved = []
-        for module in model.modules():
-            for name, b in module._buffers.items():
-                if b is not None:
-                    moved.append((module, name, b))
-                    module._buffers[name] = b.to(self.torch_device)
-
-        def restore() -> None:
-            for module, name, b in moved:
-                module._buffers[name] = b
-
-        return restore
+        return move_buffers(model, lambda b: b.to(self.torch_device))
 
     def planned_kernels(self) -> AbstractContextManager[None]:
         return without_cudnn_attention()

@@ -30,13 +30,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from tierplan.runtime.autograd.nests import look, tensors_in
 from tierplan.runtime.autograd.replay import changed, is_random, written_arguments
-from tierplan.runtime.execution.device import DEVICE_STREAMS, Device, Event, without_cudnn_attention
+from tierplan.runtime.execution.device import DEVICE_STREAMS, Device, Event, move_buffers, without_cudnn_attention
 from tierplan.runtime.memory.arena import Pool, map_host
 
 METADATA = {"set_", "resize_", "t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_", "detach_"}
@@ -202,6 +203,9 @@ class FakeCuda(Device):
                 self._do(stream, stream.num_put)
                 self._host_clock |= stream.clock
         self._raise()
+
+    def take_buffers(self, model: nn.Module) -> Callable[[], None]:
+        return move_buffers(model, torch.clone)
 
     def planned_kernels(self) -> AbstractContextManager[None]:
         return without_cudnn_attention()

@@ -20,6 +20,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from tests.runtime.execution.caching_allocator import CachingAllocator, OutOfMemoryError, Taken
 from tests.runtime.execution.test_ledger import CONFIG, UNIFORM, Meter, Watch, nightly, training_of
@@ -219,6 +220,25 @@ def test_batches_that_are_on_the_gpu_are_waited_for_and_not_pinned() -> None:
     ]
     assert taken is did.clone()
     assert device.to_device(t) is t
+
+
+def test_buffers_come_back_from_the_device_as_forward_has_left_them() -> None:
+    """Running means were those of before training again. Modules that share a buffer share it on the device, too."""
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+    first, second, third = model
+    second.running_mean = first.running_mean
+    before = dict(model.named_buffers(remove_duplicate=False))
+    restore = FakeCuda().take_buffers(model)
+    assert not {*map(id, model.buffers())} & {*map(id, before.values())}
+    assert second.running_mean is first.running_mean
+    first(torch.arange(8.0).view(2, 4))
+    third.running_var = torch.full((4,), 7.0)
+    changed = {name: b.clone() for name, b in model.named_buffers(remove_duplicate=False)}
+    restore()
+    after = dict(model.named_buffers(remove_duplicate=False))
+    assert all(torch.equal(b, after[name]) for name, b in changed.items())
+    assert [name for name, b in after.items() if b is not before[name]] == ["2.running_var"]
+    assert after["0.running_mean"].sum() > 0
 
 
 def test_batches_are_taken_where_the_device_computes() -> None:
