@@ -126,7 +126,7 @@ class ScheduleTrainer(transformers.Trainer):
             learning_rate=lambda step: self._rates[step],
             seed=None,
             num_threads=num_threads,
-            device="cuda" if self.args.device.type == "cuda" else "cpu",
+            device=str(self.args.device) if self.args.device.type == "cuda" else "cpu",
             trace_steps=traced_steps(schedule),
         )
 

@@ -139,7 +139,8 @@ class Trainer(AbstractContextManager["Trainer"]):
         check_alike(self.ranks, {"the checksum of the schedule": self.schedule})
         self._step = executable_step(self.schedule, self._rank, self._num_ranks)
         self._stages, self._sends = stages(self.schedule), ends_of_sends(self.schedule)
-        self._device_name = self.device if isinstance(self.device, str) else self.device.torch_device.type
+        own = self.device if isinstance(self.device, str) else self.device.torch_device.type
+        self._device_name = own.partition(":")[0]  # whichever GPU: a run may be resumed on another one
         self._turn, self._num_turns = (0, 1) if self._stages else (self._rank, self._num_ranks)
         """This rank's among those that share micro-batches."""
         self.schedule = rank_schedule(self.schedule, self._rank)

@@ -146,11 +146,13 @@ class CudaDevice(Device):
     is_cuda = is_asynchronous = True
 
     def __init__(self, torch_device: str = "cuda") -> None:
+        _let_segments_expand()
+        if torch_device == "cuda":  # the current one of this thread: others have their own, which is the first GPU
+            torch_device = f"cuda:{torch.cuda.current_device()}"
         self.torch_device = torch.device(torch_device)
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._clock: tuple[torch.cuda.Event, int] | None = None
         self._clock_lock = threading.Lock()
-        _let_segments_expand()
 
     def pool(self, capacity_bytes: int) -> Pool:
         return Pool(lambda size: torch.empty(size, dtype=torch.uint8, device=self.torch_device), capacity_bytes)
@@ -181,7 +183,7 @@ class CudaDevice(Device):
 
     def finish(self) -> None:
         done = torch.cuda.Event(blocking=True)
-        done.record()
+        done.record(torch.cuda.current_stream(self.torch_device))
         done.synchronize()
 
     def settle(self) -> None:
@@ -287,7 +289,8 @@ def _let_segments_expand() -> None:
 def _map_pinned(size_bytes: int) -> torch.Tensor:
     """Host memory, pinned where it lies: PyTorch's own pinned memory comes in powers of two."""
     pages = map_host(size_bytes, for_transfers=True)
-    status = torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), pages.numel(), 0)
+    portable = 1  # cudaHostRegisterPortable: for whichever GPU, and not for the one that is current here alone
+    status = torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), pages.numel(), portable)
     if int(status) != 0:
         raise MemoryError(f"CUDA could not pin {pages.numel():,} bytes of host memory (error {int(status)})")
     return pages

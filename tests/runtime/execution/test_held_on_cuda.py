@@ -190,13 +190,35 @@ def test_segments_expand_unless_somebody_says_otherwise(before: str, after: str,
     try:
         with mock.patch.dict(os.environ, {} if is_new else {"PYTORCH_CUDA_ALLOC_CONF": before}):
             if is_new:
-                CudaDevice()
+                CudaDevice("cuda:0")
             else:
                 with mock.patch.object(real, "_accelerator_getAllocatorSettings", None):
-                    CudaDevice()
+                    CudaDevice("cuda:0")
         assert real._accelerator_getAllocatorSettings() == after
     finally:
         real._accelerator_setAllocatorSettings(at_first)
+
+
+def test_all_threads_use_the_gpu_that_was_current_where_the_device_was_opened() -> None:
+    """Workers, for whom the first GPU is current, put their streams there, and memory was on another one."""
+    with (
+        mock.patch("torch._C._accelerator_setAllocatorSettings", create=True),
+        mock.patch("torch.cuda.current_device", return_value=1),
+        mock.patch("torch.cuda.Event") as event,
+        mock.patch("torch.cuda.current_stream") as current,
+    ):
+        device = CudaDevice("cuda")
+        device.finish()
+    assert device.torch_device == torch.device("cuda:1")
+    current.assert_called_once_with(device.torch_device)
+    event().record.assert_called_once_with(current())
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:1"])
+def test_a_run_may_be_resumed_on_another_gpu(name: str) -> None:
+    workload = observed_workload(model := make_model("gpt2"), make_batches(1)[0], CPU)
+    with Trainer(lower(uniform_plan(workload, UnitPlan()), workload, machine()), model, device=name) as trainer:
+        assert trainer._settings["device"] == "cuda"
 
 
 def test_batches_that_are_on_the_gpu_are_waited_for_and_not_pinned() -> None:
