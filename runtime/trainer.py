@@ -19,6 +19,7 @@ from typing import Any, get_type_hints
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from tierplan.hwmodels.arguments import check_annotated
 from tierplan.hwmodels.names import COMPUTE, DEVICE, HOST
@@ -26,7 +27,7 @@ from tierplan.runtime.autograd.chunked_loss import loss_in_chunks
 from tierplan.runtime.autograd.cuts import absent_at_loss, check_loss
 from tierplan.runtime.autograd.hooks import ModelHooks
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun
-from tierplan.runtime.autograd.nests import outside_storages, shapes_of
+from tierplan.runtime.autograd.nests import outside_storages, shapes_of, tensors_in
 from tierplan.runtime.autograd.units import ModelUnit, split_model
 from tierplan.runtime.checkpoint.commits import DRAWING_ORDER, drawing_order
 from tierplan.runtime.checkpoint.durability import Durability, save_copy
@@ -139,8 +140,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         check_alike(self.ranks, {"the checksum of the schedule": self.schedule})
         self._step = executable_step(self.schedule, self._rank, self._num_ranks)
         self._stages, self._sends = stages(self.schedule), ends_of_sends(self.schedule)
-        own = self.device if isinstance(self.device, str) else self.device.torch_device.type
-        self._device_name = own.partition(":")[0]  # whichever GPU: a run may be resumed on another one
+        self._device_name = self.device if isinstance(self.device, str) else self.device.torch_device.type
         self._turn, self._num_turns = (0, 1) if self._stages else (self._rank, self._num_ranks)
         """This rank's among those that share micro-batches."""
         self.schedule = rank_schedule(self.schedule, self._rank)
@@ -293,7 +293,7 @@ class Trainer(AbstractContextManager["Trainer"]):
             DRAWING_ORDER: None if self.seed is not None or self._stages else drawing_order(self.schedule),
             "divides_loss": self.divides_loss or self._num_micro_batches == 1,
             "num_threads": self._threads,
-            "device": self._device_name,
+            "device": self._device_name.partition(":")[0],  # whichever GPU
             **self.fixed,
         }
 
@@ -476,7 +476,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         specs = self._step.units
         if turn.is_visit:
             specs = tuple(spec.all("keep" if turn.goes_back else "recompute") for spec in specs)
-        moved = {k: self._device.to_device(v) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+        moved = tree_map_only(torch.Tensor, self._device.to_device, dict(batch))
 
         def forward() -> torch.Tensor:
             loss = loss_of(self.model, moved, self.loss)
@@ -495,6 +495,6 @@ class Trainer(AbstractContextManager["Trainer"]):
             own=turn.units,
             is_first_of_two=turn.is_visit and not turn.goes_back,
             flow=self._bodies.computing.flow,
-            shapes=shapes_of(moved.values()),
+            shapes=shapes_of(tensors_in(moved)),
             seed=None if self.seed is None else micro_batch_seed(self.seed, step, m * self._num_turns + self._turn),
         )

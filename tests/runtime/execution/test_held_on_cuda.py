@@ -278,6 +278,30 @@ def test_batches_are_taken_where_the_device_computes() -> None:
     assert Taking.streams == [COMPUTE] * 2 * len(batches)
 
 
+def test_tensors_inside_of_a_batch_s_values_are_brought_to_the_device() -> None:
+    """Those in a dictionary, say, were left on the host, where no kernel of a GPU finds them."""
+
+    class Sending(FakeCuda):
+        shapes: ClassVar[list[torch.Size]] = []
+
+        def to_device(self, t: torch.Tensor) -> torch.Tensor:
+            self.shapes.append(t.shape)
+            return super().to_device(t)
+
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = make_model("gpt2")
+
+        def forward(self, inputs: dict[str, Any], rest: list[torch.Tensor]) -> Any:
+            return self.model(input_ids=inputs["ids"], labels=rest[0])
+
+    batches: Any = [{"inputs": {"ids": b["input_ids"], "of": "text"}, "rest": [b["labels"]]} for b in make_batches(2)]
+    workload = observed_workload(model := Nested(), batches[0], CPU)
+    train(lower(uniform_plan(workload, UnitPlan()), workload, machine()), model, batches, steps=2, device=Sending())
+    assert Sending.shapes == 4 * [batches[0]["rest"][0].shape]
+
+
 def test_attention_is_that_of_plans_while_the_device_computes() -> None:
     """And what it was before and behind: PyTorch takes cuDNN's first on an H100, which saves other tensors."""
     model, batches = make_model("gpt2"), make_batches(2)
