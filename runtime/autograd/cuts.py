@@ -88,6 +88,15 @@ def check_read(name: str, read: Iterable[torch.Tensor], away: Mapping[str, Itera
         )
 
 
+def check_input(name: str, leaves: Iterable[torch.Tensor], versions: Sequence[int]) -> None:
+    """Refuses a unit whose input, which the plan takes off the device, was written to since it was handed over."""
+    if [leaf._version for leaf in leaves] != versions:
+        raise ModelError(
+            f"the input of {name!r}, which the plan takes off the device, is changed in place, by the unit or in front "
+            "of it; make a new tensor there, or choose a plan whose inputs stay there (input='keep')"
+        )
+
+
 def backward_from(edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor]) -> None:
     """As `torch.autograd.backward`, without its checks of gradients: autograd has made these itself, and a small unit's
     backward takes little longer than they do."""

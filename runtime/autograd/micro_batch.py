@@ -45,6 +45,8 @@ class UnitRun:
     recorder: Recorder | None = None
     leaves: list[torch.Tensor] = field(default_factory=list)
     """The differentiable tensors that the unit before hands over: `x/U`; their gradients are `dx/U`."""
+    handed_over: list[int] = field(default_factory=list)
+    """How often each of these had been written to when the unit before was done."""
     shared: list[torch.Tensor] = field(default_factory=list)
     """Those that it hands over for later units too; they and their gradients are part of `shared`."""
     read: list[torch.Tensor] = field(default_factory=list)
@@ -180,6 +182,7 @@ class MicroBatchRun:
         run = self.runs[index]
         if len(run.leaves) > 1 and run.leaves[0].nbytes == size_bytes:
             run.leaves, run.shared = run.leaves[:1], run.leaves[1:]
+        run.handed_over = [leaf._version for leaf in run.leaves]
         return run.leaves
 
     def run_again(self, index: int, *, makes_output: bool = False) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tierplan.runtime.autograd.absent import refuse_count
+from tierplan.runtime.autograd.cuts import check_input
 from tierplan.runtime.autograd.flow import Flow, flow_of
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun
 from tierplan.runtime.autograd.plain_values import PlainState
@@ -185,9 +186,12 @@ class Computing:
 
     def _end_forward(self, call: Call, batch_run: MicroBatchRun) -> None:
         index, turn = self._index[call.op.unit], self._turn(call)
-        recorder = batch_run.runs[index].recorder
+        run = batch_run.runs[index]
+        recorder = run.recorder
         assert recorder is not None
         kept = recorder.kept_bytes
+        if index in self.flow.inputs_away:
+            check_input(call.op.unit, run.leaves, run.handed_over)
         for instance, _ in self._writes(call, Input):
             value = begin_input(instance, batch_run.hand_over(index + 1, instance.buffer.size_bytes))
             value.rng = batch_run.rng if turn.is_visit or index + 1 == turn.units.stop else ()

@@ -289,6 +289,46 @@ def test_a_tensor_that_is_changed_in_place_is_refused_where_its_block_is_run_aga
     assert same_weights(model, plain)
 
 
+class _Limited(_Block):
+    """Activations that the block, or else the model behind it, keeps small, as autograd does not see it."""
+
+    is_behind = False
+
+    def limit(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            x.clamp_(-0.5, 0.5)
+        return x
+
+    def forward(self, x: torch.Tensor, given: Any = None) -> Any:
+        return self.body(x if self.is_behind else self.limit(x))
+
+    @classmethod
+    def lead(cls, layers: Any, x: torch.Tensor) -> Any:
+        for layer in layers:
+            x = layer.limit(layer(x)) if cls.is_behind else layer(x)
+        return x, None
+
+
+class _LimitedBehind(_Limited):
+    is_behind = True
+
+
+@pytest.mark.parametrize("place", ["keep", "host", "nvme"])
+@pytest.mark.parametrize("kind", [_Limited, _LimitedBehind])
+def test_an_input_that_is_changed_in_place_is_refused_where_it_leaves_the_device(
+    kind: type[_Block], place: Action, tmp_path: Path
+) -> None:
+    """It left as it was before or as it was then, and backward took what came back, without a word."""
+    choice = UnitPlan(input=place)
+    if place != "keep":
+        with pytest.raises(ModelError, match=r"input of '(L\d|head)', which .* is changed in place"):
+            _trained_both_ways(kind, choice, tmp_path)
+        return
+    model, plain, losses, expected = _trained_both_ways(kind, choice, tmp_path)
+    assert losses == expected
+    assert same_weights(model, plain)
+
+
 class _Plain(_Block):
     def forward(self, x: torch.Tensor, given: Any = None) -> Any:
         return self.body(x)
