@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.autograd.graph import Node
 from torch.utils import checkpoint
 
@@ -42,6 +42,10 @@ _BINDING = threading.Lock()
 
 
 _HERE = threading.local()
+
+
+LOOKS = (DataDependentOutputException, DynamicOutputShapeException)
+"""What fake tensors raise where a forward asks for values, or how many there are of some kind."""
 
 
 class ModelError(ValueError):
@@ -380,6 +384,8 @@ def uses_of(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, object]
         raise ModelError(
             f"{type(model).__name__} could not be run on fake tensors, to see which parameters its embedding and its "
             f"head use: {error}; pass a batch of the form that training uses"
+    except LOOKS as error:
+        raise ModelError(f"it looks at the values of its inputs ({error}), which a plan does not know") from error
         ) from error
     used: dict[int, set[str]] = {}
     for place, names in recorder.reads.items():

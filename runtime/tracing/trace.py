@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from tierplan.runtime.autograd.chunked_loss import loss_in_chunks
@@ -29,6 +29,7 @@ from tierplan.runtime.autograd.containers import HandBack, Lent
 from tierplan.runtime.autograd.cuts import check_loss
 from tierplan.runtime.autograd.nests import flatten, form_of, tensors_in
 from tierplan.runtime.autograd.units import (
+    LOOKS,
     ModelError,
     fake_batch,
     fake_twin,
@@ -106,12 +107,11 @@ def trace_module(
     training = _with_trained_dtype(name, module, training)
     training = replace(training, padded=training.padded or batch.get("attention_mask") is not None)
     with without_cache(module):
-        traced = _traced(name, module, training, batch, loss, refuses_glue=True)
         try:
             uses_of(module, [block for block, _ in find_blocks(module)], batch)
         except ModelError as error:
             raise WorkloadError(f"{name}: {error}") from error
-        return with_fused(traced.workload(name, "module"))
+        return with_fused(_traced(name, module, training, batch, loss, refuses_glue=True).workload(name, "module"))
 
 
 @torch.inference_mode(False)
@@ -134,7 +134,7 @@ def _traced(
             tracer = _Tracer(twin, training, [block for _, block in find_blocks(twin)], refuses_glue)
             with _without_gradients(model) if loss is not None else nullcontext(), without_checkpoints():
                 tracer.run(lambda: loss_of(twin, fakes, loss), model)
-    except DataDependentOutputException as error:
+    except LOOKS as error:
         raise WorkloadError(
             f"{name} looks at the values of its inputs ({error}), which a plan does not know"
         ) from error

@@ -137,3 +137,19 @@ def test_a_model_whose_output_has_no_loss_is_told_what_is_taken() -> None:
     model = nn.Sequential(nn.Linear(16, 16))
     with pytest.raises(ValueError, match=r"is a Tensor, which has no loss; .* labels .* give a `loss` function"):
         train_plainly(model, [{"input": torch.ones(2, 16)}], steps=1)
+
+
+class _Routed(_Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, columns = (x.sum(-1) > 0).nonzero(as_tuple=True)
+        return x.index_add(0, rows, x[rows] * self.inner(x[rows, columns]).unsqueeze(1))
+
+
+def test_a_block_that_makes_as_many_values_as_its_input_says_is_refused_by_name() -> None:
+    """As experts do that compute with their tokens alone. PyTorch said `aten.nonzero.default`, and no more."""
+    model = _Model("")
+    model.layers = nn.ModuleList(_Routed("") for _ in range(2))
+    with pytest.raises(WorkloadError, match=r"_Model: it looks at the values of its inputs \(aten\.nonzero"):
+        trace_module(model, make_batches(1)[0], CPU)
+    with pytest.raises(ModelError, match="it looks at the values of its inputs"):
+        split_model(model, make_batches(1)[0])
