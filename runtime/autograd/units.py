@@ -363,29 +363,33 @@ def uses_of(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, object]
     owners = {name: having.get(id(p), []) for name, p in twin.named_parameters()}
     recorder = ReadRecorder(memory := {p.untyped_storage()._cdata: name for name, p in twin.named_parameters()})
     recorder.place, ended = 0, itertools.count(1)
-    given: dict[str, list[torch.Tensor]] = {}
+    cuts: list[tuple[str, torch.Tensor, Node]] = []
+
+    def cut(what: str, values: object) -> None:
+        cuts.extend((what, t, t.grad_fn) for t in tensors_in(values) if t.grad_fn is not None)
 
     def enter(name: str, module: nn.Module, args: object, kwargs: object) -> None:
         recorder.place = name
-        given[name] = [t for t in tensors_in((args, kwargs)) if t.grad_fn is not None]
+        cut(f"an input of block {name!r}", (args, kwargs))
 
-    def leave(module: nn.Module, args: object, out: object) -> None:
+    def leave(name: str, module: nn.Module, args: object, out: object) -> None:
         recorder.place = next(ended)
+        cut(f"an output of block {name!r}", out)
 
     for name in blocks:
         twin.get_submodule(name).register_forward_pre_hook(functools.partial(enter, name), with_kwargs=True)
-        twin.get_submodule(name).register_forward_hook(leave)
+        twin.get_submodule(name).register_forward_hook(functools.partial(leave, name))
     try:
         with mode, ExpertsOnFakes(), recorder, without_checkpoints():  # with gradients: blocks may set hooks for them
             ends = tensors_in(twin(**fake_batch(batch)))
     except ModelError:
         raise
+    except LOOKS as error:
+        raise ModelError(f"it looks at the values of its inputs ({error}), which a plan does not know") from error
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__} could not be run on fake tensors, to see which parameters its embedding and its "
             f"head use: {error}; pass a batch of the form that training uses"
-    except LOOKS as error:
-        raise ModelError(f"it looks at the values of its inputs ({error}), which a plan does not know") from error
         ) from error
     used: dict[int, set[str]] = {}
     for place, names in recorder.reads.items():
@@ -403,11 +407,16 @@ def uses_of(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, object]
                 )
         if isinstance(place, int):
             used[place] = set(names)
-    inputs = {t.grad_fn for ts in given.values() for t in ts if t.grad_fn is not None}
-    _refuse_looks(twin, used.get(0, set()) & used.get(len(blocks), set()), inputs, len(blocks))
+    if (changed := next((what for what, t, node in cuts if t.grad_fn is not node), None)) is not None:
+        raise ModelError(
+            f"{changed} is changed in place behind the end of a unit, where autograd's graph is cut; make a new tensor "
+            "there: x = x + y, and not x += y"
+        )
+    nodes = {node for _, _, node in cuts}
+    _refuse_looks(twin, used.get(0, set()) & used.get(len(blocks), set()), nodes, len(blocks))
     moved = {address: f"parameter {name!r}" for address, name in memory.items()}
-    moved |= {t.untyped_storage()._cdata: f"an input of block {name!r}" for name, ts in given.items() for t in ts}
-    _refuse_kept(nodes_of(inputs | {t.grad_fn for t in ends if t.grad_fn is not None}), moved)
+    moved |= {t.untyped_storage()._cdata: what for what, t, _ in cuts}
+    _refuse_kept(nodes_of(nodes | {t.grad_fn for t in ends if t.grad_fn is not None}), moved)
     return Uses(used, recorder.changed)
 
 

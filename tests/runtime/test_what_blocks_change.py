@@ -19,7 +19,7 @@ from tests.runtime.test_trainer import CPU, machine
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import Order, UnitPlan
-from tierplan.runtime.autograd.units import ModelError
+from tierplan.runtime.autograd.units import ModelError, split_model
 from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.reference import same_weights, train_plainly
 from tierplan.runtime.tracing.trace import trace_module
@@ -338,6 +338,36 @@ class _Plain(_Block):
         for layer in layers:
             x = layer(x)
         return x, None
+
+
+class _Adds(_Plain):
+    """In place, what autograd sees."""
+
+    def forward(self, x: torch.Tensor, given: Any = None) -> Any:
+        x += 0.5
+        return self.body(x)
+
+
+class _AddsBehind(_Plain):
+    @staticmethod
+    def lead(layers: Any, x: torch.Tensor) -> Any:
+        for layer in layers:
+            x = layer(x)
+        x[:, 0] += 0.5
+        return x, None
+
+
+@pytest.mark.parametrize("kind", [_Adds, _AddsBehind])
+def test_a_unit_that_changes_its_input_in_place_is_refused_by_name(kind: type[_Block]) -> None:
+    """PyTorch said in the first step that a leaf is, which no plain training has there; a plan was made before."""
+    model, batch = _Model(kind), make_batches(1)[0]
+    train_plainly(copy.deepcopy(model), [batch], steps=1)
+    why = "an input of block 'layers.0'" if kind is _Adds else "an output of block 'layers.1'"
+    why += r" is changed in place.* x = x \+ y"
+    with pytest.raises(ModelError, match=why):
+        split_model(model, batch)
+    with pytest.raises(WorkloadError, match=why):
+        trace_module(model, batch, CPU)
 
 
 class _Clamped(_Plain):
