@@ -22,6 +22,9 @@ from tierplan.runtime.autograd.units import FlatParameters
 CPU = torch.device("cpu")
 
 
+INSIDE = "Where a block itself runs backward in its forward (torch.autograd.grad), plan without recomputation"
+
+
 class AbsentError(RuntimeError):
     """Backward needs bytes that the schedule has not brought to the device."""
 
@@ -101,7 +104,7 @@ def _there(saved: SavedStorage) -> torch.Tensor:
     if saved.tensor is None:
         raise AbsentError(
             f"backward needs saved tensor {saved.index}, but it is not on the device; the schedule must "
-            "fetch or recompute it first"
+            f"fetch or recompute it first. {INSIDE}"
         )
     return saved.tensor
 
@@ -253,4 +256,4 @@ class Recreator(_Saver):
 
     @staticmethod
     def unpack(packed: object) -> torch.Tensor:
-        raise AssertionError("nobody runs backward through a rerun")
+        raise AbsentError(f"backward runs through what is made again. {INSIDE}")

@@ -19,6 +19,7 @@ from tests.runtime.test_trainer import CPU, machine
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import Order, UnitPlan
+from tierplan.runtime.autograd.saved import AbsentError
 from tierplan.runtime.autograd.units import ModelError, split_model
 from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.reference import same_weights, train_plainly
@@ -368,6 +369,27 @@ def test_a_unit_that_changes_its_input_in_place_is_refused_by_name(kind: type[_B
         split_model(model, batch)
     with pytest.raises(WorkloadError, match=why):
         trace_module(model, batch, CPU)
+
+
+class _Differentiates(_Plain):
+    """In its forward, as a penalty on gradients does."""
+
+    def forward(self, x: torch.Tensor, given: Any = None) -> Any:
+        hidden = torch.tanh(self.inner(x))
+        (slope,) = torch.autograd.grad(hidden.sum(), x, create_graph=True)
+        return x + self.out(hidden) * slope
+
+
+@pytest.mark.parametrize("acts", ["keep", "host", "recompute", ("keep", "recompute", "keep", "keep", "keep")])
+def test_a_block_that_runs_backward_in_its_forward_is_not_made_again(acts: Any, tmp_path: Path) -> None:
+    """An assertion failed, or the schedule was told to bring what nobody had made yet."""
+    if "recompute" in acts:
+        with pytest.raises(AbsentError, match=r"runs backward in its forward .* plan without recomputation"):
+            _trained_both_ways(_Differentiates, UnitPlan(acts=acts), tmp_path)
+        return
+    model, plain, losses, expected = _trained_both_ways(_Differentiates, UnitPlan(acts=acts), tmp_path)
+    assert losses == expected
+    assert same_weights(model, plain)
 
 
 class _Clamped(_Plain):
