@@ -354,6 +354,7 @@ def uses_of(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, object]
             f"parameter {first!r} is not contiguous, as a transposed one is, but a schedule keeps parameters one after "
             "the other, where kernels add up in another order; make it so: p.data = p.data.contiguous()"
         )
+    _refuse_shared_memory(model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     twin = fake_twin(model, mode)
     having: dict[int, list[str]] = {}
@@ -418,6 +419,22 @@ def uses_of(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, object]
     moved |= {t.untyped_storage()._cdata: what for what, t, _ in cuts}
     _refuse_kept(nodes_of(nodes | {t.grad_fn for t in ends if t.grad_fn is not None}), moved)
     return Uses(used, recorder.changed)
+
+
+def _refuse_shared_memory(model: nn.Module) -> None:
+    """Raises `ModelError` where a parameter shares memory with another one or a buffer: schedules keep them apart."""
+    own = {name for name, _ in model.named_parameters()}
+    places = []
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        if t.numel() and not is_placeholder(t):
+            begin = int(t.storage_offset()) * t.itemsize
+            places.append((t.untyped_storage()._cdata, begin, begin + t.nbytes, name))
+    for (storage, _, end, name), (other_storage, begin, _, other) in itertools.pairwise(sorted(places)):
+        if storage == other_storage and begin < end and {name, other} & own:
+            raise ModelError(
+                f"{name!r} and {other!r} share memory, which a schedule does not keep so, but are two parameters, or "
+                "one is a buffer; have one in both places (head.weight = embed.weight), or give one a copy (clone())"
+            )
 
 
 def _refuse_kept(nodes: Iterable[Node], moved: Mapping[int, str]) -> None:

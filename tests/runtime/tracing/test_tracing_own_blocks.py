@@ -153,3 +153,33 @@ def test_a_block_that_makes_as_many_values_as_its_input_says_is_refused_by_name(
         trace_module(model, make_batches(1)[0], CPU)
     with pytest.raises(ModelError, match="it looks at the values of its inputs"):
         split_model(model, make_batches(1)[0])
+
+
+@pytest.mark.parametrize("way", ["whole", "part", "buffer"])
+def test_parameters_that_share_memory_and_are_not_one_are_refused_by_name(way: str) -> None:
+    """Each was trained by itself, where plain training changes both at once, twice, without a word."""
+    model = _Model("")
+    match way:
+        case "whole":
+            model.head.weight.data = model.embed.weight.data
+        case "part":
+            both = torch.cat([model.embed.weight.data.flatten(), torch.zeros(16)])
+            model.embed.weight.data = both[:-16].view(VOCABULARY, 16)
+            model.head.bias.data = both[-VOCABULARY:]
+        case "buffer":
+            model.register_buffer("seen", model.head.weight.data[0])
+    why = f"'{'seen' if way == 'buffer' else 'embed.weight'}'.* share memory"
+    with pytest.raises(ModelError, match=why):
+        split_model(model, make_batches(1)[0])
+    with pytest.raises(WorkloadError, match=why):
+        trace_module(model, make_batches(1)[0], CPU)
+
+
+def test_neighbours_in_one_memory_are_trained_as_any_others() -> None:
+    model, batches = _Model(""), make_batches(2)
+    plain, both = copy.deepcopy(model), torch.cat([model.head.weight.data.flatten(), model.head.bias.data])
+    model.head.weight.data, model.head.bias.data = both[:-VOCABULARY].view(VOCABULARY, 16), both[-VOCABULARY:]
+    workload = trace_module(copy.deepcopy(model), batches[0], CPU)
+    schedule = lower(uniform_plan(workload, UnitPlan(params="host", grads="host", states="host")), workload, machine())
+    assert list(train(schedule, model, batches, steps=2).losses) == train_plainly(plain, batches, steps=2)
+    assert same_weights(model, plain)
