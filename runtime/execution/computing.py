@@ -84,7 +84,9 @@ class Computing:
         self._written = {op.key: _by_kind(map(contents.__getitem__, op.writes)) for op in self.schedule.ops}
 
     def close(self) -> None:
-        """Ends micro-batches that are under way."""
+        """Ends micro-batches that are under way, and leaves none of their gradients."""
+        for _, p in (named for unit in self.units if self._runs for named in unit.parameters):
+            p.grad = None
         for batch_run in self._runs.values():
             batch_run.cancel()
         self._runs.clear()

@@ -195,8 +195,8 @@ def check_units(units: Sequence[ModelUnit], step: StepSpec, dtype: torch.dtype) 
 
 def refuse_interference(units: Sequence[ModelUnit]) -> None:
     """Raises `TrainingError` within `torch.autocast`, which is of a thread, and a schedule's ops have their own;
-    where other parameters are trained than at the beginning; and where a hook of a parameter would get another gradient
-    than in plain training."""
+    where other parameters are trained than at the beginning; where one has a gradient already; and where a hook of a
+    parameter would get another gradient than in plain training."""
     if torch._C._is_any_autocast_enabled():
         raise TrainingError(
             "training within torch.autocast is not what a schedule does: its types are those that it was planned with; "
@@ -213,6 +213,11 @@ def refuse_interference(units: Sequence[ModelUnit]) -> None:
                 "trained is planned; set it back, or end this run and make a plan of the model as it is now"
             )
         for name, p in unit.parameters:
+            if p.grad is not None:
+                raise TrainingError(
+                    f"parameter {name!r} has a gradient already, of a backward outside of the schedule, to which the "
+                    "next step would add; call model.zero_grad() first"
+                )
             if p._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
                 raise TrainingError(
                     f"parameter {name!r} has a hook for its accumulated gradient (register_post_accumulate_grad_hook), "

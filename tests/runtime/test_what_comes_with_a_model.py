@@ -110,6 +110,37 @@ def test_compiled_modules_inside_of_blocks_work() -> None:
     assert train(schedule_of(models[0]), models[0], make_batches(3), steps=3).losses == tuple(expected)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_gradient_that_is_there_already_is_refused_by_name(family: str) -> None:
+    """The first step was made with it, too; that of a tied matrix counted twice."""
+    model, batches = make_model(family), make_batches(2)
+    schedule = schedule_of(model)
+    with Trainer(schedule, model) as trainer:
+        trainer.run(batches, 1)
+        trainer.restore_model()
+        model(**batches[0]).loss.backward()
+        with pytest.raises(TrainingError, match=r"parameter '.*' has a gradient already.*zero_grad"):
+            trainer.run(batches, 1)
+    model(**batches[0]).loss.backward()
+    with pytest.raises(TrainingError, match=r"parameter '.*' has a gradient already.*zero_grad"):
+        train(schedule, model, batches, steps=1)
+
+
+def test_a_run_that_failed_leaves_no_gradients() -> None:
+    """Else the next one of the same model would be refused, for what nobody has made."""
+    model, batches = make_model("gpt2"), make_batches(1)
+    schedule = schedule_of(model)
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ValueError("in backward")
+
+    block: Any = model.transformer.h[0]  # type: ignore[union-attr]
+    block.ln_1.weight.register_hook(fail)
+    with pytest.raises(ValueError, match="in backward"):
+        train(schedule, model, batches, steps=1)
+    assert all(p.grad is None for p in model.parameters())
+
+
 def _halve(p: torch.Tensor) -> None:
     assert p.grad is not None
     p.grad.mul_(0.5)
