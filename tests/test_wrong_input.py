@@ -153,6 +153,10 @@ def test_wrong_usage_is_one_line_and_status_2(
             "leave out --timeline t.png",
         ),
         ([*SIMULATE, "--option", "semantics=in-backward", "--semantics", "delayed-1"], "contradict each other"),
+        (
+            ["simulate", "--policy", "mobius", "--model", "gpt2", "--machine", "laptop", "--semantics", "exact-clip"],
+            "policy 'mobius' updates in one way alone; leave out semantics 'exact-clip'",
+        ),
         (["simulate", "--policy", "fuyou", "--model", "gpt-13b", "--machine", "nope.toml"], "nope.toml"),
         (["compare", "plan.json", "a-folder", *SCENARIO[2:]], "not a schedule"),
         (

@@ -39,6 +39,8 @@ class Options(dict[str, object]):
     def __init__(self, policy: str, known: Mapping[str, object], given: Mapping[str, object]) -> None:
         super().__init__({**known, "devices": None})
         self.policy, self.given = policy, frozenset(given)
+        if "semantics" in given and "semantics" not in self:
+            raise OptionError(f"policy {policy!r} updates in one way alone; leave out semantics {given['semantics']!r}")
         if unknown := sorted(set(given) - set(self)):
             raise OptionError(f"policy {policy!r} has no option {unknown[0]!r}; it has {', '.join(sorted(self))}")
         self.update(given)
