@@ -78,7 +78,7 @@ def write_advice(path: str | os.PathLike[str], advice: Advice) -> None:
         missing = (paragraph(f"{row[0]}: {row[-1]}.") for row in systems[end:])
         answer, costs = advice.answer, advice.costs
         assert costs is not None
-        flops = f"{answer['model_flops_per_s'] / 1e12:.1f} TFLOP/s of the model"
+        flops = f"{digits(answer['model_flops_per_s'] / 1e12)} TFLOP/s of the model"
         figures = [
             ("Step", format_s(answer["step_s"]), question_text(advice.point, answer, answer["dtype"])),
             ("Speed", f"{answer['tokens_per_s']:,.0f} tokens/s", flops),

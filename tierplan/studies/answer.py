@@ -19,7 +19,7 @@ from tierplan.planner.results import PlanResult
 from tierplan.sim.analysis.explain import NOTHING, Sensitivity, limited_by
 from tierplan.sim.output.drawn import Excerpt
 from tierplan.sim.output.perfetto import write_perfetto
-from tierplan.sim.output.text import alike_rows, columns, format_bytes, format_frac, format_s, in_short, wrapped
+from tierplan.sim.output.text import alike_rows, columns, digits, format_bytes, format_frac, format_s, in_short, wrapped
 from tierplan.sim.output.timeline import timeline
 from tierplan.studies.evaluate import BestPlan
 from tierplan.studies.study import Point
@@ -315,10 +315,10 @@ def prediction_text(p: Prediction) -> str:
     num_batches = 1 if p.plan is None else p.plan.num_batches
     seq = p.tokens // (p.micro_batch * p.accumulation * num_batches)
     has = wrapped(step_text(p.micro_batch, p.accumulation, num_batches, p.devices, seq), 58)
-    speed = f"{p.flops / p.step_s / 1e12:.1f} TFLOP/s"
+    speed = f"{digits(p.flops / p.step_s / 1e12)} TFLOP/s"
     if p.tflops_8nd is not None:
         active = "active " * (p.num_active != p.num_parameters)
-        speed += f" ({p.tflops_8nd:.1f} as papers count: 8 FLOPs per {active}parameter and token)"
+        speed += f" ({digits(p.tflops_8nd)} as papers count: 8 FLOPs per {active}parameter and token)"
     rows = [
         *_head_rows(p, f"{p.tokens_per_s:,.1f}", spent),
         *(("" if k else "a step has", line) for k, line in enumerate(has)),
