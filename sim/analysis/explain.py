@@ -60,12 +60,24 @@ class StreamTime:
         return self.busy_s + self.input_s + self.memory_s + self.idle_s
 
 
+def window_in(trace: Trace, window_s: tuple[float, float] | None) -> tuple[float, float]:
+    """Begin and end of a window of the trace; the whole trace, unless given. Raises `ValueError`."""
+    begin_s, end_s = window_s or (0.0, trace.duration_s)
+    if not (0 <= end_s >= begin_s <= trace.duration_s):
+        raise ValueError(
+            f"the window is from {begin_s:g} to {end_s:g} s; trace {trace.name!r} is from 0 to {trace.duration_s:g} s"
+        )
+    return begin_s, end_s
+
+
 def stream_times(trace: Trace, window_s: tuple[float, float] | None = None) -> dict[str, StreamTime]:
     """How each stream spent the trace, or a window of it (one steady cycle: `SteadyState.window_s`).
 
-    Traces that do not know what ops take alone (measured ones) show all work as `alone_s`.
+    Traces that do not know what ops take alone (measured ones) show all work as `alone_s`. Raises `ValueError` for a
+    window outside of the trace.
     """
-    window_ns = (0.0, float(trace.duration_ns)) if window_s is None else (window_s[0] * 1e9, window_s[1] * 1e9)
+    begin_s, end_s = window_in(trace, window_s)
+    window_ns = begin_s * 1e9, end_s * 1e9
     return times_in_windows(trace.spans, {s.stream: window_ns for s in trace.spans})
 
 

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import AutoLocator, MaxNLocator
 
-from tierplan.sim.analysis.explain import stream_times
+from tierplan.sim.analysis.explain import stream_times, window_in
 from tierplan.sim.output.drawn import (
     COLOURS,
     INK,
@@ -55,7 +55,7 @@ def plot_timeline(trace: Trace, *, window_s: tuple[float, float] | None = None, 
     96 layers can be told apart. Below a lane, a thin line shows what an idle stream waited for; above it, how much of
     an op was due to shared limits. Time counts from the beginning of the window.
     """
-    return plot_timelines({"": Excerpt(trace, *(window_s or (0.0, trace.duration_s)))}, ax=ax)
+    return plot_timelines({"": Excerpt(trace, *window_in(trace, window_s))}, ax=ax)
 
 
 def plot_timelines(excerpts: Mapping[str, Excerpt], *, ax: Axes | None = None) -> Figure:
@@ -208,7 +208,7 @@ def plot_memory(
     if not shown:
         raise ValueError(f"no tier of trace {trace.name!r} ever holds anything; there is nothing to draw")
     axes = axes or _new_axes(len(shown), (9, 0.6 + 1.9 * len(shown)))
-    begin_s, end_s = window_s or (0.0, trace.duration_s)
+    begin_s, end_s = window_in(trace, window_s)
     unit, per_s = _time_unit(end_s - begin_s)
     for tier, ax in zip(shown, axes, strict=True):
         times_s, held = levels_of(trace, tier)
@@ -246,7 +246,7 @@ def plot_step_time(trace: Trace, *, window_s: tuple[float, float] | None = None,
     times = stream_times(trace, window_s)
     streams = streams_of([trace])
     ax = ax or _new_axes(1, (10, 1.2 + 0.45 * len(streams)))[0]
-    begin_s, end_s = window_s or (0.0, trace.duration_s)
+    begin_s, end_s = window_in(trace, window_s)
     unit, per_s = _time_unit(end_s - begin_s)
     parts = (
         ("at work", "alone_s", "#0072b2", None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from matplotlib.collections import PolyCollection
 from tests.sim.output.test_perfetto import STEADY
 from tierplan import Training, load_machine, load_workload
 from tierplan.planner.prediction import predict
+from tierplan.sim.analysis.explain import stream_times
 from tierplan.sim.output.drawn import COLOURS, Excerpt, what_of
 from tierplan.sim.output.plots import (
     plot_memory,
@@ -188,6 +190,18 @@ def test_an_empty_trace_is_refused_where_there_is_nothing_to_draw() -> None:
     for plot in (plot_timeline, plot_step_time):
         with pytest.raises(ValueError, match="trace 'none' has no ops"):
             plot(empty)
+
+
+@pytest.mark.parametrize("window_s", [(1.0, 0.0), (5000.0, 6000.0), (-2.0, -1.0)])
+def test_a_window_outside_of_the_trace_is_refused(window_s: tuple[float, float]) -> None:
+    """Streams had zeros there, and pictures were empty, without a word."""
+    plots = (
+        partial(stream_times, TRACE, window_s),
+        *(partial(f, TRACE, window_s=window_s) for f in (plot_timeline, plot_memory, plot_step_time)),
+    )
+    for plot in plots:
+        with pytest.raises(ValueError, match=r"the window is from .* s; trace .* is from 0 to"):
+            plot()
 
 
 def test_an_op_that_is_narrower_than_a_pixel_is_seen() -> None:
