@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tierplan.hwmodels.catalog import user_folder
 from tierplan.hwmodels.machine import CATALOG, Machine
+from tierplan.hwmodels.names import parse_stream
 from tierplan.sim.workloads.models import SIZES
 from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.validation.calibration.calibration import Calibration, CalibrationError, machine_sha256
@@ -103,6 +104,12 @@ def place_for(
     base = unchanged or described
     if which == NONE:
         return CalibratedPlace(described=described, machine=described)
+    if _part("gpu", described) != _part("gpu", base):
+        passed_over = "".join(
+            f"; {path.name} passed over: it is of another GPU" for path in eligible_paths(base, which)
+        )
+        basis = replace(described.basis, text=described.basis.text + passed_over)
+        return CalibratedPlace(described=described, machine=replace(described, basis=basis))
     if which != AUTO:
         calibration = Calibration.load(which)
         if why := _why_not(calibration, base, training, described.num_devices):
@@ -126,6 +133,11 @@ def place_for(
     asked = workload()
     best = max(enumerate(suiting), key=lambda c: (c[1].num_ranks, _nearness(c[1], asked), c[0]))
     return _placed(best[1], described, base, asked)
+
+
+def _part(section: str, machine: Machine) -> object:
+    said = machine.description.get(f"{section}.part")
+    return said["value"] if isinstance(said, Mapping) else None
 
 
 def _why_not(calibration: Calibration, machine: Machine, training: Training, num_devices: int) -> str:
@@ -158,6 +170,9 @@ def _nearness(calibration: Calibration, workload: Workload) -> int:
 
 
 def _placed(calibration: Calibration, described: Machine, base: Machine, workload: Workload) -> CalibratedPlace:
+    if _part("nvme", described) != _part("nvme", base):
+        others = {name: fit for name, fit in calibration.streams.items() if not parse_stream(name).is_drive}
+        calibration = replace(calibration, streams=others, drive_contention=1.0)
     nearness = _nearness(calibration, workload)
     wider = (OTHER_HALF_WIDTH, FAMILY_HALF_WIDTH, 0.0)[nearness]
     t = calibration.training

@@ -210,6 +210,26 @@ def test_what_does_not_suit_is_passed_over_or_refused_by_name(
         place(workload(), machine, str(data_home / "mine.json"))
 
 
+def test_parts_that_are_no_longer_there_have_no_calibration(data_home: Path) -> None:
+    """A CPU's calibration was carried over to a card that `--set gpu.part` named: `advise` ranked cards by it."""
+    machine = load_machine(MACHINE)
+    half = StreamFit(latency_s=1e-4, beside_s=0.0, wake_s=0.0, rates={"bytes": 0.5}, demand=1.0)
+    streams = dict.fromkeys(("gpu0.h2d", "nvme.read"), half)
+    calibration_of("gpt2", machine, streams=streams, versions=VERSIONS).save(data_home / "mine.json")
+
+    def found(setting: str) -> CalibratedPlace:
+        changed, which = load_machine(MACHINE, [setting]), str(data_home / "mine.json")
+        return place_for(changed, TRAINING, workload, which=which, unchanged=machine)
+
+    card, drive = found("gpu.part=rtx-3060"), found("nvme.part=t700")
+    assert card.calibration is None
+    assert card.machine.streams == card.described.streams
+    assert "; mine.json passed over: it is of another GPU" in card.machine.basis.text
+    assert drive.machine.stream("nvme.read") == drive.described.stream("nvme.read")
+    assert drive.machine.stream("gpu0.h2d").latency_s == 1e-4
+    assert found("gpu.part=rtx-4090").calibration is not None, "the same part again"
+
+
 def test_commands_take_it_and_say_so(data_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A step takes about twice as long, its interval is the calibration's, and more memory does not void it."""
     (data_home / "gpt2.json").write_text(json.dumps(config_of("gpt2")))
