@@ -227,7 +227,13 @@ def read_utf8(path: Path | Traversable) -> str:
 def parse_description(text: str, *, where: str) -> Description:
     """A description from the text of a machine file (or of a part, when `where` is one). `where` is used in errors."""
     try:
-        file = decode(_File, tomllib.loads(text), complete=False)
+        table = tomllib.loads(text)
+        if "rates" in table:
+            raise RecordError(
+                "`tierplan machine share` wrote it: rates without their machine, for the folder community of the "
+                "catalog; give a machine, and what you want of these rates by --set"
+            )
+        file = decode(_File, table, complete=False)
     except RecordError as error:
         raise MachineError(f"{where}: {error}") from error
     except (ValueError, RecursionError) as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tierplan.cli import main
-from tierplan.hwmodels import Description, MachineError, Quantity
+from tierplan.hwmodels import Description, MachineError, Quantity, load_machine
 from tierplan.hwmodels.catalog import catalog_names
 from tierplan.hwmodels.community import SharedStep, parse_shared, share
 from tierplan.hwmodels.description import write_description
@@ -67,6 +67,8 @@ def test_the_command_writes_such_a_file(tmp_path: Path) -> None:
     target = tmp_path / "shared.toml"
     assert main(["machine", "share", str(tmp_path / "mine.toml"), "-o", str(target)]) == 0
     assert "nvme.write" in parse_shared(target.read_text(), where="x")[1]
+    with pytest.raises(MachineError, match="`tierplan machine share` wrote it: rates without their machine"):
+        load_machine(target)
 
 
 def test_files_of_the_catalog_are_valid() -> None:
