@@ -197,6 +197,8 @@ def _drives_note(description: Description) -> str:
     if not description.number("nvme.drives"):
         return ""
     mixed, write, cached = (description.quantity(f"nvme.{name}") for name in ("mixed", "write", "cached_write"))
+    if "nvme.write" not in description.values:  # it is the part's, whose own cached_write says of which kind
+        cached = description.part_values.get("nvme.cached_write")
     said = ["reads and writes of a drive assumed to take turns"] if mixed and mixed.basis == "assumed" else []
     if not write or not cached:
         return "; ".join(said)

@@ -164,6 +164,7 @@ def test_answers_name_the_weakest_basis_and_which_rate_drives_write_at() -> None
     assert "gpu nameplate" in text, "elementwise rests on the sheet's bandwidth"
     assert "link assumed" in text
     assert "within their cache: set nvme.write" in text
+    assert load_machine("desktop-4090", ["nvme.cached_write=5 GB/s"]).basis.said() == text, "no rate is another"
     steady = load_machine("desktop-4090", ["nvme.part=nm790"]).basis.said()
     assert "drives write as beyond their cache of 280 GB each" in steady
     assert "take turns" in steady
