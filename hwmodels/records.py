@@ -29,6 +29,7 @@ from typing import (
 )
 
 import msgspec
+import numpy as np
 
 Whole = Annotated[int, msgspec.Meta(ge=0)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -153,6 +154,14 @@ def check_record(record: object, error: type[ValueError], whose: str = "", *, de
         decode(kind, msgspec.to_builtins(record, enc_hook=plain))
     except (RecordError, TypeError) as wrong:
         raise error(f"{whose}{wrong}") from None
+
+
+def made_plain(record: T) -> T:
+    """A dataclass that is being made, with Python's numbers in the place of numpy's."""
+    for f in fields(record):  # type: ignore[arg-type]
+        if isinstance(value := getattr(record, f.name), np.generic):
+            object.__setattr__(record, f.name, value.item())
+    return record
 
 
 def plain(value: object) -> object:

@@ -51,8 +51,8 @@ DEFAULT_POSITIONS: Mapping[str, int] = {"gpt2": 1024, "opt": 2048, "bert": 512}
 BATCHES = (1, 2, 4, 8, 16)
 """Sequences in micro-batches, and parts of those asked for, of which it is known what units hold for a while."""
 
-MOST_LAYERS = 10_000
-"""Many times those of any model; a unit is made for each."""
+MOST_LAYERS, MOST_OF_A_SIZE = 10_000, 10_000_000
+"""Many times those of any model: a unit is made for each layer, and bytes are counted in 64 bits."""
 SIZES: Sequence[Sequence[str]] = (
     ("hidden_size", "n_embd", "d_model"),
     ("num_attention_heads", "n_head", "num_heads"),
@@ -185,9 +185,9 @@ def _check_shape(where: str | Path, raw: Mapping[str, object]) -> None:
             value = raw.get(name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise WorkloadError(f"{where}: {name} is {value!r}; it must be a whole number of 1 or more")
-    for name in SIZES[3]:
-        if (num := raw.get(name)) is not None and num > MOST_LAYERS:  # type: ignore[operator]
-            raise WorkloadError(f"{where}: {name} is {num:,}; it must be {MOST_LAYERS:,} or less")
+            most = MOST_LAYERS if names is SIZES[3] else MOST_OF_A_SIZE
+            if value is not None and value > most:
+                raise WorkloadError(f"{where}: {name} is {value:,}; it must be {most:,} or less")
     (hidden_name, hidden), (heads_name, heads), (kv_name, kv) = (
         next(((name, raw[name]) for name in names if raw.get(name) is not None), ("", 0)) for names in SIZES[:3]
     )

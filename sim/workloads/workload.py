@@ -13,7 +13,7 @@ from typing import Annotated, Literal, get_args
 
 import msgspec
 
-from tierplan.hwmodels.records import Count, check_record
+from tierplan.hwmodels.records import Count, check_record, made_plain
 from tierplan.hwmodels.shown import Shown
 from tierplan.sim.contents import part_ranges
 from tierplan.sim.workloads.adapters import read_adapters
@@ -98,7 +98,7 @@ class Training:
     """Format in which activations leave the device; empty for that of their own. Changes the numbers."""
 
     def __post_init__(self) -> None:
-        check_record(self, WorkloadError)
+        check_record(made_plain(self), WorkloadError)
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "loss_chunks"):
             if (value := getattr(self, name)) > MAX_SEQUENCES:
                 raise WorkloadError(f"{name} is {value:,}; no step has so many, give {MAX_SEQUENCES:,} or fewer")

@@ -9,6 +9,7 @@ import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -255,6 +256,12 @@ def test_no_torch_is_imported() -> None:
         ),
         ("x.json", '{"model_type": "gpt2", "n_layer": 2, "n_layer": 3}', BASE, "field 'n_layer' is there twice"),
         ("x.json", json.dumps({**config_of("gpt2"), "n_layer": 10**30}), BASE, "it must be 10,000 or less"),
+        (
+            "x.json",
+            json.dumps({**config_of("gpt2"), "n_head": 10**12}),
+            BASE,
+            "n_head is .* must be 10,000,000 or less",
+        ),
         ("x.json", json.dumps({**config_of("gpt2"), "resid_pdrop": 2}), BASE, "resid_pdrop is 2 .* between 0 and 1"),
         ("x.json", json.dumps({**config_of("gpt2"), "tie_word_embeddings": 0}), BASE, "is 0 .* true or false"),
         ("x.json", json.dumps({**config_of("llama"), "head_dim": 15}), BASE, "heads are 15 wide"),
@@ -286,6 +293,16 @@ def test_errors(tmp_path: Path, model: str, content: str | None, training: Train
         path.write_text(content)
     with pytest.raises(WorkloadError, match=message):
         load_workload(path if content is not None else model, training)
+
+
+def test_numbers_of_numpy_are_pythons_in_training_settings() -> None:
+    found = Training(per_device_train_batch_size=np.int64(2), padded=np.bool_(True), max_grad_norm=np.float32(1))
+    assert found == Training(per_device_train_batch_size=2, padded=True, max_grad_norm=1.0)
+    assert [type(x) for x in (found.per_device_train_batch_size, found.padded, found.max_grad_norm)] == [
+        int,
+        bool,
+        float,
+    ]
 
 
 def test_positions_under_both_names_are_those_that_transformers_takes(tmp_path: Path) -> None:
