@@ -178,6 +178,15 @@ def test_the_comparison_has_eighty_columns(model: str, capsys: pytest.CaptureFix
     assert max(map(len, lines)) <= 80
 
 
+def test_a_policy_that_does_not_run_is_on_no_gpu(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first line said "harmony on 1" where it cannot train adapters."""
+    asked = ["compare-policies", "--policies", "ddp", "harmony", "--model", model, "--machine", "desktop-4090"]
+    assert main([*asked, *CPU, "--devices", "2", "--batch", "2", "--seq", "64", "--lora", "r=2"]) == 0
+    out = capsys.readouterr().out
+    assert "harmony  does not run" in out
+    assert "harmony on 1" not in out
+
+
 def test_one_of_two_gpus_is_calibrated(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

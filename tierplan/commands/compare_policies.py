@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         plot_policies(predictions, args.plot)
     tokens = (point.sequences or point.batch * point.accumulation) * point.seq
     num, has = machine.num_devices, machine.own_devices
-    fewer = [p for p in predictions if 0 < p.devices < num]
+    fewer = [p for p in predictions if p.fits and p.devices < num]
     of = f"{num} of its {has}" if num < has else f"{num}"
     gpus = ", ".join([f"{of} GPUs", *(f"{p.policy} on {p.devices}" for p in fewer)])
     where = f"{machine.name}, {gpus}" if max(num, has) > 1 else machine.name
