@@ -90,12 +90,11 @@ class StreamComparison:
     stream: str
     predicted: StreamTime
     measured: StreamTime
+    """Both are means of the steps."""
+    busy_s: Pair
+    """Medians of the steps, as the step time is."""
     causes: Mapping[str, float]
     """Seconds, measured minus predicted, by cause; they add up to the difference of the two steps on this stream."""
-
-    @property
-    def busy_s(self) -> Pair:
-        return Pair(self.predicted.busy_s, self.measured.busy_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,6 +315,7 @@ def _compare_streams(
     schedule: Schedule, steps_p: Steps, steps_m: Steps, kinds: Sequence[KindComparison]
 ) -> tuple[StreamComparison, ...]:
     times_p, times_m = mean_stream_times(steps_p), mean_stream_times(steps_m)
+    busy_p, busy_m = steps_p.busy_s, steps_m.busy_s
     streams = []
     for stream in schedule.streams:
         p, m = times_p[stream], times_m[stream]
@@ -328,5 +328,6 @@ def _compare_streams(
             "waiting for memory": m.memory_s - p.memory_s,
         }
         causes["variation"] = m.total_s - p.total_s - sum(causes.values())
-        streams.append(StreamComparison(stream=stream, predicted=p, measured=m, causes=causes))
+        busy_s = Pair(busy_p[stream], busy_m[stream])
+        streams.append(StreamComparison(stream=stream, predicted=p, measured=m, busy_s=busy_s, causes=causes))
     return tuple(streams)

@@ -59,6 +59,15 @@ class Steps:
                 ratios.setdefault(stream, []).append(busy_ns / worked_ns)
         return {stream: median(of_steps) for stream, of_steps in ratios.items()}
 
+    @property
+    def busy_s(self) -> dict[str, float]:
+        """By stream: seconds that its ops ran in a step; the median of steps, as `step_s` is."""
+        busy_ns = {stream: dict.fromkeys(self.steady, 0) for stream in self.by_stream()}
+        for k in self.steady:
+            for span in self.spans[k].values():
+                busy_ns[span.stream][k] += span.duration_ns
+        return {stream: median(by_step.values()) / 1e9 for stream, by_step in busy_ns.items()}
+
     def by_stream(self) -> dict[str, list[tuple[int, Span]]]:
         """The ops of each stream in the order in which they began, each with its step."""
         ops: dict[str, list[tuple[int, Span]]] = {}

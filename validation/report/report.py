@@ -154,7 +154,9 @@ def _streams(comparison: Comparison) -> str:
 
     return section(
         "Streams",
-        paragraph("Mean of the steps; the last three columns show predicted / measured.", "soft"),
+        paragraph(
+            "Busy is the median of the steps; the last three columns, their mean, show predicted / measured.", "soft"
+        ),
         table(
             ("stream", "busy, predicted", "busy, measured", "error", "waits for input", "for memory", "overhead"),
             map(row, comparison.streams),

@@ -109,6 +109,14 @@ def test_parts_of_every_stream_add_up_to_the_step() -> None:
     assert sum(c.seconds for c in found.attribution) == pytest.approx(difference, abs=1e-9)
 
 
+def test_no_stream_is_busy_for_longer_than_a_step() -> None:
+    """One slow step of four: the step was their median, beside which streams were busy for their mean."""
+    trace = toy_trace(SCHEDULE, 6)
+    late = [s._replace(end_ns=10 * s.end_ns) if s.end_ns == trace.duration_ns else s for s in trace.spans]
+    found = compare(SCHEDULE, toy_trace(SCHEDULE, 6), replace(trace, spans=tuple(late)))
+    assert max(s.busy_s.measured or 0.0 for s in found.streams) <= (found.step_s.measured or 0.0)
+
+
 @pytest.mark.parametrize("stream", ["gpu0.compute", "host.adam"])
 def test_a_slower_rate_is_named_rate(stream: str) -> None:
     found = slower(stream, 1.5)
