@@ -69,7 +69,8 @@ class Prediction(Shown):
     num_active: int | None = None
     """Those that a token meets, where all are trained; None where some are frozen."""
     flops: float = 0.0
-    """Of forward and backward in one step, recomputation left out, over all devices."""
+    """Of forward and backward in one step, recomputation left out, over all devices; 0 where a calibration says seconds
+    in their place."""
     utilization: Mapping[str, float] = field(default_factory=dict)
     """Busy share of a step in steady state, by stream and by shared limit."""
     hardware: Machine | None = field(default=None, repr=False)
@@ -229,7 +230,7 @@ class Prediction(Shown):
                 "policy", "model", "machine", "fits", "step_s", "interval_s", "basis", "tokens_per_s", "tflops_8nd"
             ),
             "step_note": self.step_note or None,
-            "model_flops_per_s": None if self.step_s is None else self.flops / self.step_s,
+            "model_flops_per_s": self.flops / self.step_s if self.step_s and self.flops else None,
             "peak_bytes": {} if self.steady is None else dict(self.steady.peak_bytes),
             "capacity_bytes": {} if self.steady is None else dict(self.steady.capacity_bytes),
             "bytes": moved,

@@ -78,7 +78,8 @@ def write_advice(path: str | os.PathLike[str], advice: Advice) -> None:
         missing = (paragraph(f"{row[0]}: {row[-1]}.") for row in systems[end:])
         answer, costs = advice.answer, advice.costs
         assert costs is not None
-        flops = f"{digits(answer['model_flops_per_s'] / 1e12)} TFLOP/s of the model"
+        per_s = answer["model_flops_per_s"]  # none where seconds are known alone
+        flops = f"{digits(per_s / 1e12)} TFLOP/s of the model" if per_s else ""
         figures = [
             ("Step", format_s(answer["step_s"]), question_text(advice.point, answer, answer["dtype"])),
             ("Speed", f"{answer['tokens_per_s']:,.0f} tokens/s", flops),

@@ -315,14 +315,14 @@ def prediction_text(p: Prediction) -> str:
     num_batches = 1 if p.plan is None else p.plan.num_batches
     seq = p.tokens // (p.micro_batch * p.accumulation * num_batches)
     has = wrapped(step_text(p.micro_batch, p.accumulation, num_batches, p.devices, seq), 58)
-    speed = f"{digits(p.flops / p.step_s / 1e12)} TFLOP/s"
+    speeds = [f"{digits(p.flops / p.step_s / 1e12)} TFLOP/s"] if p.flops else []  # not where seconds are known alone
     if p.tflops_8nd is not None:
         active = "active " * (p.num_active != p.num_parameters)
-        speed += f" ({digits(p.tflops_8nd)} as papers count: 8 FLOPs per {active}parameter and token)"
+        speeds.append(f"{digits(p.tflops_8nd)} TFLOP/s as papers count: 8 FLOPs per {active}parameter and token")
     rows = [
         *_head_rows(p, f"{p.tokens_per_s:,.1f}", spent),
         *(("" if k else "a step has", line) for k, line in enumerate(has)),
-        ("of the model", speed),
+        *([("of the model", "; ".join(speeds))] if speeds else []),
         ("semantics", p.plan.semantics if p.plan else ""),
         *numbers_rows(p),
         *alike_rows(

@@ -248,6 +248,7 @@ def test_commands_take_it_and_say_so(data_home: Path, capsys: pytest.CaptureFixt
     plain, calibrated, roomy = answers
     assert plain["basis"].startswith("catalog")
     assert calibrated["basis"].startswith("calibrated here with gpt2")
+    assert calibrated["model_flops_per_s"] is None, "it was 0: a calibration gives seconds"
     low_s, high_s = calibrated["interval_s"]
     assert low_s < calibrated["step_s"] < high_s
     assert high_s / low_s < plain["interval_s"][1] / plain["interval_s"][0]
