@@ -24,7 +24,7 @@ import msgspec
 import tomli_w
 
 from tierplan.hwmodels.machine import MachineError
-from tierplan.hwmodels.names import device_index
+from tierplan.hwmodels.names import device_index, parse_stream
 from tierplan.hwmodels.records import Amount, RecordError, decode
 from tierplan.hwmodels.units import Unit, format_amount, leading_number, parse_amount
 
@@ -356,7 +356,7 @@ def override(description: Description, settings: Sequence[str]) -> Description:
     """
     if isinstance(settings, (str, Mapping)):
         raise MachineError(f'settings are {settings!r}; give a list of texts such as ["nvme.drives=3"]')
-    values, given = dict(description.values), dict[str, Quantity]()
+    values, given, limits = dict(description.values), dict[str, Quantity](), description.limits
     for name, text in pairs_of(settings):
         key = find_key(name)
         given[key.name] = parse_quantity(key, _points_or_text(name, text), where="--set")
@@ -364,6 +364,7 @@ def override(description: Description, settings: Sequence[str]) -> Description:
         key, chosen = KEYS[name], values.get(name)
         if name.endswith(".part") and (chosen is None or chosen.value != quantity.value):
             values = {k: v for k, v in values.items() if KEYS[k].section != key.section or KEYS[k].whole}
+            limits = tuple(_without_computing(limit) for limit in limits) if key.section == "gpu" else limits
         for void in key.replaces:
             values.pop(void, None)
         if (direct := next((k for k in key.unless if k in values and k not in given), None)) is not None:
@@ -373,7 +374,12 @@ def override(description: Description, settings: Sequence[str]) -> Description:
     switches = description.switches
     if (count := given.get("gpu.count")) is not None:
         switches = within(switches, int(float(count.value)))  # type: ignore[arg-type]
-    return replace(description, values=values | given, switches=switches)
+    return replace(description, values=values | given, switches=switches, limits=tuple(x for x in limits if x.takes))
+
+
+def _without_computing(limit: Limit) -> Limit:
+    """What the old GPU's computing took is gone: where a CPU was measured as one, all of the cores."""
+    return replace(limit, takes={k: x for k, x in limit.takes.items() if not parse_stream(k).is_compute})
 
 
 def within(switches: tuple[Switch, ...], num_gpus: int) -> tuple[Switch, ...]:

@@ -46,3 +46,15 @@ def test_a_file_of_windows_is_read(tmp_path: Path) -> None:
     plain = load_machine(path)
     path.write_text(PLAIN, encoding="utf-8-sig")
     assert load_machine(path) == plain
+
+
+def test_another_gpu_takes_nothing_of_what_the_old_one_took(tmp_path: Path) -> None:
+    """Where a CPU was measured as one, it computes on all cores. A card does not: it waited for every copy."""
+    limit = '[[limit]]\nname = "{}"\nlimit = 1.0\ntakes = {{ "gpu0.compute" = 1.0 {} }}\n'
+    path = tmp_path / "m.toml"
+    path.write_text(PLAIN + limit.format("cores", ', "host.adam" = 0.9') + limit.format("heat", ""))
+    own, card = load_machine(path), load_machine(path, ["gpu.part=rtx-3060"])
+    assert {"cores", "heat"} <= own.stream("gpu0.compute").takes.keys()
+    assert card.stream("gpu0.compute").takes == {}
+    assert "cores" in card.stream("host.adam").takes
+    assert {x.name for x in own.shared_limits} - {x.name for x in card.shared_limits} == {"heat"}
