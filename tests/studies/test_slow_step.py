@@ -120,6 +120,18 @@ def test_what_was_expected_is_normal_and_needs_no_suspect(tmp_path: Path) -> Non
     assert (said.verdict, said.suspects) == ("normal", ())
 
 
+def test_what_is_no_quicker_is_as_fast(tmp_path: Path) -> None:
+    """It said "1 times as fast"."""
+    point = replace(RTX_3090, model="gpt2", batch=1)
+    said = explain_run(
+        point,
+        Configured(training=training_of(point, machine_of(point)), policy="in-memory", options={}),
+        MeasuredStep(step_s=1.0),
+    )
+    same = replace(said, best=predict("in-memory", load_workload("gpt2", said.setup.training), machine_of(point)))
+    assert ", as fast as this setup should be (" in " ".join(" ".join(explanation_lines(same)).split())
+
+
 def test_a_micro_step_is_recognised(tmp_path: Path) -> None:
     config = configured(tmp_path, {**ZERO_3, "gradient_accumulation_steps": 8}, RTX_3090)
     whole = slowed(CORES, 1.0, config, RTX_3090)

@@ -99,11 +99,8 @@ def _best(e: Explanation) -> str:
         return "The planner finds nothing that fits this machine."
     if e.best.step_s is None:
         return f"The planner has no answer here: {e.best.why_not}."
-    than = (
-        ""
-        if e.expected_s is None
-        else f", {digits(e.expected_s / e.best.step_s)} times as fast as this setup should be"
-    )
+    than = "" if e.expected_s is None else f"{digits(e.expected_s / e.best.step_s)} times as fast"
+    than = than and f", {'as fast' if than.startswith('1 ') else than} as this setup should be"
     t = e.setup.training
     how = "without autocast" if t.lora else f"the model in {t.autocast} with an fp32 copy"
     cast = f", {how}" if t.autocast else ""
