@@ -126,7 +126,8 @@ class Quantity:
             amounts = [format_amount(amount, unit).removesuffix("/s") for amount, _ in (low, high)]
             amounts = [f"{amount} GPUs" for amount in amounts] if unit == "count" else amounts
             rates = [format_amount(rate, key.unit) for _, rate in (low, high)]
-            return " to ".join(f"{rate} (at {amount})" for rate, amount in zip(rates, amounts, strict=True))
+            ends = (f"{rate} (at {amount})" for rate, amount in zip(rates, amounts, strict=True))
+            return " to ".join(dict.fromkeys(ends))  # one point is both
         if key.name.endswith(".endurance"):  # a decimal amount, as on the drive's box
             return f"{self.value / 1e12:,.0f} TB"
         return format_amount(self.value, key.unit)

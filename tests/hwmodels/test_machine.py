@@ -9,7 +9,8 @@ import pytest
 
 from tests.hwmodels.test_description import PLAIN
 from tests.toys import toy_machine
-from tierplan.hwmodels import load_machine
+from tierplan.hwmodels import Quantity, load_machine
+from tierplan.hwmodels.description import KEYS
 from tierplan.hwmodels.machine import MachineError, PredictionBasis, Rate, SharedLimit
 
 INF = float("inf")
@@ -46,6 +47,11 @@ def test_a_file_of_windows_is_read(tmp_path: Path) -> None:
     plain = load_machine(path)
     path.write_text(PLAIN, encoding="utf-8-sig")
     assert load_machine(path) == plain
+
+
+def test_a_curve_of_one_point_is_shown_as_one() -> None:
+    """An import of all_reduce_perf said "4 GB/s (at 8 GPUs) to 4 GB/s (at 8 GPUs)"."""
+    assert Quantity(((8.0, 4e9),)).text(KEYS["link.collective"]) == "4 GB/s (at 8 GPUs)"
 
 
 def test_another_gpu_takes_nothing_of_what_the_old_one_took(tmp_path: Path) -> None:
