@@ -20,7 +20,7 @@ from tierplan.hwmodels.records import Count, RecordError, decode
 FORMAT, VERSION = "tierplan-community", 1
 SHARED = ("measured", "calibrated")
 """Bases of numbers that are worth sharing."""
-UNSHARED = ("part", "price", "count", "form", "rent")
+UNSHARED = ("part", "price", "count", "drives", "form", "rent")
 """Ends of keys that say nothing of a rate."""
 
 Month = Annotated[str, msgspec.Meta(pattern=r"^20\d\d-(0[1-9]|1[0-2])$")]

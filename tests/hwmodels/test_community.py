@@ -22,6 +22,7 @@ MINE = Description(
         "gpu.matmul_bf16": Quantity(((1e10, 1.23456e14), (1e12, 1.6e14)), "measured", "/home/alice/run"),
         "link.h2d": Quantity(2.5e10, "assumed", "80 % of PCIe"),
         "nvme.write": Quantity(1.5e9, "measured", "fio"),
+        "nvme.drives": Quantity(0.0, "measured", "none were asked for"),
         "host.price": Quantity(1500.0, "measured", "receipt of alice"),
     },
 )
