@@ -445,12 +445,6 @@ def test_whose_numbers_are_others_is_marked_with_the_reason() -> None:
     assert "numbers " not in prediction_text(plain)
 
 
-def test_what_a_small_model_reaches_has_digits() -> None:
-    found = predict("in-memory", toy_workload(), toy_machine())
-    (line,) = (line for line in prediction_text(found).splitlines() if "of the model" in line)
-    assert float(line.split()[3]) == pytest.approx(found.flops / (found.step_s or 0.0) / 1e12, rel=0.01)
-
-
 @pytest.mark.parametrize("value", ["1.5", 2.5, "inf", "-1", "", None])
 @pytest.mark.parametrize(("policy", "name"), [("fuyou", "window"), ("sliding-window", "window"), ("harmony", "pack")])
 def test_a_number_of_things_is_whole(policy: str, name: str, value: object) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.configs import CONFIGS, config_of
+from tests.toys import toy_machine, toy_workload
 from tierplan.cli import main
 from tierplan.hwmodels import load_machine
 from tierplan.planner.plan_rules import PlanError
@@ -19,6 +20,7 @@ from tierplan.planner.prediction import predict
 from tierplan.runtime.tracing.trace import trace_config, trace_workload
 from tierplan.sim.workloads.models import load_workload, read_config
 from tierplan.sim.workloads.workload import Training, Workload
+from tierplan.studies.answer import prediction_text
 
 MACHINES = ("fuyou-4090", "harmony-4x1080ti")
 TIGHT = ["gpu.capacity=1100 MB", "gpu.reserve=1099 MB"]
@@ -162,3 +164,9 @@ def test_papers_count_is_left_out_where_parameters_are_frozen(capsys: pytest.Cap
     assert record["model_flops_per_s"] > 0
     assert main(words) == 0
     assert "as papers count" not in capsys.readouterr().out
+
+
+def test_what_a_small_model_reaches_has_digits() -> None:
+    found = predict("in-memory", toy_workload(), toy_machine())
+    (line,) = (line for line in prediction_text(found).splitlines() if "of the model" in line)
+    assert float(line.split()[3]) == pytest.approx(found.flops / (found.step_s or 0.0) / 1e12, rel=0.01)
