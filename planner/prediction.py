@@ -75,8 +75,10 @@ class Prediction(Shown):
     """Busy share of a step in steady state, by stream and by shared limit."""
     hardware: Machine | None = field(default=None, repr=False)
     """The machine that `machine` names."""
+    of_all: Callable[[], ScheduleColumns] | None = field(default=None, repr=False, compare=False)
+    """One step in the order in which it is lowered; `columns` are in one that is made for the machine."""
     of_first: Callable[[], tuple[ScheduleColumns, Machine]] | None = field(default=None, repr=False, compare=False)
-    """One step of the first of several devices that do the same, and its machine; None where they do not."""
+    """The same of the first of several devices that do alike, and its machine; None where they do not."""
     lifetime_s: float | None = None
     """Of the drives, at this rate of writing and their rated endurance; None where nothing is written or rated."""
     idle_why: str = ""
@@ -116,14 +118,14 @@ class Prediction(Shown):
 
         Ops are listed anew for each, as the plan's are where it is simulated on such a machine.
         """
-        if self.hardware is None or self.columns is None or self.step_s is None or self.plan is None:
+        if self.hardware is None or self.of_all is None or self.step_s is None or self.plan is None:
             return ()
         order = partial(refine_columns, overtakes=self.plan.overtaking)
         if self.of_first is not None:
             columns, machine = self.of_first()
-            if isclose(steady_state(columns, machine).period_s, self.step_s, rel_tol=SAME_FRAC):
+            if isclose(steady_state(order(columns, machine), machine).period_s, self.step_s, rel_tol=SAME_FRAC):
                 return sensitivities(columns, machine, order=order)
-        return sensitivities(self.columns, self.hardware, order=order)
+        return sensitivities(self.of_all(), self.hardware, order=order)
 
     @cached_property
     def phases(self) -> Phases | None:
@@ -312,14 +314,18 @@ def predicted(
         columns=columns,
         steady=steady,
         utilization=busy_fracs(columns, machine, steady.period_s),
+        of_all=partial(_of_all, plan, workload, machine),
         of_first=partial(_of_first, plan, workload, machine) if do_the_same(plan) else None,
         lifetime_s=lifetime_s(machine, written_bytes(columns), steady.period_s),
     )
 
 
+def _of_all(plan: Plan, workload: Workload, machine: Machine) -> ScheduleColumns:
+    return Lowering(workload, machine).columns(plan, refine=False)
+
+
 def _of_first(plan: Plan, workload: Workload, machine: Machine) -> tuple[ScheduleColumns, Machine]:
-    columns, one = Lowering(workload, machine).simulated(plan)
-    return refine_columns(columns, one, overtakes=plan.overtaking), one
+    return Lowering(workload, machine).simulated(plan)
 
 
 def _facts(plan: Plan, workload: Workload, machine: Machine) -> dict[str, object]:

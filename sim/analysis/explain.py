@@ -319,13 +319,13 @@ def sensitivities(
     factor
         Streams, limits and parts are so many times as fast, memories so many times as large; the rest is as it is.
     order
-        Lists the ops for a better machine. Without it they keep their list, in which quick ones may stand behind slow
-        ones (rule 3).
+        Lists the ops for the machine, and for each better one, from the same list. Without it they keep that, in which
+        quick ones may stand behind slow ones (rule 3).
     """
     if not factor > 0:
         raise ValueError(f"factor is {factor}; it must be above 0, and 2 means twice as fast")
     columns = columns_of(on_machine(schedule, machine)) if isinstance(schedule, Schedule) else schedule
-    now = steady_state(columns, machine)
+    now = steady_state(order(columns, machine), machine)
     busy = busy_fracs(columns, machine, now.period_s)
 
     def one_name(name: str) -> str:
