@@ -24,6 +24,8 @@ class Flow:
     """Units of which nothing that backward reads has been elsewhere since forward: autograd may hold it by itself."""
     inputs_away: Collection[int] = ()
     """Units whose input leaves the device, as far as it is theirs alone."""
+    again: Collection[int] = ()
+    """Units that are run again, if only for the input of the next one."""
 
 
 def flow_of(schedule: Schedule, units: Sequence[str]) -> Flow:
@@ -42,11 +44,13 @@ def flow_of(schedule: Schedule, units: Sequence[str]) -> Flow:
             wanted = (n for n in op.reads if isinstance(contents[n], Params | Frozen | Input | Shared | SavedActs))
             read.setdefault((op.unit, op.micro_batch), []).append(set(wanted))
     moved = {unit for (unit, _), reads in read.items() if len(reads) != 2 or reads[0] != reads[1]}
-    moved |= {content.unit for content in contents.values() if isinstance(content, RecomputedActs)}
+    again = {content.unit for content in contents.values() if isinstance(content, RecomputedActs)}
+    moved |= again
     away = {c.unit for b in schedule.buffers if isinstance(c := contents[b.name], Input) and b.tier != DEVICE}
     return Flow(
         frozenset(followed),
         frozenset(m for m, n in count.items() if n + 1 == len(units)),
         frozenset(i for i, name in enumerate(units) if name not in moved),
         frozenset(i for i, name in enumerate(units) if name in away),
+        frozenset(i for i, name in enumerate(units) if name in again),
     )

@@ -102,8 +102,8 @@ class MicroBatchRun:
 
     def __post_init__(self) -> None:
         self.runs = [UnitRun() for _ in self.units]
-        behind = zip(self.specs[1:], self.units[1:], strict=True)
-        self._holds_results = any(spec.recomputed for spec, unit in behind if unit.block is None)
+        self._again = {*self.flow.again, *(i for i, spec in enumerate(self.specs) if spec.recomputed)}
+        self._holds_results = any(i and self.units[i].block is None for i in self._again)
         self._goes_on: Callable[[], bool] | None = None
         self._coroutine: Coroutine | None = None
         """The model's forward, where it has a thread of its own."""
@@ -400,7 +400,7 @@ class MicroBatchRun:
         )
         if key is not None:
             recorders[key] = run.recorder
-        if spec.recomputed:
+        if index in self._again:
             run.rng, run.values, run.chosen = self.device.rng_state(), self.hooks.values_of(index), chosen_around()
         self._recording = saved_tensors_hooks(run.recorder.pack, run.recorder.unpack)
         self._recording.__enter__()
@@ -450,7 +450,7 @@ class MicroBatchRun:
             self._absent.refuse(f"{self.units[index].name!r} is given", flat)
         own_args, own_kwargs = nested(flat)
         leaves = [t for t in flat if isinstance(t, torch.Tensor) and t.requires_grad]
-        if self.specs[index].recomputed:
+        if index in self._again:
             run.call, run.versions = (original, flat, nested), [t._version for t in tensors_in(flat)]
         run.read = list({id(t): t for t in (*leaves, *run.leaves)}.values())
         away = {self.units[k].name: self.runs[k].leaves for k in self.flow.inputs_away if k < index}

@@ -138,7 +138,8 @@ class Agreements:
         own_input = [Input(name, m)] if i else []
         kept = [KeptActs(name, m)] if unit.bytes_of("keep") else []
         moved = [SavedActs(name, m, (k,)) for k in unit.moved]
-        again = [RecomputedActs(name, m)] if unit.bytes_of("recompute") else []
+        remade = RecomputedActs(name, m)
+        again = [remade] if unit.bytes_of("recompute") else []
         outputs = [Input(following, m)] if following is not None else []
         after = [InputGradient(following, m)] if following is not None else []
         beside: tuple[Content | type[Content], ...] = (Params, Frozen, Shared(m))  # such as a tied head's
@@ -147,13 +148,13 @@ class Agreements:
                 return Agreement([*params, *own_input], [*outputs, *kept, *moved], beside, (Shared(m), Transient))
             case "recompute":
                 may_read = (*beside, *kept, *moved, *after)
-                return Agreement([*params, *own_input], again, may_read, (*outputs, Shared(m), Transient))
+                return Agreement([*params, *own_input], again, may_read, (*outputs, remade, Shared(m), Transient))
         into = [InputGradient(name, m)] if i else []
         own = [Gradients(name)] if unit.num_parameters else []
         return Agreement(
             [*after, *kept, *moved, *again],
             [*(into if i > self.first_trained else ()), *own],
-            (*beside, *own_input, *own, TiedGradients),
+            (*beside, *own_input, *own, remade, TiedGradients),
             (*into, TiedGradients, Transient),
         )
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from tests.runtime.models import make_batches, make_model, observed_workload
+from tests.runtime.models import VOCABULARY, make_batches, make_model, observed_workload
 from tests.runtime.test_trainer import CPU, check, machine
+from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
+from tierplan.planner.plan import UnitPlan
 from tierplan.planner.policies import POLICIES, decide
 from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.trainer import Trainer
@@ -30,6 +35,49 @@ def test_segments_are_made_again_from_their_first_input(every: int, tmp_path: Pa
     model = make_model("gpt2", num_blocks=5, dropout=0.1)
     workload = observed_workload(model, make_batches(1)[0], training)
     plan = decide("full-recompute", workload, machine(), {"every": every})
+    check(model, training, plan, tmp_path, workload=workload)
+
+
+class _Block(nn.Module):
+    def __init__(self, *, saves: bool = True) -> None:
+        super().__init__()
+        self.inner, self.saves = nn.Linear(16, 16), saves
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.inner(x)) if self.saves else self.inner(x)
+
+
+class _SavingNothing(nn.Module):
+    """Between its lists of blocks and in one block, only inputs and parameters are saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.first = nn.ModuleList([_Block(), _Block(saves=False)])
+        self.second = nn.ModuleList([_Block(), _Block()])
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for block in self.first:
+            x = block(x)
+        x = x * self.scale
+        for block in self.second:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("order", ["horizontal", "vertical"])
+@pytest.mark.parametrize("every", [2, 3, 5])
+def test_units_that_save_nothing_are_run_again_for_the_input_of_the_next_one(
+    every: int, order: Any, tmp_path: Path
+) -> None:
+    """Their recomputation writes a buffer of no bytes, for which the schedule was refused."""
+    training, model = replace(CPU, gradient_accumulation_steps=2), _SavingNothing()
+    workload = observed_workload(model, make_batches(1)[0], training)
+    assert [len(unit.saved) for unit in workload.units] == [0, 1, 0, 0, 1, 1, 2]
+    choice = UnitPlan(params="host", states="host", acts="recompute", input="host")
+    plan = uniform_plan(workload, choice, order=order, segment_units=every)
     check(model, training, plan, tmp_path, workload=workload)
 
 
