@@ -1,7 +1,8 @@
 """Lower bounds on the step time that no schedule can beat, and what an impossible problem lacks.
 
-The bound is the optimum of the fluid program with no margins and no integers, where also small tensors may move and
-inputs may be made again (`Margins.relaxed`). Cutting any schedule of the language at the ends of its compute ops
+The bound is the optimum of the fluid program with no margins and no integers, where also small tensors may move, inputs
+may be made again, and gradients of a vertical turn need no room to be added up on the device (`Margins.relaxed`): they
+may leave it one by one. Cutting any schedule of the language at the ends of its compute ops
 gives a point of that program, whatever it keeps, drops or moves, so nothing is quicker: with these costs per op, this
 machine's limits, and the micro-batches in one of the two orders."""
 

@@ -124,7 +124,9 @@ def memory_rows(cols: Columns, held: Held) -> None:
                 end += _completed(cols, window.last)
                 accumulated = cols.carry(accumulated, minus([t for u in window.units for t in _completed(cols, u)]))
             end += [] if block.first else accumulated
-            lp.row([*end, *more, *over_device], high=p.device_gb - fixed, family="device memory")
+            row = lp.row([*end, *more, *over_device], high=p.device_gb - fixed, family="device memory")
+            if block.first and window.phase == "bwd" and p.turn > 1:  # no mode of ours adds up in host memory there
+                cols.in_bounds[row] = p.device_gb - fixed + units[window.last].adding_gb
         if not p.host_gb:
             continue
         in_host = [*on_host, *held.on_host[s], *all_grads]

@@ -53,8 +53,9 @@ class Columns:
         """Per unit. Alike units inside a window's run, which stand in sums only, have theirs in common."""
         self.only_bounds: list[int] = []
         """Columns that only a bound may use."""
-        self.unmoved: dict[int, float] = {}
-        """Row that keeps small tensors from moving -> what it allows in a bound, where they may."""
+        self.in_bounds: dict[int, float] = {}
+        """Row -> what it allows in a bound: there small tensors may move, and gradients of a vertical turn leave one by
+        one, to be added up in host memory."""
         self.tau: list[tuple[int, int]] = []
         """Per window: column of its duration, copies of its block."""
         self.flows: list[dict[str, int]] = []
@@ -103,7 +104,7 @@ class Columns:
             if movable < whole and len(wheres) > 1:
                 moved: Terms = [(1.0, columns[where]) for where in wheres[1:]]
                 moved += [terms for g, terms in again.items() if groups[g].movable]
-                self.unmoved[lp.row(moved, high=movable, family="small tensors stay")] = whole
+                self.in_bounds[lp.row(moved, high=movable, family="small tensors stay")] = whole
         return found
 
     @property

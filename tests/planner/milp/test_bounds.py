@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
+from tests.configs import config_of
 from tests.planner.instances import (
     MB,
     chain,
@@ -17,7 +18,7 @@ from tests.planner.instances import (
     small_machine,
 )
 from tests.random_plans import with_updates_here
-from tests.toys import MIB, toy_machine, toy_workload
+from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import DEVICE, HOST_ADAM
@@ -31,7 +32,7 @@ from tierplan.planner.milp.totals import bound_of_totals
 from tierplan.planner.plan import Plan, UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import Order
 from tierplan.planner.planning import plan
-from tierplan.planner.prediction import predict
+from tierplan.planner.prediction import predict, predict_plan
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.sim.workloads.models import load_workload, workload_of
@@ -123,6 +124,22 @@ def test_gradients_that_wait_on_the_drive_take_no_room_in_the_host():
     p = problem(workload, machine, semantics="exact-clip")
     assert not shortages(p)
     assert lower_bound(p).step_s <= step_s
+
+
+def test_gradients_that_leave_one_by_one_are_not_added_up_on_the_device() -> None:
+    """No plan was said to fit into memory in which this one runs: room was asked for beside sums that it has not."""
+    workload = workload_of("x", config_of("gpt2"), Training(gradient_accumulation_steps=2, sequence_length=16))
+    machine = load_machine("desktop-4090", ["gpu.reserve=0 GB"])
+    choice = UnitPlan(params="host", grads="host", states="host", acts="host", input="host")
+    leaving = uniform_plan(workload, choice, semantics="in-backward", order="vertical")
+    steady = predict_plan(leaving, workload, machine).steady
+    assert steady is not None
+    tight = with_capacity(machine, {DEVICE: steady.peak_bytes[DEVICE]})
+    step_s = predict_plan(leaving, workload, tight).step_s
+    assert step_s is not None
+    bound = lower_bound(problem(workload, tight, semantics="in-backward", order="vertical"))
+    assert bound.feasible
+    assert bound.step_s <= step_s
 
 
 @pytest.mark.parametrize(("home", "host_mb", "rate_mb_per_s"), [("host", 800, 100), ("nvme", 160, 50)])
