@@ -132,7 +132,7 @@ class Search:
             self.chains.append(self._chain(order, shapes[order], self.seeds.by_shape, share, own))
         self.has_all_orders = len(self.chains) == len(shapes)
         finest = self.workload.training.per_device_train_batch_size
-        may_fit = self.seeds.best is not None or self.has_room
+        may_fit = self.seeds.best is not None or any(b.has_plans for chain in self.chains for b in chain.bounds)
         tried_parts = max(shapes.get("vertical", [1]))
         more = [num for num in range(tried_parts + 1, min(finest, MOST_PARTS) + 1) if finest % num == 0]
         if only is None and "vertical" in wanted and more and not may_fit:

@@ -17,7 +17,7 @@ import numpy as np
 
 from tierplan.hwmodels.names import COMPUTE
 from tierplan.planner.milp.amounts import Problem, runs_of
-from tierplan.planner.milp.model import Margins, Model, build
+from tierplan.planner.milp.model import Margins, Model, build, with_margins
 from tierplan.planner.milp.program import Program, Solution, Solver
 from tierplan.planner.milp.rates import GB, seconds_alone
 
@@ -65,6 +65,14 @@ class Bound:
     def searched_s(self) -> float:
         """What a search of the plans of `model` goes by."""
         return self.step_s if self.returning is None else self.kept_s
+
+
+    @property
+    def has_plans(self) -> bool:
+        """Whether the program that plans are made from has a solution, as it is: it allows less than a bound's."""
+        if not self.feasible or self.model is None:
+            return False
+        return Solver().solve(with_margins(self.model, Margins()).program).usable
 
 
 IMPOSSIBLE = Bound(step_s=inf, shares={}, s_per_gb={}, feasible=False)
