@@ -54,6 +54,10 @@ def least_lacking(problems: Iterable[Problem]) -> tuple[Shortage, ...]:
     return tuple(least[tier] for tier in ("device", "host", "nvme") if tier in least)
 
 
+MOST_TIMES = 10
+"""All memory of a machine, beyond which what is missing is said by this sum alone."""
+
+
 def short_bytes_of_all(workload: Workload, machine: Machine) -> int:
     """By how much all tiers together lack room for parameters and optimizer states; 0 or less where they have it."""
     held_bytes = workload.params_bytes + workload.states_bytes
@@ -63,9 +67,11 @@ def short_bytes_of_all(workload: Workload, machine: Machine) -> int:
 def lacking_in_all(workload: Workload, machine: Machine) -> tuple[Shortage, ...]:
     """What several devices lack for parameters and optimizer states alone, each of them once: by tier, what it would
     need if all others stayed as they are. Nothing where all tiers together have room, or on one device, of which the
-    planning program says more (`least_lacking`)."""
+    planning program says more (`least_lacking`): but not where they have room for a small part alone, for programs and
+    policies take long for a model that no machine is made for."""
     short_bytes = short_bytes_of_all(workload, machine)
-    if machine.num_devices == 1 or short_bytes <= 0:
+    has_bytes = sum(tier.capacity_bytes for tier in machine.tiers)
+    if short_bytes <= (MOST_TIMES * has_bytes if machine.num_devices == 1 else 0):
         return ()
     found: dict[str, Shortage] = {}
     for tier in machine.tiers:
