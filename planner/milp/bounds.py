@@ -66,7 +66,6 @@ class Bound:
         """What a search of the plans of `model` goes by."""
         return self.step_s if self.returning is None else self.kept_s
 
-
     @property
     def has_plans(self) -> bool:
         """Whether the program that plans are made from has a solution, as it is: it allows less than a bound's."""
