@@ -20,7 +20,8 @@ from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import Workload, WorkloadError
 
 NEAR = 1.2
-"""A policy whose decision takes simulations is left out where a plan near its own takes so many times the best step."""
+"""A policy whose decision takes simulations is left out where a plan near its own takes so many times the best step;
+and of several divisions, one where it takes so many times the best of them."""
 
 
 OWN_SEMANTICS = ("harmony", "virtual-memory", "megatron-pp", "mobius", "roundpipe")

@@ -24,6 +24,8 @@ from tierplan.sim.workloads.workload import Workload
 
 SUB_BATCHES = (2, 4, 8, 16)
 """Parts of a micro-batch with which the largest batch is looked for, beside as many as it has sequences."""
+MOST_TIMES = 10
+"""All memory of one device's machine, beyond which what is missing is said by this sum alone."""
 MANY = 256
 """Larger ones are not looked for."""
 TRIED = ("fuyou", "zero-infinity", "sliding-window")
@@ -52,10 +54,6 @@ def least_lacking(problems: Iterable[Problem]) -> tuple[Shortage, ...]:
     found = [shortage for p in problems for shortage in shortages(p)]
     least = {s.tier: s for s in sorted(found, key=lambda s: -s.needed_bytes)}
     return tuple(least[tier] for tier in ("device", "host", "nvme") if tier in least)
-
-
-MOST_TIMES = 10
-"""All memory of a machine, beyond which what is missing is said by this sum alone."""
 
 
 def short_bytes_of_all(workload: Workload, machine: Machine) -> int:
