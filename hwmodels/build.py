@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 from tierplan.hwmodels.description import KEYS, STRENGTH, Description, Limit, Quantity, Switch
 from tierplan.hwmodels.machine import (
@@ -46,6 +47,9 @@ DTYPES = ("fp32", "bf16", "fp16")
 Taker = tuple[str, str, float]
 """A stream, a kind of its work, and how much of a limit one unit of that work takes."""
 
+OF_DRIVES = ("nvme.capacity", "nvme.read", "nvme.write")
+"""Keys that a machine with drives has."""
+
 
 @dataclass
 class _Draft:
@@ -86,12 +90,18 @@ class _Draft:
     def has(self, name: str) -> bool:
         return self.description.quantity(name) is not None
 
+    def demand(self, names: Collection[str]) -> None:
+        """Raises `MachineError` that names all of these that are not given."""
+        if missing := [name for name in names if not self.has(name)]:
+            what = "; ".join(f"{name} ({KEYS[name].meaning})" for name in missing)
+            add = "it" if len(missing) == 1 else f"these {len(missing)}"
+            none = ", or say that it has no drives (nvme.drives = 0)" if missing[-1].startswith("nvme.") else ""
+            raise MachineError(f"machine {self.name!r} does not say {what}; add {add}{none}")
+
     def given(self, name: str) -> Quantity:
         """Raises `MachineError` where there is none."""
-        if (quantity := self.description.quantity(name)) is None:
-            none = ", or say that it has none (nvme.drives = 0)" if name.startswith("nvme.") else ""
-            raise MachineError(f"machine {self.name!r} does not say {name} ({KEYS[name].meaning}); add it{none}")
-        return quantity
+        self.demand([name])
+        return cast(Quantity, self.description.quantity(name))
 
     def is_of_no_drive(self, stream: str) -> bool:
         """Whether it would be the drives', where there are none: a file may have said more of a stream that is gone."""
@@ -115,12 +125,12 @@ class _Draft:
 def build_machine(description: Description) -> Machine:
     """The machine that `description` describes.
 
-    Raises `MachineError` naming the key that is missing or contradicts another.
+    Raises `MachineError` naming the keys that are missing, or that which contradicts another.
     """
     draft = _Draft(description)
-    for key in KEYS.values():
-        if key.required:
-            draft.given(key.name)
+    needed = [key.name for key in KEYS.values() if key.required]
+    needed += [] if draft.has("gpu.elementwise") else ["gpu.memory_bandwidth"]
+    draft.demand(needed + list(OF_DRIVES if description.number("nvme.drives") else ()))
     num_gpus, num_drives = int(draft.number("gpu.count")), int(draft.number("nvme.drives"))
     if num_gpus < 1:
         raise MachineError(f"gpu.count of machine {description.name!r} is {num_gpus}; it must be 1 or more")
@@ -277,10 +287,9 @@ def _gpu(draft: _Draft, index: int) -> None:
             rates[attention] = scaled(rates[attention], draft.number("gpu.attention_scale"))
     if draft.has("gpu.elementwise"):
         rates["elementwise_bytes"] = draft.rate("gpu.elementwise")
-    elif bandwidth := draft.description.number("gpu.memory_bandwidth"):
-        rates["elementwise_bytes"] = Rate.constant(bandwidth * draft.number("gpu.memory_frac"))
     else:
-        raise MachineError(f"machine {draft.name!r} says neither gpu.elementwise nor gpu.memory_bandwidth; give one")
+        bandwidth = draft.number("gpu.memory_bandwidth")
+        rates["elementwise_bytes"] = Rate.constant(bandwidth * draft.number("gpu.memory_frac"))
     draft.stream(compute(index), "gpu.latency", rates)
     launch_s, kernel_s = (draft.description.number(f"gpu.{name}") or 0.0 for name in ("launch", "kernel"))
     computes = draft.streams[compute(index)]

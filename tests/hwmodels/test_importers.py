@@ -274,7 +274,7 @@ def test_a_gpu_that_the_catalog_does_not_have_is_not_taken_for_the_bases(
     given = ["machine", "import", "--base", "fuyou-4090", "--nvidia-smi", str(tmp_path / "smi.csv"), "-o", target]
     assert main(given) == 1
     said = capsys.readouterr().err
-    assert "give one; the catalog has no GPU of this name: give gpu.memory_bandwidth and a peak, such as" in said
+    assert "add it; the catalog has no GPU of this name: give gpu.memory_bandwidth and a peak, such as" in said
     assert not Path(target).exists(), "no machine"
     sheet = ["--set", "gpu.memory_bandwidth=2 TB/s", "--set", "gpu.peak_fp16=400 TFLOP/s"]
     assert main([*given, *sheet]) == 0

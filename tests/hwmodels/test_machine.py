@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.hwmodels.test_description import PLAIN
+from tests.hwmodels.test_description import ANOTHER, PLAIN
 from tests.toys import toy_machine
 from tierplan.hwmodels import Quantity, load_machine
-from tierplan.hwmodels.description import KEYS
+from tierplan.hwmodels.build import build_machine
+from tierplan.hwmodels.description import KEYS, parse_description
 from tierplan.hwmodels.machine import MachineError, PredictionBasis, Rate, SharedLimit
 
 INF = float("inf")
@@ -23,6 +25,17 @@ INF = float("inf")
 def test_a_rate_has_points_that_rise(points: tuple[tuple[float, float], ...]) -> None:
     with pytest.raises(MachineError, match="by rising amount, all finite and above 0"):
         Rate(points)
+
+
+def test_all_that_a_short_file_lacks_is_said_at_once() -> None:
+    """What the message lists is enough: with it the machine is built."""
+    short = 'name = "mine"\n'
+    with pytest.raises(MachineError, match="add these 9, or say that it has no drives") as error:
+        build_machine(parse_description(short, where="mine.toml"))
+    lacks = re.findall(r"\b(?:gpu|link|host|nvme)\.\w+(?= \()", str(error.value))
+    more = "".join(f"{name} = '{ANOTHER[KEYS[name].unit]}'\n" for name in lacks)
+    assert len(lacks) == 9
+    build_machine(parse_description(short + more, where="mine.toml"))
 
 
 def test_no_two_parts_of_a_kind_have_one_name() -> None:
