@@ -103,7 +103,7 @@ def _holding(columns: ScheduleColumns, machine: Machine) -> ScheduleColumns:
             return work
         amounts = dict(work.amounts)
         held = {"bytes": amounts.pop(HELD_BYTES)}
-        return Work(work.stream, {**amounts, SECONDS: machine.cost(work.stream, held).alone_s})
+        return Work(work.stream, {**amounts, SECONDS: machine.cost(work.stream, held).work_s})
 
     holds = any(HELD_BYTES in work.amounts for work in columns.works)
     return replace(columns, works=tuple(map(in_seconds, columns.works))) if holds else columns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -131,6 +132,16 @@ def test_a_gradient_is_widened_only_where_it_is_not_fp32() -> None:
     in_fp32 = ops_of(choice, {"dtype": "fp32"}, semantics="exact-clip", by_link=GradientsByLink())
     assert "cast/L3" not in in_fp32
     assert in_fp32["write_grads/L3"].work == {"bytes": 4 * BLOCK}
+
+
+def test_a_copy_that_moves_fp32_takes_as_long_as_one_of_twice_the_bytes() -> None:
+    """With one latency, not with one for its bytes and another for those that it holds the link for."""
+    workload, toy = toy_workload(8, tied=False), toy_machine()
+    machine = replace(toy, streams=tuple(replace(s, latency_s=0.001) for s in toy.streams))
+    plan = uniform_plan(workload, UnitPlan(grads="host", states="host"), fp32_by_link=True)
+    op = next(op for op in lower(plan, workload, machine).ops if op.key == "offload_grads/L3/mb0")
+    wide = machine.cost(op.stream, {"bytes": 2 * op.work["bytes"]})
+    assert machine.cost(op.stream, op.work).alone_s == pytest.approx(wide.alone_s, rel=1e-9)
 
 
 def test_a_norm_reads_the_gradient_where_it_is() -> None:
