@@ -95,8 +95,9 @@ class _Draft:
         if missing := [name for name in names if not self.has(name)]:
             what = "; ".join(f"{name} ({KEYS[name].meaning})" for name in missing)
             add = "it" if len(missing) == 1 else f"these {len(missing)}"
-            none = ", or say that it has no drives (nvme.drives = 0)" if missing[-1].startswith("nvme.") else ""
-            raise MachineError(f"machine {self.name!r} does not say {what}; add {add}{none}")
+            none = ", name a drive of the catalog (nvme.part), or say that it has none (nvme.drives = 0)"
+            end = none if missing[-1].startswith("nvme.") else ""
+            raise MachineError(f"machine {self.name!r} does not say {what}; add {add}{end}")
 
     def given(self, name: str) -> Quantity:
         """Raises `MachineError` where there is none."""

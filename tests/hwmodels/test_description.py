@@ -261,7 +261,7 @@ def test_a_measured_machine_may_be_asked_about_without_its_drives() -> None:
         ("[gpu]", '[shares]\n"nvme.raed" = 2\n[gpu]', "name stream 'nvme.raed'; it has .*nvme.read"),
         ("adam =", "#", "does not say host.adam"),
         ('memory_bandwidth = "1 TB/s"', "", r"does not say gpu.memory_bandwidth \(.*; add it$"),
-        ("read =", "#", r"does not say nvme.read .*has no drives \(nvme.drives = 0\)"),
+        ("read =", "#", r"does not say nvme.read .*that it has none \(nvme.drives = 0\)"),
         ('capacity = "24 GB"', 'capacity = "0.5 GB"', "is 1 GiB, not less than gpu.capacity, 476.8 MiB"),
         ("[gpu]", '[[switch]]\nname = "a"\n[gpu]', r"switch\[0\] \('a'\) lacks the field 'limit'"),
         ("drives = 2", "drives = 2\nread_share = 0", "must be above 0"),

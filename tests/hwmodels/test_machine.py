@@ -30,7 +30,7 @@ def test_a_rate_has_points_that_rise(points: tuple[tuple[float, float], ...]) ->
 def test_all_that_a_short_file_lacks_is_said_at_once() -> None:
     """What the message lists is enough: with it the machine is built."""
     short = 'name = "mine"\n'
-    with pytest.raises(MachineError, match="add these 9, or say that it has no drives") as error:
+    with pytest.raises(MachineError, match="add these 9, name a drive of the catalog") as error:
         build_machine(parse_description(short, where="mine.toml"))
     lacks = re.findall(r"\b(?:gpu|link|host|nvme)\.\w+(?= \()", str(error.value))
     more = "".join(f"{name} = '{ANOTHER[KEYS[name].unit]}'\n" for name in lacks)
