@@ -11,7 +11,6 @@ the compared things taking turns.
                 in one process (the heap never holds more than one: the least that SimPy can cost)
     growth      cost per op of 10 steps against that of one
     ten steps   seconds for a trace of ten steps by SimPy, from the unrolled schedule
-    evaluator   the longest path against the engine
     compiled    the compiled engine against SimPy's, and what a search pays per plan: from the plan to columns in list
                 order (templates at hand), from there to the steady step time, and both
     cold        what a process pays once to load compiled code that an earlier one has left: numba and all functions
@@ -29,7 +28,6 @@ from pathlib import Path
 import simpy
 
 from benchmarks.records import arguments, save
-from tests.sim.evaluator import Evaluator
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.scaling import with_ample_memory
@@ -149,7 +147,6 @@ def measure(machine: Machine, repeats: int) -> dict[str, float]:
     num_ops = len(schedule.ops)
     ten = unroll(schedule, 10)
     ten_costs = price(ten, machine)
-    evaluator = Evaluator(schedule)
     found = best_s(
         {
             "timeouts together": lambda: timeouts_together(num_ops),
@@ -159,7 +156,6 @@ def measure(machine: Machine, repeats: int) -> dict[str, float]:
             "lower": lambda: lowering.columns(plan),
             "steady": lambda: steady_of(columns, machine),
             "plan to steady": lambda: steady_of(lowering.columns(plan), machine),
-            "evaluate": lambda: evaluator.evaluate(costs, limits),
             "simulate ten steps": lambda: simulate(ten, ten_costs, limits=limits),
         },
         repeats,
@@ -171,7 +167,6 @@ def measure(machine: Machine, repeats: int) -> dict[str, float]:
         "simulate_over_timeouts_together": found["simulate"] / found["timeouts together"],
         "simulate_over_timeouts_in_turn": found["simulate"] / found["timeouts in turn"],
         "ten_steps_over_one_per_op": found["simulate ten steps"] / 10 / found["simulate"],
-        "simulate_over_evaluate": found["simulate"] / found["evaluate"],
         "ten_steps_s": found["simulate ten steps"],
         "simulate_over_compiled": found["simulate"] / found["execute"],
         "compiled_ns_per_op": found["execute"] / num_ops * 1e9,

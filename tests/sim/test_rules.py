@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.sim.naive import execute_in_random_order, execute_in_time
-from tests.sim.random_schedules import costs, durations, schedules
+from tests.sim.random_schedules import LIMITS, cost_lists, costs, costs_in_turn, durations, schedules
 from tierplan.hwmodels.machine import Cost
 from tierplan.sim.analysis.completion import OutOfMemory, completes, smallest_capacity_bytes
 from tierplan.sim.columns import unroll
@@ -89,6 +89,21 @@ def test_the_makespan_is_at_least_every_streams_busy_time(schedule: Schedule, se
         idle_ns = span.start_ns - span.free_ns
         assert idle_ns == span.waited_input_ns + span.waited_memory_ns
         assert min(idle_ns, span.waited_input_ns, span.waited_memory_ns) >= 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(schedules(), cost_lists)
+def test_the_makespan_is_at_least_what_every_limit_needs_for_all_that_is_taken_of_it(
+    schedule: Schedule, choices: list[Cost]
+) -> None:
+    prices = costs_in_turn(schedule, choices)
+    try:
+        trace = simulate(schedule, prices, limits=LIMITS)
+    except OutOfMemory:
+        return
+    for name, per_s in LIMITS.items():
+        taken = sum(cost.demand.get(name, 0.0) * cost.work_s for cost in prices.values())
+        assert trace.duration_ns >= taken / per_s * 1e9 * (1 - 1e-9) - 2 * len(prices), "work and ends are whole ns"
 
 
 @settings(max_examples=100, deadline=None)
