@@ -1,7 +1,7 @@
 """A schedule in numbers: what each op waits for, what it needs and what it frees. Nothing here depends on time.
 
-Ops, tiers and buffers are numbered by their place in the schedule. One compiled function derives the arrays; a test has
-another derivation, op by op.
+Ops, tiers and buffers are numbered by their place in the schedule. One compiled function derives the arrays. Both engines
+execute them; their witness (`tests/sim/naive.py`) executes the schedule's own records.
 """
 
 from __future__ import annotations

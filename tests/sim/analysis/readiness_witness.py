@@ -5,12 +5,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from itertools import chain
 
 import numpy as np
 
-from tests.sim.graph_witness import graph_by_records
 from tierplan.hwmodels.machine import Cost
+from tierplan.sim.columns import columns_of, rows_of
+from tierplan.sim.compiled.graph_columns import graph_columns
 from tierplan.sim.schedule import Schedule
 
 
@@ -27,49 +27,41 @@ def ordered(schedule: Schedule, costs: Mapping[str, Cost], overtaking: Collectio
 
 
 class Ordering:
-    """The first simulation. Ops, tiers and buffers are numbered as in `Graph`."""
+    """The first simulation. Ops, tiers and buffers are numbered as in `GraphColumns`."""
 
     def __init__(self, schedule: Schedule, costs: Mapping[str, Cost], overtaking: Collection[str]) -> None:
         self.overtaking = [name in overtaking for name in schedule.streams]
-        self.graph = graph = graph_by_records(schedule)
+        self.graph = graph = graph_columns(columns_of(schedule))
+        self.followers, self.frees = rows_of(graph.followers), rows_of(graph.frees)
         self.num_ops = len(schedule.ops)
         self.seconds = [costs[op.key].alone_s for op in schedule.ops]
         self.needs: list[dict[int, int]] = [{} for _ in schedule.ops]  # tier -> bytes
-        for t, requests in enumerate(graph.requests):
-            for i, size_bytes, _ in requests:
-                self.needs[i][t] = size_bytes
-        self.missing = [len(inputs) for inputs in graph.inputs]
-        self.readers_left = list(graph.num_readers)
-        self.freed_at = [-1] * len(graph.size_bytes)  # list position of the last op that keeps the buffer
-        for i, keeps in enumerate(zip(graph.counts_down, graph.frees, strict=True)):
-            for b in chain(*keeps):
-                self.freed_at[b] = i
-        self.used = [0] * len(graph.capacity_bytes)
-        for b in graph.initial:
-            self.used[graph.tier_of[b]] += graph.size_bytes[b]
+        for i, tier, size_bytes in zip(graph.request_op, graph.request_tier, graph.request_bytes, strict=True):
+            self.needs[i][int(tier)] = int(size_bytes)
+        self.missing, self.users_left, self.used = (
+            graph.num_inputs.copy(),
+            graph.users.copy(),
+            graph.initial_bytes.copy(),
+        )
+        self.freed_at = {b: i for i, row in enumerate(self.frees) for b in row}
+        """By buffer, the list position of the last op that keeps it."""
         self.slack = self._serial_slack()
 
     def _serial_slack(self) -> list[np.ndarray]:
         """Per tier and list position: what stays free at that op when ops run one by one in list order."""
-        graph, used, left = self.graph, list(self.used), list(self.readers_left)
-        slack = [np.zeros(self.num_ops, dtype=np.int64) for _ in used]
+        used, left, slack = self.used.copy(), self.users_left.copy(), []
         for i in range(self.num_ops):
             for t, need in self.needs[i].items():
                 used[t] += need
-            for t, capacity_bytes in enumerate(graph.capacity_bytes):
-                slack[t][i] = capacity_bytes - used[t]
+            slack.append(self.graph.capacity_bytes - used)
             for b in self._end(i, left):
-                used[graph.tier_of[b]] -= graph.size_bytes[b]
-        return slack
+                used[self.graph.buffer_tier[b]] -= self.graph.held_bytes[b]
+        return list(np.array(slack).T)
 
-    def _end(self, i: int, readers_left: list[int]) -> list[int]:
-        """The buffers that op i frees when it ends, with `readers_left` brought up to date."""
-        freed = list(self.graph.frees[i])
-        for b in self.graph.counts_down[i]:
-            readers_left[b] -= 1
-            if readers_left[b] == 0:
-                freed.append(b)
-        return freed
+    def _end(self, i: int, users_left: np.ndarray) -> list[int]:
+        """The buffers that op i frees when it ends, with `users_left` brought up to date."""
+        users_left[self.frees[i]] -= 1
+        return [b for b in self.frees[i] if users_left[b] == 0]
 
     @property
     def is_safe(self) -> bool:
@@ -78,8 +70,8 @@ class Ordering:
     def starts(self) -> list[int]:
         """Ops in order of start. Assumes `is_safe`."""
         graph = self.graph
-        left = [list(ops) for ops in graph.streams]
-        idle = set(range(len(graph.streams)))
+        left = [np.flatnonzero(graph.stream == s).tolist() for s in range(len(graph.first_on_stream))]
+        idle = set(range(len(left)))
         started = [False] * self.num_ops
         running: list[tuple[float, int, int]] = []
         order: list[int] = []
@@ -111,11 +103,10 @@ class Ordering:
             assert running, "the safe sequence was lost"
             now, i, stream = heapq.heappop(running)
             idle.add(stream)
-            for b in self._end(i, self.readers_left):
-                self.used[graph.tier_of[b]] -= graph.size_bytes[b]
-                self.slack[graph.tier_of[b]][frontier : self.freed_at[b] + 1] += graph.size_bytes[b]
-            for j in graph.followers[i]:
-                self.missing[j] -= 1
+            for b in self._end(i, self.users_left):
+                self.used[graph.buffer_tier[b]] -= graph.held_bytes[b]
+                self.slack[graph.buffer_tier[b]][frontier : self.freed_at[b] + 1] += graph.held_bytes[b]
+            self.missing[self.followers[i]] -= 1
         return order
 
     def _fits(self, i: int, frontier: int, blocked: set[int]) -> bool:

@@ -8,9 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.sim.graph_witness import graph_by_records
 from tests.sim.random_schedules import schedules
-from tierplan.sim.columns import columns_of
+from tierplan.sim.columns import columns_of, rows_of
 from tierplan.sim.compiled.graph_columns import graph_columns
 from tierplan.sim.compiled.readiness import consistent_order
 from tierplan.sim.schedule import Schedule
@@ -18,10 +17,11 @@ from tierplan.sim.schedule import Schedule
 
 def by_definition(wanted: list[int], schedule: Schedule) -> list[int]:
     """Again and again the first op in the wanted order that nothing must come before any more."""
-    inputs = graph_by_records(schedule).inputs
+    followers = rows_of(graph_columns(columns_of(schedule)).followers)
+    inputs = [{j for j, row in enumerate(followers) if i in row} for i in range(len(wanted))]
     order: list[int] = []
     while len(order) < len(wanted):
-        order.append(next(i for i in wanted if i not in order and set(inputs[i]) <= set(order)))
+        order.append(next(i for i in wanted if i not in order and inputs[i] <= set(order)))
     return order
 
 
