@@ -21,7 +21,7 @@ import simpy
 from tierplan.hwmodels.machine import Cost
 from tierplan.sim.analysis.completion import SimulationError, check_memory
 from tierplan.sim.columns import Lists, collector_paused, columns_of, rows_of
-from tierplan.sim.compiled.graph_columns import graph_columns, held_before
+from tierplan.sim.compiled.graph_columns import graph_columns
 from tierplan.sim.compiled.simulation import cost_fault
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.sharing import max_min_speeds
@@ -162,7 +162,7 @@ class _Run:
     # ---- before and after ----
 
     def trace(self) -> Trace:
-        for b in np.flatnonzero(held_before(self._columns, self._graph)).tolist():
+        for b in np.flatnonzero(self._columns.buffer_initial).tolist():
             self._changes.append((0, b, self._held_bytes[b]))
         if any(used > capacity for used, capacity in zip(self._used_bytes, self._capacity_bytes, strict=True)):
             check_memory(self._columns, self._graph)

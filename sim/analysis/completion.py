@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from tierplan.sim.columns import ScheduleColumns, columns_of
-from tierplan.sim.compiled.graph_columns import GraphColumns, graph_columns, held_before
+from tierplan.sim.compiled.graph_columns import GraphColumns, graph_columns
 from tierplan.sim.compiled.rules import Stuck, execute, no_time, stuck
 from tierplan.sim.schedule import Schedule
 
@@ -165,7 +165,7 @@ def _holders(columns: ScheduleColumns, tier: int) -> tuple[tuple[str, int], ...]
 
     is_held = is_written & takes_over
     is_held[columns.writes.items[writer < num_granted]] |= ~takes_over[columns.writes.items[writer < num_granted]]
-    is_held[held_before(columns, graph)] = True
+    is_held[columns.buffer_initial] = True
     is_held[columns.buffer_reuses[takes_over & is_written]] = False
     is_held[graph.is_freed & (is_written | columns.buffer_initial) & (readers_left == 0)] = False
     held = np.flatnonzero(is_held & (graph.buffer_tier == tier) & (graph.held_bytes > 0)).tolist()

@@ -1,7 +1,7 @@
 """A schedule in numbers: what each op waits for, what it needs and what it frees. Nothing here depends on time.
 
-Ops, tiers and buffers are numbered by their place in the schedule. One compiled function derives the arrays. Both engines
-execute them; their witness (`tests/sim/naive.py`) executes the schedule's own records.
+Ops, tiers and buffers are numbered by their place in the schedule. One compiled function derives the arrays, which both
+engines execute; their witness (`tests/sim/naive.py`) executes the schedule's own records.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class GraphColumns(NamedTuple):
     held_bytes: Int64
     """Per buffer: what it holds in its tier."""
     initial_bytes: Int64
-    """Per tier: what it holds before the first op; nothing for an initial buffer that nobody reads or keeps."""
+    """Per tier: what it holds before the first op."""
     capacity_bytes: Int64
     """Per tier."""
 
@@ -86,12 +86,6 @@ def graph_columns(columns: ScheduleColumns) -> GraphColumns:
         columns.buffer_becomes,
         np.array([min(t.capacity_bytes, 2 * MOST_BYTES) for t in columns.tiers], np.int64),
     )
-
-
-def held_before(columns: ScheduleColumns, graph: GraphColumns) -> Bool:
-    """Per buffer: whether it is held before the first op. An initial one that nobody reads or keeps never is."""
-    is_read = np.bincount(columns.reads.items, minlength=columns.num_buffers) > 0
-    return columns.buffer_initial & (is_read | ~graph.is_freed)
 
 
 @compiled
@@ -138,7 +132,7 @@ def _graph(
         num_readers[b] += 1
     initial_bytes = np.zeros(num_tiers, np.int64)
     for b in range(num_buffers):
-        if initial[b] and (num_readers[b] > 0 or not is_freed[b]):
+        if initial[b]:
             initial_bytes[buffer_tier[b]] += held_bytes[b]
     writer = np.full(num_buffers, -1, np.int32)
     reader_begins = np.zeros(num_buffers + 1, np.int32)

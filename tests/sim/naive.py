@@ -81,10 +81,7 @@ class State:
         for b in schedule.buffers:
             if b.tier != tier or b.reuses is not None:
                 continue  # counted with the buffer whose bytes it took over
-            if b.initial:
-                if not readers[b.name] and b.becomes is None and b.name not in reused_by:
-                    continue  # of no use to anybody
-            elif (writers[b.name], tier) not in self.granted:
+            if not b.initial and (writers[b.name], tier) not in self.granted:
                 continue
             last = b.name
             while last in reused_by:
