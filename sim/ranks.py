@@ -16,7 +16,9 @@ from typing import Any
 
 from tierplan.hwmodels.names import DEVICE, device, device_index, parse_stream
 from tierplan.sim.analysis.completion import completes
-from tierplan.sim.columns import unroll
+from tierplan.sim.columns import columns_of, unroll
+from tierplan.sim.compiled.graph_columns import graph_columns
+from tierplan.sim.compiled.readiness import least_free
 from tierplan.sim.schedule import Buffer, Op, Schedule, validate
 from tierplan.sim.trace import MemoryEvent, Span, Trace, peaks
 
@@ -61,7 +63,7 @@ def rank_schedule(schedule: Schedule, rank: int) -> Schedule:
                 raise _unlike(schedule, f"buffer {b.name!r} has no match on device {rank}")
             share = of_rank.size_bytes if owner == 0 else -(-b.size_bytes // num)
             local[b.name] = replace(b, size_bytes=share)
-    return _executed(schedule, own, local, 0, num, {})
+    return _executed(schedule, own, local, 0, num)
 
 
 def is_pipeline(schedule: Schedule) -> bool:
@@ -134,19 +136,13 @@ def _stage(schedule: Schedule, rank: int, num: int) -> Schedule:
     ends = ends_of_sends(schedule)
     if any(op.key not in ends and _owner(op.key, op.stream) is None for op in schedule.ops):
         raise _unlike(schedule, "stages that leave their devices")
-    owns, locals_ = list[list[Op]](), list[dict[str, Buffer]]()
-    for r in range(num):
-        own = [op for op in schedule.ops if r in ends.get(op.key, (_owner(op.key, op.stream),))]
-        written = {name for op in own for name in op.writes}
-        owner_of = ((b, _owner(b.name, b.tier)) for b in schedule.buffers)
-        owns.append(own)
-        locals_.append({b.name: b for b, owner in owner_of if owner == r or (owner is None and b.name in written)})
-    needs = [_least_bytes(schedule, *part) for part in zip(owns, locals_, strict=True)]
+    parts = [_part_of_stage(schedule, ends, r, num) for r in range(num)]
+    needs = [_least_bytes(part) for part in parts]
     totals = {t.name: sum(need[t.name] for need in needs) for t in schedule.tiers if device_index(t.name) is None}
     capacity = {t.name: t.capacity_bytes for t in schedule.tiers}
     shares = {name: capacity[name] * needs[rank][name] // total for name, total in totals.items() if total}
-    local = {name: replace(b, tier=_swapped(b.tier, rank)) for name, b in locals_[rank].items()}
-    part = _executed(schedule, owns[rank], local, rank, num, shares)
+    own = (replace(t, capacity_bytes=shares.get(t.name, t.capacity_bytes)) for t in parts[rank].tiers)
+    part = replace(parts[rank], tiers=tuple(own))
     tight = next((name for name, total in totals.items() if total > capacity[name]), None)
     if tight is not None and not completes(unroll(part, 2)):
         each = " + ".join(f"{need[tight]:,}" for need in needs)
@@ -158,39 +154,29 @@ def _stage(schedule: Schedule, rank: int, num: int) -> Schedule:
     return part
 
 
-def _least_bytes(schedule: Schedule, own: Sequence[Op], local: Mapping[str, Buffer]) -> Counter[str]:
-    """By tier, with how much these ops surely complete: what they hold if they run one by one, in list order."""
-    last = {name: k for k, op in enumerate(own) for name in (*op.reads, *op.writes)}
-    stays = {b.reuses for b in local.values()} | {b.name for b in local.values() if b.becomes is not None}
-    tiers = {t.name: t for t in schedule.tiers}
-    sizes = {b.name: tiers[b.tier].held_bytes(b.size_bytes) for b in local.values()}
-    held = Counter[str]()
-    for b in local.values():
-        if b.initial and (b.name in last or b.name in stays):
-            held[b.tier] += sizes[b.name]
-    most = held.copy()
-    for k, op in enumerate(own):
-        written, read = ([local[name] for name in names if name in local] for names in (op.writes, op.reads))
-        for b in written:
-            held[b.tier] += sizes[b.name] if b.reuses is None else 0
-        most |= held
-        for b in (*read, *written):
-            held[b.tier] -= sizes[b.name] if last[b.name] == k and b.name not in stays else 0
-    return most
+def _part_of_stage(schedule: Schedule, ends: Mapping[str, tuple[int, int]], rank: int, num: int) -> Schedule:
+    own = [op for op in schedule.ops if rank in ends.get(op.key, (_owner(op.key, op.stream),))]
+    written = {name for op in own for name in op.writes}
+    owner_of = ((b, _owner(b.name, b.tier)) for b in schedule.buffers)
+    has = (b for b, owner in owner_of if owner == rank or (owner is None and b.name in written))
+    return _executed(schedule, own, {b.name: replace(b, tier=_swapped(b.tier, rank)) for b in has}, rank, num)
 
 
-def _executed(
-    schedule: Schedule, own: Sequence[Op], local: dict[str, Buffer], rank: int, num: int, shares: Mapping[str, int]
-) -> Schedule:
-    """These ops and buffers as a schedule of one device, which is called the first one. Host and drives are shared:
-    equally where it is not said how."""
+def _least_bytes(part: Schedule) -> dict[str, int]:
+    """By tier, with how much a part surely completes: what it holds if its ops run one by one, in list order."""
+    graph = graph_columns(columns_of(part))
+    return dict(zip([t.name for t in part.tiers], (graph.capacity_bytes - least_free(graph)).tolist(), strict=True))
+
+
+def _executed(schedule: Schedule, own: Sequence[Op], local: dict[str, Buffer], rank: int, num: int) -> Schedule:
+    """These ops and buffers as a schedule of one device, which is called the first one. Host and drives are shared."""
     kept, here = {op.key for op in own}, partial(_swapped, rank=rank)
     ops = (replace(_own_part(schedule, op, local, kept, num), stream=here(op.stream)) for op in own)
     tiers = (
         replace(
             t,
             name=here(t.name),
-            capacity_bytes=t.capacity_bytes if t.name == device(rank) else shares.get(t.name, t.capacity_bytes // num),
+            capacity_bytes=t.capacity_bytes if t.name == device(rank) else t.capacity_bytes // num,
         )
         for t in schedule.tiers
         if device_index(t.name) in (None, rank)
