@@ -48,15 +48,7 @@ def schedules(
             name = f"b{i}.{k}"
             over = draw(st.sampled_from([None, None, *reads])) if reads else None
             if over is not None and over in alive:
-                old = buffers[over]
-                buffers[name] = Buffer(
-                    name=name,
-                    tier=old.tier,
-                    size_bytes=old.size_bytes,
-                    content=old.content,
-                    kind=old.kind,
-                    reuses=over,
-                )
+                buffers[name] = replace(buffers[over], name=name, initial=False, reuses=over)
                 alive.remove(over)
                 if over in roles:
                     roles[name] = roles.pop(over)
@@ -71,17 +63,7 @@ def schedules(
             Op(key=f"op{i}", stream=stream, kind="x", reads=tuple(reads), writes=tuple(writes), after=tuple(after))
         )
     for name, role in roles.items():
-        b = buffers[name]
-        buffers[name] = Buffer(
-            name=name,
-            tier=b.tier,
-            size_bytes=b.size_bytes,
-            content=b.content,
-            kind=b.kind,
-            initial=b.initial,
-            reuses=b.reuses,
-            becomes=role,
-        )
+        buffers[name] = replace(buffers[name], becomes=role)
     rounding = {t: draw(st.sampled_from(("exact", "exact", "power-of-two"))) for t in TIERS}
     held = {name: held_bytes(b.size_bytes, rounding[b.tier]) for name, b in buffers.items()}
     total = sum(held.values())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tierplan.sim.contents import step_prefix
 from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError
 
@@ -40,40 +42,26 @@ def unrolled_by_objects(schedule: Schedule, num_steps: int) -> Schedule:
         for b in schedule.buffers:
             if b.initial and step > 0:
                 continue
-            buffers.append(
-                Buffer(
-                    name=this + b.name,
-                    tier=place(step, b.tier),
-                    size_bytes=b.size_bytes,
-                    content=b.content,
-                    kind=b.kind,
-                    initial=b.initial,
-                    reuses=instance(step, b.reuses) if b.reuses else None,
-                    becomes=outlives.get(this + b.name),
-                )
-            )
+            name, reuses = this + b.name, instance(step, b.reuses) if b.reuses else None
+            buffers.append(replace(b, name=name, tier=place(step, b.tier), reuses=reuses, becomes=outlives.get(name)))
         for op in schedule.ops:
             ops.append(
-                Op(
+                replace(
+                    op,
                     key=this + op.key,
                     stream=place(step, op.stream),
-                    kind=op.kind,
-                    unit=op.unit,
-                    micro_batch=op.micro_batch,
-                    work=op.work,
                     reads=tuple(instance(step, name) for name in op.reads),
                     writes=tuple(this + name for name in op.writes),
                     after=tuple(this + key for key in op.after),
                 )
             )
-    return Schedule(
+    return replace(
+        schedule,
         name=f"{schedule.name} x{num_steps}",
-        tiers=schedule.tiers,
         buffers=tuple(buffers),
         ops=tuple(ops),
         next_devices=tuple(
             int(place(num_steps, f"gpu{d}").removeprefix("gpu")) for d in range(len(schedule.next_devices))
         ),
-        step=schedule.step,
         meta={**schedule.meta, "num_steps": num_steps},
     )

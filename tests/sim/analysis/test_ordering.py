@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import cycle
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.sim import random_schedules
 from tests.sim.analysis import readiness_witness
-from tests.sim.naive import readers_of
-from tests.sim.random_schedules import cost_lists, costs_in_turn
+from tests.sim.random_schedules import cost_lists, costs_in_turn, schedules
 from tests.toys import MIB, toy_machine, toy_workload
 from tierplan.hwmodels.machine import Cost
 from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
@@ -27,54 +26,21 @@ from tierplan.sim.pricing import price, simulate_on
 from tierplan.sim.schedule import Buffer, Op, Schedule, Tier, validate
 
 
-@st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
-    """Random ops on three streams that read some earlier buffers and write one or two in two tight tiers."""
-    num_ops = draw(st.integers(1, 14))
-    buffers: list[Buffer] = []
-    ops: list[Op] = []
-    for i in range(num_ops):
-        reads = draw(st.lists(st.sampled_from([b.name for b in buffers]), unique=True, max_size=3)) if buffers else []
-        writes = []
-        for k in range(draw(st.integers(0, 2))):
-            name = f"b{i}.{k}"
-            tier = draw(st.sampled_from(["fast", "slow"]))
-            size = draw(st.integers(0, 5))
-            buffers.append(Buffer(name=name, tier=tier, size_bytes=size, content=name, kind="work"))
-            writes.append(name)
-        stream = draw(st.sampled_from(["a", "b", "c"]))
-        ops.append(Op(key=f"op{i}", stream=stream, kind="x", reads=tuple(reads), writes=tuple(writes)))
-    capacity = draw(st.integers(3, 20))
-    tiers = (Tier(name="fast", capacity_bytes=capacity), Tier(name="slow", capacity_bytes=draw(st.integers(5, 30))))
-    return validate(Schedule(name="random", tiers=tiers, buffers=tuple(buffers), ops=tuple(ops)))
-
-
 def by_readiness(schedule: Schedule, costs: Mapping[str, Cost], *, overtakes: bool = False) -> Schedule:
     seconds = np.array([costs[op.key].alone_s for op in schedule.ops])
     return order_by_readiness(columns_of(schedule), seconds, overtakes=overtakes)[0].schedule()
 
 
 def completes_one_by_one(schedule: Schedule) -> bool:
-    """Independent witness: run the ops in list order, one at a time, counting bytes."""
-    readers = readers_of(schedule)
-    held = {t.name: 0 for t in schedule.tiers}
-    capacity = {t.name: t.capacity_bytes for t in schedule.tiers}
-    buffers = schedule.buffers_by_name()
-    for op in schedule.ops:
-        for name in op.writes:
-            held[buffers[name].tier] += buffers[name].size_bytes
-        if any(held[t] > capacity[t] for t in held):
-            return False
-        for name in {*op.reads, *op.writes}:
-            if not readers[name] or readers[name][-1] == op.key:
-                held[buffers[name].tier] -= buffers[name].size_bytes
-    return True
+    return readiness_witness.Ordering(
+        schedule, dict.fromkeys((op.key for op in schedule.ops), Cost(0.0, 0.0)), ()
+    ).is_safe
 
 
 @settings(max_examples=300, deadline=None)
 @given(schedules(), st.lists(st.integers(0, 9), min_size=14, max_size=14))
 def test_the_order_is_safe_and_keeps_each_stream(schedule: Schedule, seconds: list[int]) -> None:
-    costs = {op.key: Cost(0.0, float(s)) for op, s in zip(schedule.ops, seconds, strict=False)}
+    costs = {op.key: Cost(0.0, float(s)) for op, s in zip(schedule.ops, cycle(seconds), strict=False)}
     ordered = by_readiness(schedule, costs)
     validate(ordered)
     for stream in schedule.streams:
@@ -90,27 +56,15 @@ def test_the_order_is_safe_and_keeps_each_stream(schedule: Schedule, seconds: li
 @settings(max_examples=150, deadline=None)
 @given(schedules(), st.lists(st.integers(0, 9), min_size=14, max_size=14))
 def test_with_room_to_spare_it_is_as_fast_as_unlimited_memory(schedule: Schedule, seconds: list[int]) -> None:
-    costs = {op.key: Cost(0.0, float(s)) for op, s in zip(schedule.ops, seconds, strict=False)}
-    wide = Schedule(
-        name="wide",
-        tiers=tuple(Tier(name=t.name, capacity_bytes=10_000) for t in schedule.tiers),
-        buffers=schedule.buffers,
-        ops=schedule.ops,
-    )
-    free = Schedule(
-        name="free",
-        tiers=wide.tiers,
-        buffers=tuple(
-            Buffer(name=b.name, tier=b.tier, size_bytes=0, content=b.content, kind=b.kind) for b in wide.buffers
-        ),
-        ops=wide.ops,
-    )
+    costs = {op.key: Cost(0.0, float(s)) for op, s in zip(schedule.ops, cycle(seconds), strict=False)}
+    wide = replace(schedule, tiers=tuple(replace(t, capacity_bytes=10_000) for t in schedule.tiers))
+    free = replace(wide, buffers=tuple(replace(b, size_bytes=0) for b in wide.buffers))
     ordered, end_s = order_by_readiness(columns_of(wide), np.array([costs[op.key].alone_s for op in wide.ops]))
     assert simulate(ordered.schedule(), costs).duration_ns == simulate(free, costs).duration_ns == end_s * 1e9
 
 
 @settings(max_examples=400, deadline=None)
-@given(random_schedules.schedules() | random_schedules.schedules(max_ops=30, streams="abcdefghij"), cost_lists)
+@given(schedules() | schedules(max_ops=30, streams="abcdefghij"), cost_lists)
 def test_it_is_the_order_of_the_witness(schedule: Schedule, choices: list[Cost]) -> None:
     costs = costs_in_turn(schedule, choices)
     assert by_readiness(schedule, costs) == readiness_witness.ordered(schedule, costs)
@@ -124,7 +78,7 @@ def on_real_streams(schedule: Schedule) -> Schedule:
 
 
 @settings(max_examples=200, deadline=None)
-@given(random_schedules.schedules(max_ops=30, streams="abcdef").map(on_real_streams), cost_lists)
+@given(schedules(max_ops=30, streams="abcdef").map(on_real_streams), cost_lists)
 def test_links_drives_and_cores_may_run_what_is_ready(schedule: Schedule, choices: list[Cost]) -> None:
     costs = costs_in_turn(schedule, choices)
     ordered = validate(by_readiness(schedule, costs, overtakes=True))
@@ -136,7 +90,7 @@ def test_links_drives_and_cores_may_run_what_is_ready(schedule: Schedule, choice
 @settings(max_examples=150, deadline=None)
 @given(schedules().map(on_real_streams), st.lists(st.integers(0, 9), min_size=14, max_size=14))
 def test_running_what_is_ready_is_as_safe(schedule: Schedule, seconds: list[int]) -> None:
-    costs = {op.key: Cost(0.0, float(s)) for op, s in zip(schedule.ops, seconds, strict=False)}
+    costs = {op.key: Cost(0.0, float(s)) for op, s in zip(schedule.ops, cycle(seconds), strict=False)}
     if completes_one_by_one(schedule):
         spans = simulate(by_readiness(schedule, costs, overtakes=True), costs).spans  # and does not raise
         assert {s.key for s in spans} == {op.key for op in schedule.ops}
