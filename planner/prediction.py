@@ -6,7 +6,7 @@ prediction.step_s, prediction.fits, prediction.bound_by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from math import isclose
@@ -75,10 +75,8 @@ class Prediction(Shown):
     """Busy share of a step in steady state, by stream and by shared limit."""
     hardware: Machine | None = field(default=None, repr=False)
     """The machine that `machine` names."""
-    of_all: Callable[[], ScheduleColumns] | None = field(default=None, repr=False, compare=False)
-    """One step in the order in which it is lowered; `columns` are in one that is made for the machine."""
-    of_first: Callable[[], tuple[ScheduleColumns, Machine]] | None = field(default=None, repr=False, compare=False)
-    """The same of the first of several devices that do alike, and its machine; None where they do not."""
+    workload: Workload | None = field(default=None, repr=False, compare=False)
+    """The model that `model` names, with what limits it; None where nobody knows."""
     lifetime_s: float | None = None
     """Of the drives, at this rate of writing and their rated endurance; None where nothing is written or rated."""
     idle_why: str = ""
@@ -118,14 +116,17 @@ class Prediction(Shown):
 
         Ops are listed anew for each, as the plan's are where it is simulated on such a machine.
         """
-        if self.hardware is None or self.of_all is None or self.step_s is None or self.plan is None:
+        if self.hardware is None or self.workload is None or self.step_s is None or self.plan is None:
             return ()
-        order = partial(refine_columns, overtakes=self.plan.overtaking)
-        if self.of_first is not None:
-            columns, machine = self.of_first()
+        lowering, order = (
+            Lowering(self.workload, self.hardware),
+            partial(refine_columns, overtakes=self.plan.overtaking),
+        )
+        if do_the_same(self.plan):
+            columns, machine = lowering.simulated(self.plan)
             if isclose(steady_state(order(columns, machine), machine).period_s, self.step_s, rel_tol=SAME_FRAC):
                 return sensitivities(columns, machine, order=order)
-        return sensitivities(self.of_all(), self.hardware, order=order)
+        return sensitivities(lowering.columns(self.plan, refine=False), self.hardware, order=order)
 
     @cached_property
     def phases(self) -> Phases | None:
@@ -314,18 +315,9 @@ def predicted(
         columns=columns,
         steady=steady,
         utilization=busy_fracs(columns, machine, steady.period_s),
-        of_all=partial(_of_all, plan, workload, machine),
-        of_first=partial(_of_first, plan, workload, machine) if do_the_same(plan) else None,
+        workload=workload,
         lifetime_s=lifetime_s(machine, written_bytes(columns), steady.period_s),
     )
-
-
-def _of_all(plan: Plan, workload: Workload, machine: Machine) -> ScheduleColumns:
-    return Lowering(workload, machine).columns(plan, refine=False)
-
-
-def _of_first(plan: Plan, workload: Workload, machine: Machine) -> tuple[ScheduleColumns, Machine]:
-    return Lowering(workload, machine).simulated(plan)
 
 
 def _facts(plan: Plan, workload: Workload, machine: Machine) -> dict[str, object]:
