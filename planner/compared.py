@@ -92,10 +92,6 @@ class Compared:
             return replace(plan, policy=PLANNER, options={})
         return None
 
-    @property
-    def names(self) -> Iterable[str]:
-        return POLICIES
-
     def near(self) -> dict[str, Plan]:
         """Plans near those of the policies whose decision takes simulations, on several devices."""
         names = (name for name in ESTIMATES if self._is_on_several and not self._is_no_start(name))

@@ -377,7 +377,7 @@ class Search:
             consider(self.like)
         else:
             near = compared.near()
-            from_policies(name for name in compared.names if name not in near)
+            from_policies(name for name in POLICIES if name not in near)
             for plan in near.values():
                 consider(plan, is_asked=False)
             most_s = NEAR * min(self.best_s, self.beat_s)

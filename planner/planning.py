@@ -100,9 +100,7 @@ def plan(
     PlanError
         For a policy or an order that there is not.
     """
-    write_limit = inf
-    if drive_lifetime_years is not None:
-        write_limit = allowed_bytes_per_s(machine, drive_lifetime_years)
+    write_limit = allowed_bytes_per_s(machine, drive_lifetime_years)
     asked: dict[str, Any] = {
         "semantics": semantics,
         "seed": (seed := int(seed)),  # of numpy too, which `random` refuses

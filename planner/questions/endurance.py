@@ -27,11 +27,14 @@ def endurance_bytes(machine: Machine) -> float | None:
     return float(rated["value"]) * float(drives["value"])
 
 
-def allowed_bytes_per_s(machine: Machine, lifetime_years: float) -> float:
-    """The rate of writing at which the drives last for `lifetime_years` of training; infinite without drives.
+def allowed_bytes_per_s(machine: Machine, lifetime_years: float | None) -> float:
+    """The rate of writing at which the drives last for `lifetime_years` of training; infinite without drives, or where
+    nobody asks for a lifetime.
 
     Raises `ValueError` for a lifetime that is none, `MachineError` where the machine does not say what drives take.
     """
+    if lifetime_years is None:
+        return float("inf")
     if not 0 < lifetime_years < float("inf"):
         raise ValueError(f"a drive lifetime of {lifetime_years} years makes no sense; it must be finite and above 0")
     if all(tier.kind != "nvme" for tier in machine.tiers):

@@ -93,9 +93,7 @@ def plan_sequences(
         raise PlanError(f"a step of {sequences} sequences trains nothing; ask for 1 or more")
     if sequences > MAX_SEQUENCES:
         raise PlanError(f"a step of {sequences:,} sequences is no step; ask for {MAX_SEQUENCES:,} or fewer")
-    write_limit, num = inf, machine.num_devices
-    if drive_lifetime_years is not None:
-        write_limit = allowed_bytes_per_s(machine, drive_lifetime_years)
+    write_limit, num = allowed_bytes_per_s(machine, drive_lifetime_years), machine.num_devices
     asked: dict[str, Any] = {
         "semantics": semantics,
         "time_limit_s": time_limit_s,

@@ -381,7 +381,7 @@ def largest_model_of(point: Point) -> dict[str, object]:
     def is_not_found(model: Workload) -> bool:
         workload, machine = asked(model)
         years = point.drive_lifetime_years
-        most_per_s = inf if years is None else allowed_bytes_per_s(machine, years)
+        most_per_s = allowed_bytes_per_s(machine, years)
         return not found_shortly(workload, machine, semantics, most_per_s)
 
     if not (num := bisect_left(models, True, key=is_not_found)):
