@@ -228,7 +228,7 @@ _INDICES = re.compile(r"\d+(\+\d+)*")
 _PART = re.compile(r"(\d+)of(\d+)")
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=2**16)
 def parse_content(text: str) -> Content:
     """The content with this text. Raises `ContentError` for any other text."""
     kind, _, rest = text.partition("/")

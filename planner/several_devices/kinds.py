@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +22,7 @@ from tierplan.sim.contents import (
     parse_content,
 )
 
-__all__ = ["BUFFER_KINDS", "ENDS", "OP_KINDS", "OTHER", "Kinds", "content_of", "kinds_of", "number_of"]
+__all__ = ["BUFFER_KINDS", "ENDS", "OP_KINDS", "OTHER", "Kinds", "kinds_of", "number_of"]
 
 OP_KINDS = {
     "copy": dividing.COPY,
@@ -75,13 +74,9 @@ def number_of(content: Content) -> int:
     return CONTENTS.get(type(content), OTHER)
 
 
-content_of = lru_cache(maxsize=2**16)(parse_content)
-"""The content with this text."""
-
-
 def kinds_of(labels: Labels) -> Kinds:
     """What ops and buffers are, by their names."""
-    contents = [content_of(b.content) for b in labels.buffers]
+    contents = [parse_content(b.content) for b in labels.buffers]
     units: dict[str, int] = {}
     of_buffers = [
         units.setdefault(unit, len(units)) if (unit := getattr(content, "unit", "")) else NONE for content in contents

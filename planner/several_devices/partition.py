@@ -24,9 +24,9 @@ from tierplan.planner.plan import Sharing
 from tierplan.planner.several_devices import dividing
 from tierplan.planner.several_devices.collectives import collective_work
 from tierplan.planner.several_devices.dividing import NONE, Dividing, SharingNumbers, Table
-from tierplan.planner.several_devices.kinds import Kinds, content_of, kinds_of
+from tierplan.planner.several_devices.kinds import Kinds, kinds_of
 from tierplan.sim.columns import BufferLabel, Labels, Lists, OpLabel, ScheduleColumns, Works
-from tierplan.sim.contents import buffer_name, copy_key, device_name, micro_batch_name, op_key
+from tierplan.sim.contents import buffer_name, copy_key, device_name, micro_batch_name, op_key, parse_content
 
 KEEPS = {"nothing": dividing.KEEPS_NOTHING, "ends": dividing.KEEPS_ENDS, "all": dividing.KEEPS_ALL}
 COLLECTIVES = ("gather", "reduce", "all_reduce")
@@ -213,7 +213,7 @@ def _labels(columns: ScheduleColumns, ops: Table, buffers: Table, sharing: Shari
         if what == dividing.SUMMED_ACTS:
             return op_key("all_reduce", op.key, device(r)), "all_reduce", op.unit
         content, by = one.buffers[b].content, "all_reduce" if sharing.divided == "nothing" else sharing.by
-        unit = str(getattr(content_of(content), "unit", ""))
+        unit = str(getattr(parse_content(content), "unit", ""))
         match what:
             case dividing.GATHERED:
                 turn, batch = "fwd" if op.kind == "forward" else "bwd", micro_batch_name(op.micro_batch)
