@@ -252,6 +252,12 @@ class Problem:
         is_alike = self.workload.training.optim.is_flat or equal_gparams < ALIKE * gparams
         return gparams if is_alike else equal_gparams
 
+    def may_be(self, group: SlotGroup, action: str) -> bool:
+        """Whether saved tensors that share a decision may have this action. An input cannot be made again."""
+        if action == "recompute":
+            return group.recomputable and bool(group.slots)
+        return action == "keep" or (group.movable and self.host_gb > 0 and (action == "host" or self.has_nvme))
+
     def modes(self, unit: int) -> Sequence[int]:
         """Numbers of the placements that this unit may have."""
         u = self.units[unit]

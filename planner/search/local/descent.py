@@ -105,11 +105,7 @@ def _elsewhere(
 def _with_random_unit(problem: Problem, plan: UnitwisePlan, u: int, rng: random.Random) -> UnitwisePlan:
     plan = with_placement(plan, u, MODES[rng.choice(problem.modes(u))])
     for g, group in enumerate(problem.units[u].groups):
-        able = ["keep"]
-        if group.slots and group.recomputable:
-            able.append("recompute")
-        if group.slots and group.movable and problem.host_gb:
-            able += [action for action in ACTIONS if action == "host" or (action == "nvme" and problem.has_nvme)]
+        able = [action for action in (ACTIONS if group.slots else ACTIONS[:1]) if problem.may_be(group, action)]
         plan = with_action(plan, problem, u, g, rng.choice(able))
     choice = plan.units[u]
     if choice.states != "device" and choice.grads != "nvme" and plan.semantics == "in-backward":

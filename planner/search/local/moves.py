@@ -156,11 +156,7 @@ def _actions(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
     """Any other action on one unit's tensor, or on its input."""
     for u in spread(len(plan.units)):
         for g, group in enumerate(problem.units[u].groups):
-            for action in ACTIONS:
-                if (action == "recompute" and not group.recomputable) or (action == "nvme" and not problem.has_nvme):
-                    continue
-                if action in ("host", "nvme") and not (group.movable and problem.host_gb):
-                    continue
+            for action in (action for action in ACTIONS if problem.may_be(group, action)):
                 yield lambda plan, u=u, g=g, action=action: with_action(plan, problem, u, g, action)  # type: ignore[misc]
 
 
@@ -184,21 +180,14 @@ def _joint(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
     num = len(plan.units)
     if num > SHORT_CHAIN:
         return
-    choices = [
-        [(k, action) for k in problem.modes(u) for action in ("keep", "recompute", "host", "nvme")] for u in range(num)
-    ]
+    choices = [[(k, action) for k in problem.modes(u) for action in ACTIONS] for u in range(num)]
 
     def both(*changes: tuple[int, int, str]) -> Move:
         def move(plan: UnitwisePlan) -> UnitwisePlan | None:
             for u, k, action in changes:
                 plan = with_placement(plan, u, MODES[k])
                 for g, group in enumerate(problem.units[u].groups):
-                    able = (action != "recompute" or group.recomputable) and (action != "nvme" or problem.has_nvme)
-                    if (
-                        group.slots
-                        and able
-                        and (action in ("keep", "recompute") or (group.movable and problem.host_gb))
-                    ):
+                    if group.slots and problem.may_be(group, action):
                         plan = with_action(plan, problem, u, g, action)
             return plan
 
@@ -443,11 +432,6 @@ def in_shards(choice: UnitPlan, num_shards: int) -> UnitPlan:
 
 def with_host_shards(choice: UnitPlan, more: int) -> UnitPlan | None:
     """The choice with so many more shards of its states in host memory; None where it has none to move there."""
-    if not may_have_host_shards(choice, more):
-        return None
-    return replace(choice, host_shards=choice.host_shards + more)
-
-
-def may_have_host_shards(choice: UnitPlan, more: int) -> bool:
-    """Whether `with_host_shards` gives a choice."""
-    return choice.states == "nvme" != choice.grads and 0 <= choice.host_shards + more < choice.state_shards
+    num = choice.host_shards + more
+    is_able = choice.states == "nvme" != choice.grads and 0 <= num < choice.state_shards
+    return replace(choice, host_shards=num) if is_able else None

@@ -28,7 +28,6 @@ from tierplan.planner.search.local.moves import (
     Placement,
     acting,
     in_shards,
-    may_have_host_shards,
     placed,
     placement_of,
     spread,
@@ -204,9 +203,7 @@ def _actions(problem: Problem, plan: UnitwisePlan, prices: StreamPrices) -> Iter
         for u, own in with_group:
             present.setdefault(_action_on(plan.units[u], own), []).append(u)
         for new in ACTIONS:
-            if (new == "nvme" and not problem.has_nvme) or (new in ("host", "nvme") and not problem.host_gb):
-                continue
-            able = {u for u, own in with_group if _may_be(own, new)}
+            able = {u for u, own in with_group if problem.may_be(own, new)}
             for old in ACTIONS:
                 if old == new or old not in present:
                     continue
@@ -225,12 +222,6 @@ def _actions(problem: Problem, plan: UnitwisePlan, prices: StreamPrices) -> Iter
 def _action_on(choice: UnitPlan, group: SlotGroup) -> Action:
     """What is done with a unit's tensors of this group; one without slots is the unit's input."""
     return choice.action(group.slots[0]) if group.slots else choice.input
-
-
-def _may_be(group: SlotGroup, action: str) -> bool:
-    if action == "recompute":
-        return group.recomputable and bool(group.slots)
-    return action == "keep" or group.movable
 
 
 def _lateness(problem: Problem, plan: UnitwisePlan) -> Iterator[Shift]:
@@ -264,7 +255,7 @@ def _host_shards(problem: Problem, plan: UnitwisePlan, prices: StreamPrices) -> 
 
         part = more / num_shards
         frees = {"host": -part * unit.states_gb, "nvme": part * unit.states_gb}
-        units = [u for u, choice in enumerate(plan.units) if may_have_host_shards(choice, more)]
+        units = [u for u, choice in enumerate(plan.units) if with_host_shards(choice, more)]
         yield Shift(f"host shards {more}", units, change, frees, -part * saved_s)
 
 
