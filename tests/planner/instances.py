@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, get_args
 
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream, TierSpec
-from tierplan.planner.milp.amounts import Problem
+from tierplan.planner.milp.amounts import Problem, problem
+from tierplan.planner.milp.bounds import lower_bound
 from tierplan.planner.milp.modes import MODES
-from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.plan import Plan, UnitPlan, UnitwisePlan
+from tierplan.planner.plan_rules import Order
+from tierplan.planner.search.budget import Budget
+from tierplan.planner.search.candidates import PlanSimulator
+from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import SavedTensor, Training, Unit, Workload
 
 MB = 1_000_000
@@ -159,6 +164,31 @@ def random_plan(rng: random.Random, problem: Problem) -> UnitwisePlan:
         prefetch_states_units=rng.choice((0, 1, 2)),
         update_over_units=also.choice((1, 2, 3)),
     )
+
+
+def num_above_bound(
+    workload: Workload,
+    machine: Machine,
+    semantics: Semantics,
+    draw: Callable[[Problem], Iterable[Plan]],
+    *,
+    runs: Sequence[range] | None = None,
+) -> int:
+    """How many plans that are drawn for both orders run; each that does takes at least the bound of its order."""
+    simulate_plan, num_ran = PlanSimulator(workload, machine, Budget(1e9)), 0
+    for order in get_args(Order):
+        bound = lower_bound(p := problem(workload, machine, semantics=semantics, order=order, runs=runs))
+        for tried in map(simulate_plan, draw(p)):
+            if tried.step_s is not None:
+                num_ran += 1
+                assert bound.feasible
+                assert bound.step_s <= tried.step_s * (1 + 1e-6), (order, tried.plan)
+    return num_ran
+
+
+def random_plans(rng: random.Random, num: int) -> Callable[[Problem], Iterator[Plan]]:
+    """So many, sensible or not, for `num_above_bound`."""
+    return lambda p: (random_plan(rng, p) for _ in range(num))
 
 
 BruteForceKind = Literal["placement", "placement with drives", "three blocks", "activations", "activations with drives"]

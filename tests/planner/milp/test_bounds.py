@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -12,9 +13,11 @@ from tests.configs import config_of
 from tests.planner.instances import (
     MB,
     chain,
+    num_above_bound,
     random_chain,
     random_machine,
     random_plan,
+    random_plans,
     small_machine,
 )
 from tests.random_plans import with_updates_here
@@ -23,7 +26,7 @@ from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import DEVICE, HOST_ADAM
 from tierplan.hwmodels.scaling import with_capacity
-from tierplan.planner.milp.amounts import problem
+from tierplan.planner.milp.amounts import Problem, problem
 from tierplan.planner.milp.bounds import compute_s, lower_bound, shortages
 from tierplan.planner.milp.model import Margins, build
 from tierplan.planner.milp.modes import MODES, Mode
@@ -49,17 +52,7 @@ def test_no_plan_that_runs_beats_the_bound(accumulation, semantics, form):
         rng = random.Random(1000 * accumulation + seed)
         workload = random_chain(rng, rng.choice((2, 3, 4)), accumulation=accumulation)
         workload = replace(workload, training=replace(workload.training, activation_format=form))
-        machine = random_machine(rng, workload)
-        simulate_plan = PlanSimulator(workload, machine, Budget(1e9))
-        for order in ("horizontal", "vertical"):
-            p = problem(workload, machine, semantics=semantics, order=order)
-            bound = lower_bound(p)
-            for _ in range(12):
-                tried = simulate_plan(random_plan(rng, p))
-                if tried.step_s is not None:
-                    num_ran += 1
-                    assert bound.feasible
-                    assert bound.step_s <= tried.step_s * (1 + 1e-6), (seed, order, tried.plan)
+        num_ran += num_above_bound(workload, random_machine(rng, workload), semantics, random_plans(rng, 12))
     assert num_ran > 40
 
 
@@ -75,17 +68,13 @@ def of_matrices(accumulation: int) -> Workload:
 def test_no_plan_beats_the_bound_where_updates_of_some_units_take_longer(accumulation: int, semantics: Any) -> None:
     workload, num_ran, rng = of_matrices(accumulation), 0, random.Random(accumulation)
     machine = load_machine("desktop-4090", ["gpu.reserve=0 GB"])
+
+    def drawn(p: Problem) -> Iterator[Plan]:
+        for _ in range(20):
+            yield from (random_plan(rng, p), with_updates_here(random_plan(rng, p), rng))
+
     for device_mib in (40, 60, 200):
-        less = with_capacity(machine, {DEVICE: device_mib * MIB})
-        simulate_plan = PlanSimulator(workload, less, Budget(1e9))
-        for order in ("horizontal", "vertical"):
-            bound = lower_bound(p := problem(workload, less, semantics=semantics, order=order))  # type: ignore[arg-type]
-            for _ in range(20):
-                for drawn in (random_plan(rng, p), with_updates_here(random_plan(rng, p), rng)):
-                    tried = simulate_plan(drawn)
-                    if tried.step_s is not None:
-                        num_ran += 1
-                        assert bound.step_s <= tried.step_s * (1 + 1e-6), (device_mib, order, tried.plan)
+        num_ran += num_above_bound(workload, with_capacity(machine, {DEVICE: device_mib * MIB}), semantics, drawn)
     assert num_ran > 20
 
 
@@ -333,16 +322,8 @@ def test_no_plan_beats_the_bound_where_backward_reads_no_parameters(accumulation
             read_mb_per_s=200,
             write_mb_per_s=200,
         )
-        simulate_plan = PlanSimulator(workload, machine, Budget(1e9))
-        for order in ("horizontal", "vertical"):
-            p = problem(workload, machine, semantics=semantics, order=order)
-            bound = lower_bound(p)
-            for _ in range(10):
-                tried = simulate_plan(fetching(random_plan(rng, p)))
-                if tried.step_s is not None:
-                    num_ran += 1
-                    assert bound.feasible
-                    assert bound.step_s <= tried.step_s * (1 + 1e-6), (seed, order, tried.plan)
+        draw = random_plans(rng, 10)
+        num_ran += num_above_bound(workload, machine, semantics, lambda p, draw=draw: map(fetching, draw(p)))
     assert num_ran > 40
     assert num_tables > 15
 
@@ -375,19 +356,8 @@ def fetching(plan: Plan) -> Plan:
 def test_no_plan_beats_the_bound_with_an_embedding_and_a_head(tied, accumulation):
     workload = toy_workload(3, tied=tied, slots=2, gradient_accumulation_steps=accumulation)
     rng = random.Random(7)
-    num_ran = 0
-    for device_mib in (60, 120, 250):
-        machine = toy_machine(device_bytes=device_mib * MIB)
-        simulate_plan = PlanSimulator(workload, machine, Budget(1e9))
-        for order in ("horizontal", "vertical"):
-            p = problem(workload, machine, semantics="in-backward", order=order)
-            bound = lower_bound(p)
-            for _ in range(10):
-                tried = simulate_plan(random_plan(rng, p))
-                if tried.step_s is not None:
-                    num_ran += 1
-                    assert bound.step_s <= tried.step_s * (1 + 1e-6)
-    assert num_ran > 10
+    machines = (toy_machine(device_bytes=device_mib * MIB) for device_mib in (60, 120, 250))
+    assert sum(num_above_bound(workload, m, "in-backward", random_plans(rng, 10)) for m in machines) > 10
 
 
 def test_inputs_of_recomputed_blocks_take_memory_and_may_leave() -> None:
