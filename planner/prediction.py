@@ -118,10 +118,8 @@ class Prediction(Shown):
         """
         if self.hardware is None or self.workload is None or self.step_s is None or self.plan is None:
             return ()
-        lowering, order = (
-            Lowering(self.workload, self.hardware),
-            partial(refine_columns, overtakes=self.plan.overtaking),
-        )
+        lowering = Lowering(self.workload, self.hardware)
+        order = partial(refine_columns, overtakes=self.plan.overtaking)
         if do_the_same(self.plan):
             columns, machine = lowering.simulated(self.plan)
             if isclose(steady_state(order(columns, machine), machine).period_s, self.step_s, rel_tol=SAME_FRAC):

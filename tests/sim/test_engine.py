@@ -10,6 +10,7 @@ import pytest
 import simpy
 
 from tests.sim.test_schedule import buffer, op
+from tests.sim.test_schedule import schedule as schedule_of
 from tests.toys import toy_machine, toy_workload, uniform_plan
 from tierplan.hwmodels.machine import KERNELS, Cost, Machine, Rate, SharedLimit, Stream, TierSpec
 from tierplan.planner.lowering import lower
@@ -31,14 +32,7 @@ def run(
     share: Mapping[str, float] | None = None,
     limits: Mapping[str, float] | None = None,
 ) -> Trace:
-    schedule = validate(
-        Schedule(
-            name="x",
-            tiers=(Tier(name="host", capacity_bytes=capacity_bytes),),
-            buffers=tuple(buffers),
-            ops=tuple(ops),
-        )
-    )
+    schedule = validate(schedule_of(buffers, ops, Tier(name="host", capacity_bytes=capacity_bytes)))
     costs = {
         o.key: Cost(
             0.0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import MISSING, fields, replace
 
 import pytest
@@ -20,10 +21,9 @@ def op(key: str, reads: str = "", writes: str = "", **more: object) -> Op:
     return Op(**{**fields, **more})  # type: ignore[arg-type]
 
 
-def schedule(buffers: list[Buffer], ops: list[Op], *tiers: Tier) -> Schedule:
-    return Schedule(
-        name="x", tiers=tiers or (Tier(name="host", capacity_bytes=99),), buffers=tuple(buffers), ops=tuple(ops)
-    )
+def schedule(buffers: Iterable[Buffer], ops: Iterable[Op], *tiers: Tier, **more: object) -> Schedule:
+    tiers = tiers or (Tier(name="host", capacity_bytes=99),)
+    return Schedule(**{"name": "x", "tiers": tiers, "buffers": tuple(buffers), "ops": tuple(ops), **more})  # type: ignore[arg-type]
 
 
 W = buffer("w", initial=True)

@@ -19,9 +19,11 @@ from tests.sim.test_schedule import buffer, op
 from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream, TierSpec
 from tierplan.hwmodels.scaling import with_faster
+from tierplan.planner import prediction
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.planner.prediction import predict, predict_plan
+from tierplan.planner.several_devices.alike import do_the_same
 from tierplan.sim.analysis.explain import (
     busy_fracs,
     cause_graph,
@@ -273,12 +275,15 @@ def test_what_all_devices_have_is_better_on_all_of_them() -> None:
 
 
 @pytest.mark.parametrize("policy", ["zero-3", "zero-infinity", "vertical", "zero-offload"])
-def test_what_limits_the_first_of_several_devices_limits_all(policy: str) -> None:
+def test_what_limits_the_first_of_several_devices_limits_all(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     point = Point(model="gpt2", machine="server-8xh100", batch=2, accumulation=2)
     machine = machine_of(point)
     found = predict(policy, workload_at(point, machine), machine)
-    assert found.of_first is not None
-    of_first, of_all = ({(s.kind, s.name): s for s in p.limits} for p in (found, replace(found, of_first=None)))
+    assert found.plan is not None
+    assert do_the_same(found.plan)
+    of_first = {(s.kind, s.name): s for s in found.limits}
+    monkeypatch.setattr(prediction, "do_the_same", lambda plan: False)
+    of_all = {(s.kind, s.name): s for s in replace(found).limits}
     assert of_first.keys() == of_all.keys()
     for key, one in of_first.items():
         assert one.busy_frac == pytest.approx(of_all[key].busy_frac, abs=2e-3), key

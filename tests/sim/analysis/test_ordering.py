@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from tests.sim.analysis import readiness_witness
 from tests.sim.random_schedules import cost_lists, costs_in_turn, schedules
+from tests.sim.test_schedule import buffer, op
+from tests.sim.test_schedule import schedule as schedule_of
 from tests.toys import MIB, toy_machine, toy_workload
 from tierplan.hwmodels.machine import Cost
 from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
@@ -20,10 +22,11 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.policies import POLICIES, decide
 from tierplan.sim.analysis.completion import OutOfMemory
 from tierplan.sim.analysis.ordering import order_by_readiness, refine_columns
+from tierplan.sim.builder import tiers_of
 from tierplan.sim.columns import columns_of
 from tierplan.sim.engine import simulate
 from tierplan.sim.pricing import price, simulate_on
-from tierplan.sim.schedule import Buffer, Op, Schedule, Tier, validate
+from tierplan.sim.schedule import Schedule, Tier, validate
 
 
 def by_readiness(schedule: Schedule, costs: Mapping[str, Cost], *, overtakes: bool = False) -> Schedule:
@@ -97,15 +100,9 @@ def test_running_what_is_ready_is_as_safe(schedule: Schedule, seconds: list[int]
 
 
 def test_a_copy_does_not_wait_behind_one_whose_inputs_are_late() -> None:
-    buffers = (Buffer(name="made", tier="slow", size_bytes=1, content="made", kind="x"),)
-    ops = (
-        Op(key="make", stream=COMPUTE, kind="x", writes=("made",)),
-        Op(key="late", stream=H2D, kind="x", reads=("made",)),
-        Op(key="ready", stream=H2D, kind="x"),
-    )
-    tiers = (Tier(name="slow", capacity_bytes=2),)
-    schedule = validate(Schedule(name="s", tiers=tiers, buffers=buffers, ops=ops))
-    costs = {op.key: Cost(0, 3.0) for op in ops}
+    ops = [op("make", writes="made", stream=COMPUTE), op("late", "made", stream=H2D), op("ready", stream=H2D)]
+    schedule = validate(schedule_of([buffer("made")], ops))
+    costs = {o.key: Cost(0, 3.0) for o in ops}
     starts = [
         simulate(by_readiness(schedule, costs, overtakes=o), costs).by_key()["ready"].start_ns for o in (False, True)
     ]
@@ -123,18 +120,14 @@ def test_it_is_the_order_of_the_witness_for_every_policy(policy: str, host_mib: 
 
 def test_a_prefetch_listed_too_early_no_longer_holds_back_others() -> None:
     """The load of `late` is listed first but its source is slow; in list order it holds back `quick`."""
-    buffers = (
-        Buffer(name="source", tier="slow", size_bytes=1, content="source", kind="x"),
-        Buffer(name="late", tier="fast", size_bytes=1, content="late", kind="x"),
-        Buffer(name="quick", tier="fast", size_bytes=1, content="quick", kind="x"),
-    )
-    ops = (
-        Op(key="make", stream="a", kind="x", writes=("source",)),
-        Op(key="load", stream="b", kind="x", reads=("source",), writes=("late",)),
-        Op(key="compute", stream="c", kind="x", writes=("quick",)),
-    )
-    tiers = (Tier(name="fast", capacity_bytes=2), Tier(name="slow", capacity_bytes=2))
-    schedule = validate(Schedule(name="s", tiers=tiers, buffers=buffers, ops=ops))
+    buffers = [buffer("source", tier="slow"), buffer("late", tier="fast"), buffer("quick", tier="fast")]
+    ops = [
+        op("make", writes="source", stream="a"),
+        op("load", "source", "late", stream="b"),
+        op("compute", writes="quick", stream="c"),
+    ]
+    tiers = [Tier(name=name, capacity_bytes=8) for name in ("fast", "slow")]
+    schedule = validate(schedule_of(buffers, ops, *tiers))
     costs = {"make": Cost(0, 10.0), "load": Cost(0, 1.0), "compute": Cost(0, 5.0)}
     assert simulate(schedule, costs).by_key()["compute"].start_ns == 10_000_000_000
     assert simulate(by_readiness(schedule, costs), costs).by_key()["compute"].start_ns == 0
@@ -143,22 +136,16 @@ def test_a_prefetch_listed_too_early_no_longer_holds_back_others() -> None:
 def test_what_others_slow_down_is_listed_later() -> None:
     """The read takes 3 s alone and 5 s beside the write: `quick` is ready after 4 s, and waits for `late` if that is
     listed first."""
-    buffers = (
-        Buffer(name="source", tier="host", size_bytes=1, content="source", kind="x"),
-        Buffer(name="made", tier="host", size_bytes=1, content="made", kind="x"),
-        Buffer(name="late", tier="gpu0", size_bytes=1, content="late", kind="x"),
-        Buffer(name="quick", tier="gpu0", size_bytes=1, content="quick", kind="x"),
-    )
-    ops = (
-        Op(key="write", stream=NVME_WRITE, kind="x", work={"bytes": 6e9}),
-        Op(key="read", stream=NVME_READ, kind="x", work={"bytes": 6e9}, writes=("source",)),
-        Op(key="make", stream=HOST_ADAM, kind="x", work={"parameters": 2e9}, writes=("made",)),
-        Op(key="late", stream=H2D, kind="x", work={"bytes": 5e9}, reads=("source",), writes=("late",)),
-        Op(key="quick", stream=COMPUTE, kind="x", work={"matmul_bf16_flops": 1e11}, reads=("made",), writes=("quick",)),
-    )
+    buffers = [buffer("source"), buffer("made"), buffer("late", tier="gpu0"), buffer("quick", tier="gpu0")]
+    ops = [
+        op("write", stream=NVME_WRITE, work={"bytes": 6e9}),
+        op("read", writes="source", stream=NVME_READ, work={"bytes": 6e9}),
+        op("make", writes="made", stream=HOST_ADAM, work={"parameters": 2e9}),
+        op("late", "source", "late", stream=H2D, work={"bytes": 5e9}),
+        op("quick", "made", "quick", stream=COMPUTE, work={"matmul_bf16_flops": 1e11}),
+    ]
     machine = toy_machine(shared=True)
-    tiers = tuple(Tier(name=t.name, capacity_bytes=t.capacity_bytes) for t in machine.tiers)
-    columns = columns_of(validate(Schedule(name="s", tiers=tiers, buffers=buffers, ops=ops)))
+    columns = columns_of(validate(schedule_of(buffers, ops, *tiers_of(machine))))
     alone, _ = order_by_readiness(columns, np.array([6.0, 3.0, 4.0, 1.0, 1.0]))
     for listed, begin_s in ((alone, 5), (refine_columns(columns, machine), 4)):
         trace = simulate_on(listed.schedule(), machine)
@@ -168,23 +155,20 @@ def test_what_others_slow_down_is_listed_later() -> None:
 
 def test_what_ran_early_and_is_freed_no_longer_counts() -> None:
     """While `a` is busy, `b` runs ahead of what is listed before; each of its ops takes most of the tier in turn."""
-    buffers = tuple(Buffer(name=f"b{i}", tier="fast", size_bytes=3, content=f"b{i}", kind="x") for i in range(3))
-    ops = (
-        *(Op(key=f"a{i}", stream="a", kind="x") for i in range(2)),
-        *(Op(key=f"b{i}", stream="b", kind="x", writes=(f"b{i}",)) for i in range(3)),
-    )
-    schedule = validate(Schedule(name="s", tiers=(Tier(name="fast", capacity_bytes=4),), buffers=buffers, ops=ops))
-    costs = {op.key: Cost(0.0, 10.0 if op.stream == "a" else 2.0) for op in ops}
+    buffers = [buffer(f"b{i}", size_bytes=3) for i in range(3)]
+    ops = [*(op(f"a{i}", stream="a") for i in range(2)), *(op(f"b{i}", writes=f"b{i}", stream="b") for i in range(3))]
+    schedule = validate(schedule_of(buffers, ops, Tier(name="host", capacity_bytes=4)))
+    costs = {o.key: Cost(0.0, 10.0 if o.stream == "a" else 2.0) for o in ops}
     spans = simulate(by_readiness(schedule, costs), costs).by_key()
     assert [spans[f"b{i}"].start_ns / 1e9 for i in range(3)] == [0, 2, 4]
 
 
 def test_too_small_a_tier_is_left_for_the_simulator_to_report() -> None:
-    buffers = (Buffer(name="big", tier="fast", size_bytes=3, content="big", kind="x"),)
-    ops = (Op(key="make", stream="a", kind="x", writes=("big",)),)
-    schedule = Schedule(name="s", tiers=(Tier(name="fast", capacity_bytes=2),), buffers=buffers, ops=ops)
+    schedule = schedule_of(
+        [buffer("big", size_bytes=3)], [op("make", writes="big")], Tier(name="host", capacity_bytes=2)
+    )
     costs = {"make": Cost(0, 1.0)}
     assert by_readiness(schedule, costs) == schedule
     with pytest.raises(OutOfMemory) as caught:
         simulate(schedule, costs)
-    assert (caught.value.op, caught.value.tier, caught.value.wanted_bytes) == ("make", "fast", 3)
+    assert (caught.value.op, caught.value.tier, caught.value.wanted_bytes) == ("make", "host", 3)

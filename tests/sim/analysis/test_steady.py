@@ -10,6 +10,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from tests.sim.test_schedule import buffer, op
+from tests.sim.test_schedule import schedule as schedule_of
 from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream, TierSpec
 from tierplan.hwmodels.scaling import with_capacity
@@ -26,38 +28,25 @@ from tierplan.sim.contents import split_step
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier, validate
 
-TIER = Tier(name="m", capacity_bytes=100)
-
 
 def machine(*streams: str, limit: float | None = None) -> Machine:
     """Streams that take work in seconds and, with `limit`, load one shared limit with 1 per second of work."""
     takes = {"shared": {"s": 1.0}} if limit is not None else {}
     return Machine(
         name="clocks",
-        tiers=(TierSpec(name="m", kind="host", capacity_bytes=100),),
+        tiers=(TierSpec(name="host", kind="host", capacity_bytes=100),),
         streams=tuple(Stream(name=s, rates={"s": Rate.constant(1.0)}, takes=takes) for s in streams),
         shared_limits=(SharedLimit(name="shared", limit=limit),) if limit is not None else (),
     )
 
 
-def loop(compute_s: float, update_s: float, *, version: str = "new") -> Schedule:
+def loop(compute_s: float, update_s: float) -> Schedule:
     """Compute reads the weights and makes gradients; the update reads them and writes the weights in place."""
-    weights = Buffer(name="w", tier="m", size_bytes=1, content="w", kind="params", initial=True)
-    return validate(
-        Schedule(
-            name="loop",
-            tiers=(TIER,),
-            buffers=(
-                weights,
-                Buffer(name="g", tier="m", size_bytes=1, content="g", kind="grads"),
-                Buffer(name="w'", tier="m", size_bytes=1, content="w", kind="params", reuses="w", becomes="w"),
-            ),
-            ops=(
-                Op(key="compute", stream="gpu", kind="forward", work={"s": compute_s}, reads=("w",), writes=("g",)),
-                Op(key="update", stream="cpu", kind="update", work={"s": update_s}, reads=("w", "g"), writes=("w'",)),
-            ),
-        )
-    )
+    weights, gradients = buffer("w", kind="params", initial=True), buffer("g", kind="grads")
+    new = buffer("w'", content="w", kind="params", reuses="w", becomes="w")
+    compute = op("compute", "w", "g", stream="gpu", kind="forward", work={"s": compute_s})
+    update = op("update", "w g", "w'", stream="cpu", kind="update", work={"s": update_s})
+    return validate(schedule_of([weights, gradients, new], [compute, update]))
 
 
 def steady_state(schedule: Schedule, target: Machine) -> SteadyState:
@@ -84,15 +73,9 @@ def test_a_loop_without_overlap_takes_the_sum() -> None:
 
 def two_stages(first_s: float, second_s: float, capacity_bytes: int = 100) -> Schedule:
     """A pipeline of two stages that keeps nothing from step to step: fill, then the slower stage."""
-    return Schedule(
-        name="pipeline",
-        tiers=(Tier(name="m", capacity_bytes=capacity_bytes),),
-        buffers=(Buffer(name="x", tier="m", size_bytes=1, content="x", kind="acts"),),
-        ops=(
-            Op(key="first", stream="gpu", kind="x", work={"s": first_s}, writes=("x",)),
-            Op(key="second", stream="cpu", kind="x", work={"s": second_s}, reads=("x",)),
-        ),
-    )
+    first = op("first", writes="x", stream="gpu", work={"s": first_s})
+    second = op("second", "x", stream="cpu", work={"s": second_s})
+    return schedule_of([buffer("x", size_bytes=1)], [first, second], Tier(name="host", capacity_bytes=capacity_bytes))
 
 
 def test_work_overlaps_across_the_step_boundary() -> None:
@@ -115,27 +98,19 @@ def test_a_shared_limit_is_felt_in_the_period_but_not_in_the_last_step() -> None
 
 def test_a_cycle_of_two_steps() -> None:
     """A delayed update: step t needs the weights of step t-2, so two steps share each wait."""
-    old = Buffer(name="w0", tier="m", size_bytes=1, content="w", kind="params", initial=True)
-    newer = Buffer(name="w1", tier="m", size_bytes=1, content="w", kind="params", initial=True)
-    schedule = validate(
-        Schedule(
-            name="delayed",
-            tiers=(TIER,),
-            buffers=(
-                old,
-                Buffer(name="w1.keep", tier="m", size_bytes=1, content="w", kind="params", reuses="w1", becomes="w0"),
-                newer,
-                Buffer(name="g", tier="m", size_bytes=1, content="g", kind="grads"),
-                Buffer(name="w2", tier="m", size_bytes=1, content="w", kind="params", becomes="w1"),
-            ),
-            ops=(
-                Op(key="compute", stream="gpu", kind="x", work={"s": 1.0}, reads=("w0",), writes=("g",)),
-                Op(key="keep", stream="link", kind="x", work={"s": 0.0}, reads=("w1",), writes=("w1.keep",)),
-                Op(key="update", stream="cpu", kind="x", work={"s": 2.0}, reads=("g",), writes=("w2",)),
-                Op(key="home", stream="far", kind="x", work={"s": 2.0}, reads=("w2",)),
-            ),
-        )
-    )
+    buffers = [
+        *(buffer(name, content="w", kind="params", initial=True) for name in ("w0", "w1")),
+        buffer("w1.keep", content="w", kind="params", reuses="w1", becomes="w0"),
+        buffer("w2", content="w", kind="params", becomes="w1"),
+        buffer("g", kind="grads"),
+    ]
+    ops = [
+        op("compute", "w0", "g", stream="gpu", work={"s": 1.0}),
+        op("keep", "w1", "w1.keep", stream="link", work={"s": 0.0}),
+        op("update", "g", "w2", stream="cpu", work={"s": 2.0}),
+        op("home", "w2", stream="far", work={"s": 2.0}),
+    ]
+    schedule = validate(schedule_of(buffers, ops))
     steady = steady_state(schedule, machine("gpu", "cpu", "link", "far"))
     assert steady.is_periodic
     long = simulate_on(unroll(schedule, 40), machine("gpu", "cpu", "link", "far"))
@@ -169,30 +144,20 @@ def test_every_policy(policy: str, shared: bool) -> None:
 
 
 def test_what_has_no_successor_cannot_be_repeated() -> None:
-    lone = Buffer(name="w", tier="m", size_bytes=1, content="w", kind="params", initial=True)
-    schedule = Schedule(
-        name="x", tiers=(TIER,), buffers=(lone,), ops=(Op(key="a", stream="gpu", kind="x", reads=("w",)),)
-    )
+    schedule = schedule_of([buffer("w", initial=True)], [op("a", "w", stream="gpu")])
     with pytest.raises(ScheduleError, match="'w' has no buffer that becomes it"):
         steady_state(schedule, machine("gpu"))
 
 
 def test_a_schedule_without_ops_is_refused() -> None:
     with pytest.raises(ValueError, match="schedule 'none' has no ops"):
-        steady_state(Schedule(name="none", tiers=(TIER,), buffers=(), ops=()), machine("gpu"))
+        steady_state(schedule_of([], [], name="none"), machine("gpu"))
 
 
 def test_streams_that_drift_apart_are_said_not_to_repeat() -> None:
     """Nothing couples them, so the quicker runs ahead for ever: the step time is the slower one's, found as a mean."""
-    schedule = Schedule(
-        name="drift",
-        tiers=(TIER,),
-        buffers=(),
-        ops=(
-            Op(key="slow", stream="gpu", kind="x", work={"s": 3.0}),
-            Op(key="quick", stream="cpu", kind="x", work={"s": 2.0}),
-        ),
-    )
+    ops = [op("slow", stream="gpu", work={"s": 3.0}), op("quick", stream="cpu", work={"s": 2.0})]
+    schedule = schedule_of([], ops)
     steady = steady_state(schedule, machine("gpu", "cpu"))
     assert not steady.is_periodic
     assert steady.num_steps == 16
@@ -203,28 +168,24 @@ def test_streams_that_drift_apart_are_said_not_to_repeat() -> None:
 def pipeline(devices: int, packs: int, batches: int, first_pack: int = 0) -> list[Op]:
     """Packs of a second per micro-batch that go round the devices, from the one of the first pack on."""
     return [
-        Op(
-            key=f"{k}/{m}", stream=f"gpu{(first_pack + k) % devices}.compute", kind="x", work={"s": 1.0},
-            reads=(f"x{k}/{m}",) if k else (), writes=(f"x{k + 1}/{m}",),
-        )
+        op(f"{k}/{m}", f"x{k}/{m}" if k else "", f"x{k + 1}/{m}", stream=f"gpu{(first_pack + k) % devices}.compute",
+           work={"s": 1.0})
         for k in range(packs) for m in range(batches)
     ]  # fmt: skip
 
 
+def written_by(ops: list[Op]) -> list[Buffer]:
+    return [buffer(op.writes[0], tier=op.stream.split(".")[0], size_bytes=1, content="x") for op in ops]
+
+
+def gpus(num: int) -> list[Tier]:
+    return [Tier(name=f"gpu{d}", capacity_bytes=100) for d in range(num)]
+
+
 def going_round(devices: int, packs: int, batches: int, *, goes_on: bool = True) -> Schedule:
-    ops = pipeline(devices, packs, batches)
-    return validate(
-        Schedule(
-            name="pipeline",
-            tiers=tuple(Tier(name=f"gpu{d}", capacity_bytes=100) for d in range(devices)),
-            buffers=tuple(
-                Buffer(name=op.writes[0], tier=op.stream.split(".")[0], size_bytes=1, content="x", kind="acts")
-                for op in ops
-            ),
-            ops=tuple(ops),
-            next_devices=tuple((d + packs) % devices for d in range(devices)) if goes_on else (),
-        )
-    )
+    ops, following = pipeline(devices, packs, batches), tuple((d + packs) % devices for d in range(devices))
+    next_devices = following if goes_on else ()
+    return validate(schedule_of(written_by(ops), ops, *gpus(devices), next_devices=next_devices))
 
 
 def devices_of(num: int) -> Machine:
@@ -267,13 +228,8 @@ def step_of_long_runs_s(schedule: Schedule, target: Machine) -> float:
 
 def test_devices_that_drift_apart_are_no_steps_that_repeat() -> None:
     """One op a step, on a slow and a quick device in turns: the quick one runs ahead, and repeats by itself."""
-    schedule = Schedule(
-        name="turns",
-        tiers=(Tier(name="gpu0", capacity_bytes=1), Tier(name="gpu1", capacity_bytes=1)),
-        buffers=(),
-        ops=(Op(key="a", stream="gpu0.compute", kind="x", work={"s": 10.0}),),
-        next_devices=(1, 0),
-    )
+    ops = [op("a", stream="gpu0.compute", work={"s": 10.0})]
+    schedule = schedule_of([], ops, *gpus(2), next_devices=(1, 0))
     target = devices_of(2)
     steady = steady_state(schedule, target)
     assert steady.is_periodic
@@ -289,19 +245,12 @@ def test_devices_that_drift_apart_are_no_steps_that_repeat() -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_a_long_run_of_steps_that_go_round_takes_as_long_as_was_said(seed: int, limit: float | None) -> None:
     """Ops of some seconds on three unlike devices, each after some of those before it."""
-    rng, devices = np.random.default_rng(seed), range(3)
-    ops: list[Op] = []
+    rng, ops = np.random.default_rng(seed), list[Op]()
     for i in range(int(rng.integers(2, 9))):
-        after = tuple(op.key for op in ops if rng.random() < 0.4)
+        after = tuple(earlier.key for earlier in ops if rng.random() < 0.4)
         stream, work = f"gpu{rng.integers(3)}.compute", {"s": float(rng.integers(1, 5))}
-        ops.append(Op(key=f"o{i}", stream=stream, kind="x", work=work, after=after))
-    schedule = Schedule(
-        name="turns",
-        tiers=tuple(Tier(name=f"gpu{d}", capacity_bytes=1) for d in devices),
-        buffers=(),
-        ops=tuple(ops),
-        next_devices=[(1, 2, 0), (1, 0, 2)][seed % 2],
-    )
+        ops.append(op(f"o{i}", stream=stream, work=work, after=after))
+    schedule = schedule_of([], ops, *gpus(3), next_devices=[(1, 2, 0), (1, 0, 2)][seed % 2])
     takes = {"shared": {"s": 1.0}} if limit is not None else {}
     streams = [
         replace(s, rates={"s": Rate.constant(float(rng.integers(1, 3)))}, takes=takes) for s in devices_of(3).streams
@@ -322,11 +271,8 @@ def test_steps_that_go_on_are_one_long_pipeline() -> None:
         replace(op, key=f"s{k}/{op.key}", reads=tuple(f"s{k}/{b}" for b in op.reads), writes=(f"s{k}/{op.writes[0]}",))
         for k in range(3) for op in pipeline(3, 4, 3, first_pack=4 * k)
     ]  # fmt: skip
-    buffers = [
-        Buffer(name=op.writes[0], tier=op.stream.split(".")[0], size_bytes=1, content="x", kind="acts") for op in steps
-    ]
     one = going_round(3, 4, 3)
-    long = validate(Schedule(name="long", tiers=one.tiers, buffers=tuple(buffers), ops=tuple(steps)))
+    long = validate(schedule_of(written_by(steps), steps, *one.tiers))
     unrolled = unroll(one, 3)
     assert unrolled.ops == long.ops
     assert {(b.name, b.tier) for b in unrolled.buffers} == {(b.name, b.tier) for b in long.buffers}
