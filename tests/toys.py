@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream, TierSpec
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.sim.workloads.workload import SavedTensor, Training, Unit, Workload
@@ -87,6 +90,14 @@ def toy_machine(
         ),
         shared_limits=(SharedLimit(name="drive", limit=1.2),) if shared else (),
     )
+
+
+def side_by_side(one: Machine, num: int, between: Sequence[Stream] = ()) -> Machine:
+    """So many devices like the machine's one in its host, and streams between them."""
+    own = [s for s in one.streams if s.name.startswith("gpu0")]
+    others = [replace(s, name=s.name.replace("gpu0", f"gpu{k}")) for k in range(1, num) for s in own]
+    tiers = [replace(one.tier("gpu0"), name=f"gpu{k}") for k in range(1, num)]
+    return replace(one, tiers=(*one.tiers, *tiers), streams=(*one.streams, *others, *between))
 
 
 def uniform_plan(workload: Workload, choice: UnitPlan, **settings: object) -> UnitwisePlan:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.toys import toy_machine, toy_workload
+from tests.toys import side_by_side, toy_machine, toy_workload
 from tierplan.hwmodels.machine import Machine, Rate, Stream
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import KINDS, PackPlan, Packs, PagedPlan, Plan, UnitwisePlan
@@ -77,14 +77,10 @@ def test_every_device_of_data_parallel_packs_has_a_micro_batch() -> None:
 
 def devices(num: int) -> Machine:
     """Toy machines side by side in one host, in a ring of links."""
-    one = toy_machine()
-    own = [s for s in one.streams if s.name.startswith("gpu0")]
-    others = [replace(s, name=s.name.replace("gpu0", f"gpu{k}")) for k in range(1, num) for s in own]
     peers = [Stream(name=f"gpu{k}.p2p.gpu{(k + 1) % num}", rates={"bytes": Rate.constant(5e9)}) for k in range(num)]
     kinds = (f"ring{num}_bytes", "hops")
     peers += [Stream(name=f"gpu{k}.collective", rates=dict.fromkeys(kinds, Rate.constant(5e9))) for k in range(num)]
-    tiers = [replace(one.tier("gpu0"), name=f"gpu{k}") for k in range(1, num)]
-    return replace(one, tiers=(*one.tiers, *tiers), streams=(*one.streams, *others, *peers))
+    return side_by_side(toy_machine(), num, peers)
 
 
 def test_packs_on_one_device_are_for_chains_of_blocks() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tierplan.cli import main
 from tierplan.hwmodels.names import DEVICE
+from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.studies import frontier as study
 from tierplan.studies.evaluate import BestPlan, best_plan
@@ -80,8 +81,7 @@ def test_a_plan_for_less_memory_runs_with_more(two: Point, monkeypatch: pytest.M
 
 def test_memory_that_no_gpu_has_is_left_out(two: Point) -> None:
     best = best_plan(two)
-    roomy = [replace(t, capacity_bytes=10**12) if t.name == DEVICE else t for t in best.machine.tiers]
-    best = replace(best, machine=replace(best.machine, tiers=tuple(roomy)))
+    best = replace(best, machine=with_capacity(best.machine, {DEVICE: 10**12}))
     assert [p.device_bytes for p in frontier(two, best, fracs=(1.0, 4.0))] == [10**12]
 
 

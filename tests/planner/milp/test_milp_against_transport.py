@@ -17,6 +17,7 @@ from scipy.sparse import coo_matrix
 
 from tests.planner.instances import MB, chain, small_machine
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import lower_bound
 from tierplan.planner.milp.model import build, fractions
@@ -216,10 +217,7 @@ def test_the_instances_are_not_all_trivial():
         if expected_s is not None:
             compute_s = sum(u.forward["s"] + u.backward["s"] for u in workload.units)
             longer += expected_s > 1.02 * compute_s
-            room = replace(
-                machine, tiers=tuple(replace(t, capacity_bytes=0) if t.kind == "nvme" else t for t in machine.tiers)
-            )
-            without_s = Transport(workload, room).optimum_s()
+            without_s = Transport(workload, with_capacity(machine, {"nvme": 0})).optimum_s()
             on_drive += without_s is None or without_s > 1.001 * expected_s
     assert longer >= 10
     assert on_drive >= 4

@@ -16,6 +16,7 @@ import pytest
 from tests.planner.instances import MB, chain, random_chain, random_plan, small_machine
 from tests.random_plans import with_some_in_host
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner.lowering import lower
 from tierplan.planner.milp.amounts import Problem, problem
 from tierplan.planner.milp.bounds import lower_bound
@@ -83,8 +84,7 @@ def snug(plan: UnitwisePlan, workload: Workload, machine: Machine) -> Machine | 
         if least is None:
             return None
         capacity_bytes[tier.name] = least
-    tiers = (replace(t, capacity_bytes=capacity_bytes.get(t.name, t.capacity_bytes)) for t in machine.tiers)
-    return replace(machine, tiers=tuple(tiers))
+    return with_capacity(machine, capacity_bytes)
 
 
 def decided(p: Problem, plan: UnitwisePlan) -> Model:

@@ -8,7 +8,8 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from tests.planner.several_devices.test_lowering_packs import WORKLOAD, two_gpus
+from tests.planner.several_devices.test_lowering_packs import WORKLOAD
+from tests.planner.test_plan import devices
 from tierplan.planner.lowering import Lowering
 from tierplan.planner.plan import PackPlan, Packs, PagedPlan, Plan
 from tierplan.sim import builder
@@ -35,10 +36,10 @@ def test_columns_are_those_of_the_schedule_with_names(plan: Plan, monkeypatch: p
     """And a plan is simulated without one name being made."""
     with monkeypatch.context() as without:
         without.setattr(builder, "said", lambda text: pytest.fail(f"{text} was asked for"))
-        columns = Lowering(WORKLOAD, two_gpus()).columns(plan)
-        assert steady_state(columns, two_gpus()).period_s > 0
-    again = columns_of(validate(Lowering(WORKLOAD, two_gpus()).columns(plan, refine=False).schedule()))
-    made = Lowering(WORKLOAD, two_gpus()).columns(plan, refine=False)
+        columns = Lowering(WORKLOAD, devices(2)).columns(plan)
+        assert steady_state(columns, devices(2)).period_s > 0
+    again = columns_of(validate(Lowering(WORKLOAD, devices(2)).columns(plan, refine=False).schedule()))
+    made = Lowering(WORKLOAD, devices(2)).columns(plan, refine=False)
     assert again.works == made.works
     for name in (f.name for f in fields(made) if f.name not in ("labels", "works", "tiers", "next_devices")):
         one, other = getattr(made, name), getattr(again, name)
@@ -50,7 +51,7 @@ def test_what_made_a_schedule_goes_with_it() -> None:
     """Of thousands that a search makes, none waits for the collector of cycles, which would take as long as they do."""
     packs = Packs(form="data", devices=2, forward=RUNS[:2], backward=RUNS, rounds=1, cleanup_s=0.125)
     with collector_paused():
-        columns = Lowering(WORKLOAD, two_gpus()).columns(PackPlan(policy="p", packs=packs), refine=False)
+        columns = Lowering(WORKLOAD, devices(2)).columns(PackPlan(policy="p", packs=packs), refine=False)
         maker = weakref.ref(columns.labels.func.__self__)  # type: ignore[attr-defined]
         assert maker() is not None
         del columns
@@ -60,6 +61,6 @@ def test_what_made_a_schedule_goes_with_it() -> None:
 def test_the_same_work_is_one_object_in_all_schedules() -> None:
     """So what it costs on a machine need not be found again, which a search keeps by identity."""
     plans = [PLANS["pipeline"], PLANS["unit by unit"]]
-    one, other = ({id(w): w for w in Lowering(WORKLOAD, two_gpus()).columns(plan).works} for plan in plans)
+    one, other = ({id(w): w for w in Lowering(WORKLOAD, devices(2)).columns(plan).works} for plan in plans)
     copies = {work.stream for number, work in one.items() if number in other}
     assert {"gpu0.h2d", "gpu1.h2d", "host.adam"} <= copies

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.toys import MIB, toy_machine, toy_workload
-from tierplan.hwmodels.machine import Machine, Rate, Stream
+from tests.planner.test_plan import devices
+from tests.toys import MIB, side_by_side, toy_machine, toy_workload
+from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import parse_stream
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import PackPlan, Packs, PagedPlan
@@ -30,22 +31,11 @@ BLOCK = 3 * MIB
 """Parameters of a block of the toy workload."""
 WORKLOAD = toy_workload(4, tied=False, gradient_accumulation_steps=4)
 """embed, L0, L1, L2, L3, head."""
-FIVE = Rate.constant(5e9)
-
-
-def two_gpus() -> Machine:
-    one = toy_machine()
-    streams = [replace(s, name=s.name.replace("gpu0", "gpu1")) for s in one.streams if s.name.startswith("gpu0")]
-    peers = [Stream(name=f"gpu{i}.p2p.gpu{1 - i}", rates={"bytes": Rate.constant(5e9)}) for i in range(2)]
-    peers += [Stream(name=f"gpu{i}.collective", rates=dict.fromkeys(("ring2_bytes", "hops"), FIVE)) for i in range(2)]
-    return replace(
-        one, tiers=(*one.tiers, replace(one.tier("gpu0"), name="gpu1")), streams=(*one.streams, *streams, *peers)
-    )
 
 
 def packed(form: str, forward: Any, backward: Any, **more: Any) -> dict[str, Op]:
     packs = Packs(form=form, devices=2, forward=forward, backward=backward, **more)  # type: ignore[arg-type]
-    schedule = lower(PackPlan(policy="test", packs=packs), WORKLOAD, two_gpus())
+    schedule = lower(PackPlan(policy="test", packs=packs), WORKLOAD, devices(2))
     return {op.key: op for op in schedule.ops}
 
 
@@ -67,7 +57,7 @@ def test_frozen_parameters_come_with_a_pack_and_have_neither_gradients_nor_state
     workload = replace(WORKLOAD, units=tuple(units))
     packs = Packs(form="pipeline", devices=2, forward=((0, 2), (2, 4)), backward=((0, 2), (2, 4), (4, 6)), streams=True,
                   late_updates=late)  # fmt: skip
-    schedule = lower(PackPlan(policy="test", packs=packs), workload, two_gpus())
+    schedule = lower(PackPlan(policy="test", packs=packs), workload, devices(2))
     whole = [2 * u.num_trained + u.frozen_bytes for u in units]
     moved = {buffer.name: buffer.size_bytes for buffer in schedule.buffers}
     brought = [op for op in schedule.ops if op.key.startswith(("fetch_params", "fetch_frozen"))]
@@ -78,7 +68,7 @@ def test_frozen_parameters_come_with_a_pack_and_have_neither_gradients_nor_state
     )
     updates = {op.key: op.work for op in schedule.ops if op.kind == "update"}
     assert updates == {f"update/{u.name}": {"parameters": u.num_trained} for u in trained}
-    assert steady_state(columns_of(schedule), two_gpus()).period_s > 0
+    assert steady_state(columns_of(schedule), devices(2)).period_s > 0
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
@@ -86,13 +76,13 @@ def test_gradients_of_several_rounds_wait_for_a_late_update_whichever_devices_ma
     """Five turns a round: each pack is on another device in the second round, whose sums are those of the first."""
     packs = Packs(form="pipeline", devices=2, forward=((0, 2), (2, 4)), backward=((0, 2), (2, 4), (4, 6)), rounds=2,
                   streams=True, late_updates=True, goes_on=goes_on)  # fmt: skip
-    schedule = lower(PackPlan(policy="test", packs=packs), WORKLOAD, two_gpus())
+    schedule = lower(PackPlan(policy="test", packs=packs), WORKLOAD, devices(2))
     sums = [b for b in schedule.buffers if b.kind == "grads" and b.initial]
     assert sorted(b.becomes or "" for b in schedule.buffers if b.kind == "grads" and b.becomes) == sorted(
         b.name for b in sums
     )
     assert len(sums) == 3
-    assert steady_state(schedule, two_gpus()).period_s > 0
+    assert steady_state(schedule, devices(2)).period_s > 0
 
 
 def test_a_stash_that_another_device_will_use_passes_through_host_memory_for_all_devices_at_once() -> None:
@@ -118,7 +108,7 @@ def test_gradients_of_data_parallel_packs_are_all_reduced_in_a_ring() -> None:
 
 def test_paged_weights_are_all_reduced_and_updated_on_every_device() -> None:
     plan = PagedPlan(policy="test", devices=2)
-    ops = {op.key: op for op in lower(plan, WORKLOAD, two_gpus()).ops}
+    ops = {op.key: op for op in lower(plan, WORKLOAD, devices(2)).ops}
     for gpu in range(2):
         assert ops[f"all_reduce/L1/gpu{gpu}"].work == {"ring2_bytes": BLOCK * 2, "hops": 2}
         assert ops[f"update/L1/gpu{gpu}"].work == {"elementwise_bytes": 30 * BLOCK}
@@ -149,15 +139,15 @@ def test_late_updates_use_the_gradients_of_the_step_before_and_nothing_waits_for
     packs = Packs(form="pipeline", devices=2, forward=FORWARD, backward=BACKWARD, streams=True, late_updates=True)
     plan = PackPlan(policy="t", packs=packs)
     assert plan.semantics == "delayed-1"
-    schedule = lower(plan, WORKLOAD, two_gpus())
+    schedule = lower(plan, WORKLOAD, devices(2))
     buffers = schedule.buffers_by_name()
     update = next(op for op in schedule.ops if op.key == "update/L1")
     assert all(buffers[name].initial for name in update.reads)
     used = {name for op in schedule.ops if op.key.startswith("fetch_params/") for name in op.reads}
     assert all(buffers[name].initial for name in used), "passes use the parameters of before"
-    late = steady_state(columns_of(schedule), two_gpus()).period_s
+    late = steady_state(columns_of(schedule), devices(2)).period_s
     sync = PackPlan(policy="t", packs=replace(plan.packs, late_updates=False))
-    assert late < steady_state(columns_of(lower(sync, WORKLOAD, two_gpus())), two_gpus()).period_s
+    assert late < steady_state(columns_of(lower(sync, WORKLOAD, devices(2))), devices(2)).period_s
     with pytest.raises(PlanError, match="late updates need 'pipeline'"):
         replace(plan, packs=replace(plan.packs, form="data")).check(WORKLOAD)
     with pytest.raises(PlanError, match="3 rounds, which do not divide the step's 4"):
@@ -179,15 +169,7 @@ def seconds_each() -> Workload:
     return replace(WORKLOAD, units=tuple(units))
 
 
-def without_peers(num: int) -> Machine:
-    one = toy_machine()
-    tiers = [replace(one.tier("gpu0"), name=f"gpu{d}") for d in range(num)]
-    own = [s for s in one.streams if s.name.startswith("gpu0")]
-    streams = [replace(s, name=s.name.replace("gpu0", f"gpu{d}")) for d in range(num) for s in own]
-    return replace(one, tiers=(*tiers, *one.tiers[1:]), streams=(*streams, *one.streams[len(own) :]))
-
-
-@pytest.mark.parametrize("machine", [two_gpus(), without_peers(2), without_peers(3)])
+@pytest.mark.parametrize("machine", [devices(2), side_by_side(toy_machine(), 2), side_by_side(toy_machine(), 3)])
 def test_the_next_step_goes_on_behind_the_device_where_the_last_one_ended(machine: Machine) -> None:
     """Eleven packs of a second with four micro-batches: 44 s by the devices, and not all that the first one begins.
 
@@ -223,7 +205,7 @@ def test_devices_that_a_step_does_not_come_to_work_in_the_next_ones() -> None:
         form="pipeline", devices=3, forward=(), backward=((0, 6),), streams=True, late_updates=True, goes_on=True
     )
     plan = PackPlan(policy="t", packs=packs)
-    found = predict_plan(plan, seconds_each(), without_peers(3))
+    found = predict_plan(plan, seconds_each(), side_by_side(toy_machine(), 3))
     assert found.schedule is not None
     assert found.schedule.next_devices == (1, 2, 0)
     assert {parse_stream(name).device for name in found.schedule.streams} == {0, None}
@@ -233,7 +215,7 @@ def test_devices_that_a_step_does_not_come_to_work_in_the_next_ones() -> None:
 
 
 def test_packs_that_come_out_even_begin_on_the_first_device_anyhow() -> None:
-    workload, machine = seconds_each(), two_gpus()
+    workload, machine = seconds_each(), devices(2)
     on, anew = (lower(equal_packs(devices=2, num_forward=4, goes_on=g), workload, machine) for g in (True, False))
     assert on == anew
     assert on.next_devices == ()
@@ -244,7 +226,7 @@ def test_going_on_is_for_pipelines_on_one_host_memory_and_is_not_executed() -> N
     with pytest.raises(PlanError, match="goes on where a step ended, but has form 'data' and own_memory=False"):
         replace(plan, packs=replace(plan.packs, form="data", late_updates=False)).check(WORKLOAD)
     with pytest.raises(ScheduleError, match=r"has next_devices, .*: this is simulated, and not executed"):
-        Executor(lower(plan, WORKLOAD, two_gpus()), body=lambda call: None).run(2)
+        Executor(lower(plan, WORKLOAD, devices(2)), body=lambda call: None).run(2)
 
 
 TIED = toy_workload(4, gradient_accumulation_steps=4)
@@ -273,13 +255,13 @@ def test_a_tied_heads_gradient_goes_to_host_memory_and_is_added_there(
     for workload in (TIED, UNTIED):
         clipped = replace(workload, training=replace(workload.training, max_grad_norm=clip))
         plan = PackPlan(policy="t", packs=packs)
-        schedule = lower(plan, clipped, two_gpus())
+        schedule = lower(plan, clipped, devices(2))
         gone, come = bytes_of(schedule, "grads", "d2h"), bytes_of(schedule, "grads", "h2d")
         assert (gone, come) == (2 * num * num_rounds * used, 2 * num * (num_rounds - 1) * used)
         reduced = sum(op.work["ring2_bytes"] for op in schedule.ops if op.kind == "all_reduce")
         assert reduced == (2 * num * used if used > 1 else 0)
-        estimated_s = PackEstimate(clipped, two_gpus()).step_s(packs)
-        assert packs.devices == 1 or workload is UNTIED or estimated_s < steady_state(schedule, two_gpus()).period_s
+        estimated_s = PackEstimate(clipped, devices(2)).step_s(packs)
+        assert packs.devices == 1 or workload is UNTIED or estimated_s < steady_state(schedule, devices(2)).period_s
         if workload is TIED:
             ops, buffers = {op.key: op for op in schedule.ops}, schedule.buffers_by_name()
             added = ops["accumulate/embed"]
@@ -300,7 +282,7 @@ def test_a_tied_head_pages_the_embeddings_parameters_and_gradients() -> None:
     """Bytes by hand, with 4 micro-batches on 2 devices: P + E twice for each, and P to be updated on each; gradients
     come when something has been added to them, and for the update."""
     num, tied = TIED.num_parameters, TIED.num_parameters + 10 * MIB
-    schedule = lower(PagedPlan(policy="test", devices=2), TIED, two_gpus())
+    schedule = lower(PagedPlan(policy="test", devices=2), TIED, devices(2))
     params = [bytes_of(schedule, "params", link) for link in ("h2d", "d2h")]
     grads = [bytes_of(schedule, "grads", link) for link in ("h2d", "d2h")]
     assert params == [2 * (4 * 2 * tied + 2 * num)] * 2
@@ -317,7 +299,7 @@ def bytes_of(schedule: Schedule, kind: str, link: str) -> float:
 def test_late_updates_without_a_master_copy_read_the_parameters_and_make_new_ones(optimizer: str) -> None:
     training = {"optimizer": optimizer, "master_weights": False, "gradient_accumulation_steps": 4}
     workload = toy_workload(4, tied=False, **training)
-    schedule = lower(decide("roundpipe", workload, two_gpus()), workload, two_gpus())
+    schedule = lower(decide("roundpipe", workload, devices(2)), workload, devices(2))
     updates = {op.unit: op for op in schedule.ops if op.kind == "update"}
     assert updates.keys() == {unit.name for unit in workload.units}
     contents = {b.name: b.content for b in schedule.buffers}
@@ -331,8 +313,8 @@ def test_rounds_of_data_parallel_packs_are_for_one_device(rounds: int) -> None:
     """On two, a round may be without a micro-batch of one of them, and the sums of both would be in one place."""
     packs = Packs(form="data", devices=2, forward=FORWARD, backward=BACKWARD, rounds=rounds)
     with pytest.raises(PlanError, match=f"{rounds} rounds of data-parallel packs on 2 devices, but rounds add up"):
-        lower(PackPlan(policy="t", packs=packs), WORKLOAD, two_gpus())
-    assert lower(PackPlan(policy="t", packs=replace(packs, devices=1)), WORKLOAD, two_gpus()).ops
+        lower(PackPlan(policy="t", packs=packs), WORKLOAD, devices(2))
+    assert lower(PackPlan(policy="t", packs=replace(packs, devices=1)), WORKLOAD, devices(2)).ops
 
 
 @pytest.mark.parametrize("policy", ["harmony-dp", "harmony-pp", "mobius", "roundpipe-sync"])
@@ -341,11 +323,11 @@ def test_with_clipping_updates_wait_for_the_norms_of_all_gradients(policy: str, 
     """And the step needs more time and host memory than without."""
     options = {"host_memory": memory, "pack": 2} if policy.startswith("harmony") else {}
     clipped = toy_workload(4, tied=False, gradient_accumulation_steps=4, max_grad_norm=0.5)
-    plan = decide(policy, clipped, two_gpus(), options)
+    plan = decide(policy, clipped, devices(2), options)
     assert plan.semantics == "exact-clip"
-    schedule = lower(plan, clipped, two_gpus())
+    schedule = lower(plan, clipped, devices(2))
     trace, norms, clips = (
-        simulate_on(schedule, two_gpus()),
+        simulate_on(schedule, devices(2)),
         *({op.key: op for op in schedule.ops if op.kind == kind} for kind in ("norm", "clip")),
     )
     spans = {span.key: span for span in trace.spans}
@@ -355,7 +337,7 @@ def test_with_clipping_updates_wait_for_the_norms_of_all_gradients(policy: str, 
         if op.kind == "update":
             assert made & set(op.reads)
             assert spans[op.key].start_ns >= max(spans[key].end_ns for key in norms)
-    free = simulate_on(lower(decide(policy, WORKLOAD, two_gpus(), options), WORKLOAD, two_gpus()), two_gpus())
+    free = simulate_on(lower(decide(policy, WORKLOAD, devices(2), options), WORKLOAD, devices(2)), devices(2))
     assert trace.duration_s > free.duration_s
     assert trace.peak_bytes["host"] > free.peak_bytes["host"]
 
@@ -368,7 +350,7 @@ def test_packs_hold_updates_where_training_clips_and_never_late_ones() -> None:
             PackPlan(policy="t", packs=replace(packs, late_updates=late)).check(workload)
     for policy in ("roundpipe", "virtual-memory"):
         with pytest.raises(PlanError, match=r"asks for clipping at norm 0\.5; use .* packs that hold updates"):
-            lower(decide(policy, clipped, two_gpus()), clipped, two_gpus())
+            lower(decide(policy, clipped, devices(2)), clipped, devices(2))
 
 
 def test_one_forward_one_backward_takes_as_long_as_the_papers_say() -> None:
@@ -381,18 +363,18 @@ def test_one_forward_one_backward_takes_as_long_as_the_papers_say() -> None:
     workload = replace(WORKLOAD, units=tuple(units))
     stages = ((0, 3), (3, 6))
     plan = PackPlan(policy="t", packs=Packs(form="resident", devices=2, forward=stages[:-1], backward=stages))
-    schedule = lower(plan, workload, two_gpus())
-    assert simulate_on(schedule, two_gpus()).duration_s == pytest.approx((4 + 2 - 1) * 2 * (1 + 1 + 2), rel=0.02)
+    schedule = lower(plan, workload, devices(2))
+    assert simulate_on(schedule, devices(2)).duration_s == pytest.approx((4 + 2 - 1) * 2 * (1 + 1 + 2), rel=0.02)
     keeping = replace(plan, packs=replace(plan.packs, kept=(1, 2, 4)))
-    kept = lower(keeping, workload, two_gpus())
-    assert simulate_on(kept, two_gpus()).duration_s == pytest.approx(2 + 4 * (2 * (1 + 2) + 1) + 4, rel=0.02)
+    kept = lower(keeping, workload, devices(2))
+    assert simulate_on(kept, devices(2)).duration_s == pytest.approx(2 + 4 * (2 * (1 + 2) + 1) + 4, rel=0.02)
     assert {op.unit for op in kept.ops if op.kind == "recompute"} == {workload.units[3].name}
     each_has_two = replace(plan.packs, forward=((0, 2), (2, 3), (3, 4)), backward=((0, 2), (2, 3), (3, 4), (4, 6)))
-    interleaved = lower(replace(plan, packs=each_has_two), workload, two_gpus())
+    interleaved = lower(replace(plan, packs=each_has_two), workload, devices(2))
     fills_s = (2 - 1) * 2 * (1 + 1 + 2) / 2  # a half of the pipeline's, with twice as many stages
-    assert simulate_on(interleaved, two_gpus()).duration_s == pytest.approx(4 * 2 * (1 + 1 + 2) + fills_s, rel=0.02)
+    assert simulate_on(interleaved, devices(2)).duration_s == pytest.approx(4 * 2 * (1 + 1 + 2) + fills_s, rel=0.02)
     at_home = replace(plan.packs, forward=((0, 2), (2, 4)), backward=((0, 2), (2, 4), (4, 6)), kept=(1, 2, 3, 4))
-    home_s = simulate_on(lower(replace(plan, packs=at_home), workload, two_gpus()), two_gpus()).duration_s
+    home_s = simulate_on(lower(replace(plan, packs=at_home), workload, devices(2)), devices(2)).duration_s
     assert 4 * 2 * (1 + 2) + 1 + 2 <= home_s < 0.95 * (4 + 2 - 1) * 2 * (1 + 2)  # a block's fill, and less than before
     first = [op.key for op in schedule.ops if op.unit == "embed"]
     assert first[:5] == [
@@ -413,9 +395,9 @@ def test_one_forward_one_backward_takes_as_long_as_the_papers_say() -> None:
 
 
 def test_a_round_of_mobius_begins_when_the_one_before_has_left() -> None:
-    plan = decide("mobius", WORKLOAD, two_gpus())
+    plan = decide("mobius", WORKLOAD, devices(2))
     assert (plan.packs.rounds, plan.packs.flushes) == (2, True)  # type: ignore[union-attr]
-    spans = {span.key: span for span in simulate_on(lower(plan, WORKLOAD, two_gpus()), two_gpus()).spans}
+    spans = {span.key: span for span in simulate_on(lower(plan, WORKLOAD, devices(2)), devices(2)).spans}
     backward = [span.end_ns for key, span in spans.items() if key.startswith("bwd/") and key[-1] in "01"]
     assert min(s.start_ns for key, s in spans.items() if key.startswith("fwd/") and key[-1] in "23") >= max(backward)
 

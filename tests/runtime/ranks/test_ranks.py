@@ -26,7 +26,7 @@ from tests.runtime.models import make_batches, make_model, observed_workload
 from tests.runtime.ranks.pair import run_ranks
 from tests.runtime.test_coded_activations import RunAgain, with_blocks
 from tests.runtime.test_trainer import CPU, machine
-from tests.toys import uniform_plan
+from tests.toys import side_by_side, uniform_plan
 from tierplan.hwmodels.machine import Machine, Rate, Stream
 from tierplan.hwmodels.names import HOST_ADAM
 from tierplan.planner.lowering import lower
@@ -130,13 +130,9 @@ class Case:
 
 
 def several(num: int, device_bytes: int = 1 << 30) -> Machine:
-    one = machine(device_bytes)
-    own = [s for s in one.streams if s.name.startswith("gpu0")]
-    others = [replace(s, name=s.name.replace("gpu0", f"gpu{k}")) for k in range(1, num) for s in own]
     rates = dict.fromkeys((f"ring{num}_bytes", "ring2_bytes", "hops"), Rate.constant(1e9))
-    others += [Stream(name=f"gpu{k}.collective", rates=rates) for k in range(num)]
-    tiers = [replace(one.tier("gpu0"), name=f"gpu{k}") for k in range(1, num)]
-    return replace(one, tiers=(*one.tiers, *tiers), streams=(*one.streams, *others))
+    ring = [Stream(name=f"gpu{k}.collective", rates=rates) for k in range(num)]
+    return side_by_side(machine(device_bytes), num, ring)
 
 
 def prepared(case: Case, num: int) -> tuple[nn.Module, Schedule]:
