@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from tierplan.hwmodels.machine import Machine, Rate, SharedLimit, Stream, TierSpec
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
@@ -90,6 +91,12 @@ def toy_machine(
         ),
         shared_limits=(SharedLimit(name="drive", limit=1.2),) if shared else (),
     )
+
+
+def with_blocks(workload: Workload, **changes: Any) -> Workload:
+    """The workload with other values in every block."""
+    units = (replace(unit, **changes) if unit.kind == "block" else unit for unit in workload.units)
+    return replace(workload, units=tuple(units))
 
 
 def side_by_side(one: Machine, num: int, between: Sequence[Stream] = ()) -> Machine:

@@ -44,15 +44,7 @@ def test_the_engine_does_what_the_witness_does(schedule: Schedule, seconds: list
     expected = execute_in_time(schedule, {key: cost.work_s for key, cost in prices.items()})
     got = None if trace is None else {s.key: (s.start_ns / 1e9, s.end_ns / 1e9) for s in trace.spans}
     assert got == expected
-
-
-@settings(max_examples=120, deadline=None)
-@given(schedules(), seconds_lists, seconds_lists)
-def test_it_completes_with_one_set_of_durations_as_with_any(
-    schedule: Schedule, one: list[float], two: list[float]
-) -> None:
-    first, second = trace_or_none(schedule, costs(schedule, one)), trace_or_none(schedule, costs(schedule, two))
-    assert (first is None) == (second is None) == (not completes(schedule))
+    assert (trace is None) == (not completes(schedule)), "whatever the durations are"
 
 
 @settings(max_examples=120, deadline=None)

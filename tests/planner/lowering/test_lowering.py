@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
+from tests.toys import MIB, toy_machine, toy_workload, uniform_plan, with_blocks
 from tierplan.planner.lowering import lower
 from tierplan.planner.lowering.listing import compute_order
 from tierplan.planner.lowering.tiling import cut_batches, cut_operators
@@ -298,10 +298,8 @@ def test_small_tensors_that_go_to_one_place_are_one_copy() -> None:
     sizes = [MIB // 4, MIB // 2, MIB, MIB // 4, MIB // 8, MIB // 4, MIB // 2]
     actions: tuple[Action, ...] = ("host", "nvme", "host", "host", "nvme", "host", "host")
     workload = toy_workload(1, slots=len(sizes))
-    block = workload.blocks[0]
-    saved = tuple(replace(t, size_bytes=size) for t, size in zip(block.saved, sizes, strict=True))
-    units = tuple(replace(u, saved=saved) if u is block else u for u in workload.units)
-    workload = replace(workload, units=units)
+    saved = tuple(replace(t, size_bytes=size) for t, size in zip(workload.blocks[0].saved, sizes, strict=True))
+    workload = with_blocks(workload, saved=saved)
     moved = ["0+3+5", "1+4", "2", "6"]
     assert contents_read(workload, actions, "bwd/L0/mb0") >= {f"acts/L0/mb0/{indices}" for indices in moved}
     schedule = lower(uniform_plan(workload, UnitPlan(acts=actions)), workload, toy_machine())
@@ -313,9 +311,7 @@ def test_small_tensors_that_go_to_one_place_are_one_copy() -> None:
 
 def test_an_input_stays_for_backward_or_for_what_is_made_from_it_again() -> None:
     workload = toy_workload(slots=2)
-    without = replace(
-        workload, units=tuple(replace(u, saves_input=False) if u.kind == "block" else u for u in workload.units)
-    )
+    without = with_blocks(workload, saves_input=False)
     assert "x/L1/mb0" in contents_read(workload, "keep", "bwd/L1/mb0")
     assert "x/L1/mb0" not in contents_read(without, "keep", "bwd/L1/mb0")
     assert "x/L1/mb0" in contents_read(without, "recompute", "recompute/L1/mb0")
@@ -337,9 +333,7 @@ def test_segments_are_made_again_as_a_whole_from_their_first_input_the_last_one_
 
 def test_a_whole_block_is_made_again_by_its_forward_unless_less_is_known_to_do() -> None:
     def work(recompute: dict[str, float] | None) -> dict[str, float]:
-        workload = toy_workload(2)
-        blocks = (replace(u, recompute=recompute) if u.kind == "block" else u for u in workload.units)
-        workload = replace(workload, units=tuple(blocks))
+        workload = with_blocks(toy_workload(2), recompute=recompute)
         schedule = lower(uniform_plan(workload, UnitPlan(acts="recompute")), workload, toy_machine())
         return dict(next(op.work for op in schedule.ops if op.key == "recompute/L1/mb0"))
 
@@ -365,10 +359,8 @@ def test_a_tensor_is_made_again_from_those_kept_but_a_whole_block_from_its_input
 def test_what_draws_random_numbers_is_made_by_running_the_whole_block_again() -> None:
     def work(dropped: int) -> dict[str, float]:
         workload = toy_workload(slots=3)
-        random = [replace(t, replayable=t.index != 1) for t in workload.units[1].saved]
-        workload = replace(
-            workload, units=tuple(replace(u, saved=tuple(random)) if u.kind == "block" else u for u in workload.units)
-        )
+        saved = tuple(replace(t, replayable=t.index != 1) for t in workload.units[1].saved)
+        workload = with_blocks(workload, saved=saved)
         acts = tuple("recompute" if k == dropped else "keep" for k in range(3))
         schedule = lower(uniform_plan(workload, UnitPlan(acts=acts)), workload, toy_machine())  # type: ignore[arg-type]
         return dict(next(op.work for op in schedule.ops if op.key == "recompute/L1/mb0"))
@@ -379,9 +371,7 @@ def test_what_draws_random_numbers_is_made_by_running_the_whole_block_again() ->
 
 @pytest.mark.parametrize("segment_units", [1, 2])
 def test_what_is_made_again_needs_the_parameters_even_where_backward_does_not(segment_units: int) -> None:
-    workload = toy_workload(4)
-    tables = (replace(u, saves_parameters=False) if u.kind == "block" else u for u in workload.units)
-    workload = replace(workload, units=tuple(tables))
+    workload = with_blocks(toy_workload(4), saves_parameters=False)
 
     def read_params(acts: Action, **settings: int) -> set[str]:
         plan = uniform_plan(workload, UnitPlan(params="host", states="host", grads="host", acts=acts), **settings)
@@ -397,15 +387,8 @@ def test_what_is_made_again_needs_the_parameters_even_where_backward_does_not(se
 def test_a_measured_recomputation_is_cut_with_its_unit(pieces: dict[str, object]) -> None:
     """Four pieces recompute what the whole does, in the schedule and in the program: none pays for the unit."""
     workload = toy_workload(per_device_train_batch_size=4)
-    seconds = {"s": 0.8}
-    saved_s = {"s": 0.8 / 4}
-    blocks = (
-        replace(u, recompute=seconds, saved=tuple(replace(t, recompute=saved_s) for t in u.saved))
-        if u.kind == "block"
-        else u
-        for u in workload.units
-    )
-    workload = replace(workload, units=tuple(blocks))
+    saved = tuple(replace(t, recompute={"s": 0.8 / 4}) for t in workload.blocks[0].saved)
+    workload = with_blocks(workload, recompute={"s": 0.8}, saved=saved)
 
     def recomputed_s(**settings: object) -> float:
         schedule = lower(uniform_plan(workload, UnitPlan(acts="recompute"), **settings), workload, toy_machine())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -40,12 +41,22 @@ from tierplan.studies.evaluate import machine_of, workload_at
 from tierplan.studies.study import Point
 
 
+def task_of(point: Point) -> tuple[Workload, Machine]:
+    machine = machine_of(point)
+    return workload_at(point, machine), machine
+
+
+def divided(point: Point, machine: Machine) -> Callable[[int, int], Workload]:
+    """The workload of a point by its micro-batches."""
+    return lambda batch, accumulation: workload_at(replace(point, batch=batch, accumulation=accumulation), machine)
+
+
 def test_policies_are_as_they_are_named() -> None:
     point = Point(
         model="gpt2", machine="desktop-4090", accumulation=8, overrides={"gpu.count": 2, "link.p2p": "9 GB/s"}
     )
-    machine, shared = machine_of(point), set()
-    workload = workload_at(point, machine)
+    workload, machine = task_of(point)
+    shared = set[str]()
     for name in POLICIES:
         try:
             shared |= {name} if decide(name, workload, machine).num_batches == 1 else set()
@@ -59,8 +70,7 @@ def test_no_way_to_exchange_shards_is_quicker_than_the_plan() -> None:
     point = Point(
         model="gpt2-large", machine="ssdtrain-a100", batch=2, accumulation=1, overrides={"gpu.capacity": "14 GiB"}
     )
-    machine = machine_of(point)
-    workload = workload_at(point, machine)
+    workload, machine = task_of(point)
     assert not predict("in-memory", workload, machine).fits
     planned = plan(workload, machine, time_limit_s=0.2, batches="each")
     for reduces, reshard, checkpointing in product(("each", "last"), ("on", "off"), ("on", "off")):
@@ -79,11 +89,7 @@ def test_each_system_of_several_devices_has_a_time_for_the_same_work_or_a_reason
         model="gpt2", machine="desktop-4090", overrides={"gpu.count": 2, "link.p2p": "9 GB/s", "gpu.capacity": "3 GiB"}
     )
     machine = machine_of(point)
-    found = plan_sequences(
-        lambda batch, accumulation: workload_at(replace(point, batch=batch, accumulation=accumulation), machine),
-        machine,
-        sequences=4,
-    )
+    found = plan_sequences(divided(point, machine), machine, sequences=4)
     policies = found.result.policies
     assert all(p.step_s is not None or p.reason for p in policies.values())
     assert {p.num_sequences for p in policies.values() if p.step_s is not None} == {4}
@@ -95,11 +101,7 @@ def test_no_system_is_shown_with_other_work_where_there_was_time_for_few_divisio
     """36 sequences in micro-batches of 4 or of 6, as are tried first, are not divided among 4 GPUs."""
     point = Point(model="gpt2", machine="desktop-4090", seq=64, overrides={"gpu.count": 4, "link.p2p": "9 GB/s"})
     machine = machine_of(point)
-
-    def make(batch: int, accumulation: int) -> Workload:
-        return workload_at(replace(point, batch=batch, accumulation=accumulation), machine)
-
-    found = plan_sequences(make, machine, sequences=36, time_limit_s=0.1)
+    found = plan_sequences(divided(point, machine), machine, sequences=36, time_limit_s=0.1)
     policies = found.result.policies
     assert {p.num_sequences for p in policies.values() if p.step_s is not None} == {36}
     assert re.fullmatch(r"in this time it was tried in steps of 144 .*--time-limit\)", policies["in-memory"].reason)
@@ -108,9 +110,7 @@ def test_no_system_is_shown_with_other_work_where_there_was_time_for_few_divisio
 def in_shards(capacity: str = "8 GiB", num: int = 2) -> tuple[Workload, Machine]:
     """Several devices keep in shards what one of them would have to send away."""
     overrides = {"gpu.count": num, "link.p2p": "25 GB/s", "gpu.capacity": capacity}
-    point = Point(model="gpt2-large", machine="desktop-4090", batch=4, overrides=overrides)
-    machine = machine_of(point)
-    return workload_at(point, machine), machine
+    return task_of(Point(model="gpt2-large", machine="desktop-4090", batch=4, overrides=overrides))
 
 
 def test_plans_on_all_devices_are_searched_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,8 +197,7 @@ def test_no_plan_of_all_devices_beats_the_program_of_one_of_them(keeps: Keeps) -
 def test_packs_that_visit_devices_are_bound_by_the_hosts_updates() -> None:
     """Those that stay are updated where they are."""
     point = Point(model="gpt2-large", machine="fsdp-qlora-2x4090", overrides={"host.adam": "0.1 G/s"}, accumulation=8)
-    machine = machine_of(point)
-    workload = workload_at(point, machine)
+    workload, machine = task_of(point)
     posed = problem(workload, machine, semantics=plain_semantics(workload.training))
     visiting = decide("roundpipe", workload, machine, {})
     assert isinstance(visiting, PackPlan)
@@ -215,11 +214,7 @@ def test_more_than_a_lesser_machine_has_is_searched_in_its_division(monkeypatch:
     """Others are compared with the policies there, and searched where one of these does better."""
     point = Point(model="gpt2", machine="fsdp-qlora-2x4090", overrides={"gpu.capacity": "2 GiB"})
     less = machine_of(point)
-    more = machine_of(replace(point, overrides={**point.overrides, "host.adam": "6 G/s"}))
-
-    def make(batch: int, accumulation: int) -> Workload:
-        return workload_at(replace(point, batch=batch, accumulation=accumulation), less)
-
+    more, make = machine_of(replace(point, overrides={**point.overrides, "host.adam": "6 G/s"})), divided(point, less)
     found = plan_sequences(make, less, sequences=8, time_limit_s=4.0)
     begun: list[tuple[int, int, Batches | None]] = []
     begin = loop.Search.begin
@@ -250,12 +245,8 @@ def test_where_nothing_fits_all_divisions_are_searched(time_limit_s: float, monk
     monkeypatch.setattr(loop.Search, "begin", begin)
     monkeypatch.setattr(loop.Search, "go_on", lambda _: None)
     monkeypatch.setattr(loop.Search, "best_s", float("inf"))
-
-    def make(batch: int, accumulation: int) -> Workload:
-        return workload_at(replace(point, batch=batch, accumulation=accumulation), machine)
-
     with pytest.raises(InfeasiblePlan):
-        plan_sequences(make, machine, sequences=4, time_limit_s=time_limit_s)
+        plan_sequences(divided(point, machine), machine, sequences=4, time_limit_s=time_limit_s)
     assert begun >= {(1, 4), (1, 2), (2, 2), (2, 1), (4, 1)}
 
 
@@ -263,8 +254,7 @@ def test_where_nothing_fits_all_divisions_are_searched(time_limit_s: float, monk
 def test_plans_of_one_kind_begin_with_the_plan_that_is_given(batches: Batches) -> None:
     overrides = {"gpu.count": 2, "link.p2p": "9 GB/s"}
     point = Point(model="gpt2", machine="desktop-4090", batch=1, accumulation=2, overrides=overrides)
-    machine = machine_of(point)
-    workload = workload_at(point, machine)
+    workload, machine = task_of(point)
     known = plan(workload, machine, batches=batches, time_limit_s=0.2)
     again = plan(workload, machine, batches=batches, time_limit_s=0.2, policies=(), like=known.plan)
     assert again.step_s <= known.step_s
@@ -274,9 +264,7 @@ def test_plans_of_one_kind_begin_with_the_plan_that_is_given(batches: Batches) -
 
 
 def own_micro_batches() -> tuple[Workload, Machine]:
-    point = Point(model="gpt2", machine="desktop-4090", overrides={"gpu.count": 2, "link.p2p": "9 GB/s"})
-    machine = machine_of(point)
-    return workload_at(point, machine), machine
+    return task_of(Point(model="gpt2", machine="desktop-4090", overrides={"gpu.count": 2, "link.p2p": "9 GB/s"}))
 
 
 def decisions(plan: Plan) -> Plan:
@@ -337,11 +325,7 @@ def test_what_several_devices_cannot_hold_is_refused_before_any_search(monkeypat
     point = Point(model="llama-3.3-70b", machine="roundpipe-8x4090", sequences=16, overrides=overrides)
     machine = machine_of(point)
     monkeypatch.setattr(loop.Search, "compare", lambda *_: pytest.fail("searches"))
-
-    def make(batch: int, accumulation: int) -> Workload:
-        return workload_at(replace(point, batch=batch, accumulation=accumulation), machine)
-
-    workload = make(1, 2)
+    workload = (make := divided(point, machine))(1, 2)
     held_bytes = workload.states_bytes + sum(u.num_parameters * 2 for u in workload.units)
     short_bytes = held_bytes - sum(t.capacity_bytes for t in machine.tiers)
     assert short_bytes > 0
