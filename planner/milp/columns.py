@@ -1,6 +1,6 @@
 """The columns of the planning program: decisions per unit, durations and flows per window; and sums over them.
 
-`queues.py` and `capacities.py` add the rows, `milp.py` puts the program together. Names are those of docs/planner.md.
+`queues.py` and `capacities.py` add the rows, `model.py` puts the program together. Names are those of docs/planner.md.
 """
 
 from __future__ import annotations
