@@ -42,6 +42,7 @@ from tierplan.studies.study import Point
 def compare_with(monkeypatch: pytest.MonkeyPatch, policies: dict[str, Any]) -> None:
     """As if there were no others."""
     monkeypatch.setattr(compared, "POLICIES", policies)
+    monkeypatch.setattr(loop, "POLICIES", policies)
     monkeypatch.setattr(infeasible, "TRIED", ())
 
 
