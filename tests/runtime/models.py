@@ -1,25 +1,48 @@
-"""Small real models, and their workloads as observed in one forward pass."""
+"""Small real models, their workloads as observed in one forward pass, schedules of them, and training on these."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
+from tests.toys import uniform_plan
+from tierplan.hwmodels.machine import Machine, Rate, Stream, TierSpec
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.autograd.hooks import ModelHooks
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun
 from tierplan.runtime.autograd.nests import outside_storages
 from tierplan.runtime.autograd.units import ModelUnit, first_trained, split_model
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.memory.arena import Block
-from tierplan.runtime.reference import loss_of, without_cache
+from tierplan.runtime.reference import loss_of, same_weights, train_plainly, without_cache
+from tierplan.runtime.tracing.trace import trace_module
+from tierplan.runtime.trainer import train
+from tierplan.sim.schedule import Schedule
 from tierplan.sim.step import UnitSpec
 from tierplan.sim.workloads.workload import SavedTensor, Training, Unit, Workload
 
 VOCABULARY = 96
+CPU = Training(per_device_train_batch_size=2, sequence_length=16, dtype="fp32", backend="cpu")
+
+
+def machine(device_bytes: int = 1 << 30, host_bytes: int = 1 << 30) -> Machine:
+    kinds = ("bytes", "parameters", "elementwise_bytes")
+    flops = (f"{what}_{dtype}_flops" for what in ("matmul", "attention") for dtype in ("fp32", "bf16"))
+    rates = {kind: Rate.constant(1e9) for kind in (*kinds, *flops)}
+    sizes = {"gpu0": device_bytes, "host": host_bytes, "nvme": 1 << 30}
+    tiers: dict[str, Any] = {"gpu0": "device", "host": "host", "nvme": "nvme"}
+    streams = ("gpu0.compute", "gpu0.h2d", "gpu0.d2h", "nvme.read", "nvme.write", "host.adam")
+    return Machine(
+        name="test",
+        tiers=tuple(TierSpec(name=n, kind=tiers[n], capacity_bytes=size) for n, size in sizes.items()),
+        streams=tuple(Stream(name=n, rates=rates) for n in streams),
+    )
 
 
 def make_model(family: str = "gpt2", *, num_blocks: int = 3, dropout: float = 0.0, dtype: str = "fp32") -> nn.Module:
@@ -27,88 +50,57 @@ def make_model(family: str = "gpt2", *, num_blocks: int = 3, dropout: float = 0.
     import transformers as hf
 
     torch.manual_seed(17)
-    if family in ("gpt2", "gpt2 of odd width"):
-        is_odd = family != "gpt2"
-        config: Any = hf.GPT2Config(
-            vocab_size=VOCABULARY,
-            n_positions=64,
-            n_embd=33 if is_odd else 32,
-            n_layer=num_blocks,
-            n_head=3 if is_odd else 2,
-            resid_pdrop=dropout,
-            embd_pdrop=dropout,
-            attn_pdrop=dropout,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-        model: nn.Module = hf.GPT2LMHeadModel(config)
-    elif family == "opt":
-        config = hf.OPTConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            word_embed_proj_dim=32,
-            ffn_dim=64,
-            num_hidden_layers=num_blocks,
-            num_attention_heads=2,
-            max_position_embeddings=64,
-            dropout=dropout,
-            attention_dropout=dropout,
-        )
-        model = hf.OPTForCausalLM(config)
-    elif family == "llama":
-        config = hf.LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=80,
-            num_hidden_layers=num_blocks,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            attention_dropout=dropout,
-        )
-        model = hf.LlamaForCausalLM(config)
-    elif family == "bert":
-        config = hf.BertConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=num_blocks,
-            num_attention_heads=2,
-            max_position_embeddings=64,
-            hidden_dropout_prob=dropout,
-            attention_probs_dropout_prob=dropout,
-        )
-        model = hf.BertForMaskedLM(config)
-    elif family == "mixtral":
-        config = hf.MixtralConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=num_blocks,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            max_position_embeddings=64,
-            attention_dropout=dropout,
-        )
-        model = hf.MixtralForCausalLM(config)
-    elif family == "t5":
-        config = hf.T5Config(
-            vocab_size=VOCABULARY,
-            d_model=32,
-            d_kv=16,
-            d_ff=64,
-            num_layers=num_blocks,
-            num_heads=2,
-            dropout_rate=dropout,
-            decoder_start_token_id=0,
-        )
-        model = hf.T5ForConditionalGeneration(config)
-    else:
-        raise AssertionError(family)
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": num_blocks}
+    sizes["max_position_embeddings"] = 64
+    model: nn.Module
+    match family:
+        case "gpt2" | "gpt2 of odd width":
+            width, heads = (32, 2) if family == "gpt2" else (33, 3)
+            drops: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+            shape = {"n_positions": 64, "n_embd": width, "n_layer": num_blocks, "n_head": heads}
+            ends = {"bos_token_id": 0, "eos_token_id": 0}
+            model = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=VOCABULARY, **shape, **drops, **ends))
+        case "opt":
+            sizes |= {"word_embed_proj_dim": 32, "ffn_dim": 64, "num_attention_heads": 2}
+            model = hf.OPTForCausalLM(hf.OPTConfig(**sizes, dropout=dropout, attention_dropout=dropout))
+        case "llama":
+            sizes |= {"intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2}
+            model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, attention_dropout=dropout))
+        case "bert":
+            sizes |= {"intermediate_size": 64, "num_attention_heads": 2}
+            drops = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+            model = hf.BertForMaskedLM(hf.BertConfig(**sizes, **drops))
+        case "mixtral":
+            sizes |= {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+            sizes |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+            model = hf.MixtralForCausalLM(hf.MixtralConfig(**sizes, attention_dropout=dropout))
+        case "t5":
+            shape = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": num_blocks, "num_heads": 2}
+            config = hf.T5Config(vocab_size=VOCABULARY, **shape, dropout_rate=dropout, decoder_start_token_id=0)
+            model = hf.T5ForConditionalGeneration(config)
+        case _:
+            raise AssertionError(family)
     model.train()
     return model.to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
+
+
+class OwnModel(nn.Module):
+    """Somebody's own: an embedding, blocks, which are told what else it is told, and an output matrix. Gives a loss."""
+
+    def __init__(self, blocks: Iterable[nn.Module], width: int = 16, vocabulary: int = VOCABULARY) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary)
+        self.layers = nn.ModuleList(blocks)
+
+    def through(self, x: torch.Tensor, *told: Any, **named: Any) -> torch.Tensor:
+        """From the embedding to the output matrix."""
+        for layer in self.layers:
+            x = layer(x, *told, **named)
+        return x
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, *told: Any, **named: Any) -> torch.Tensor:
+        x = self.through(self.embed(input_ids), *told, **named)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
 def make_batches(count: int, *, batch: int = 2, length: int = 16, seed: int = 3) -> list[dict[str, torch.Tensor]]:
@@ -199,3 +191,32 @@ def tied_of(units: list[ModelUnit], unit: ModelUnit, model: nn.Module) -> list[t
     owner = next(u for u in units if u.name == unit.shares)
     tied = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if "head" in name or "decoder" in name}
     return [(name, p) for name, p in owner.all_parameters if id(p) in tied]
+
+
+def schedule_for(
+    model: nn.Module,
+    choice: UnitPlan | None = None,
+    training: Training = CPU,
+    *,
+    traced: dict[str, Any] | None = None,
+    **plan: Any,
+) -> Schedule:
+    """That of a plan with the same for all blocks; of the model as observed, or as `traced` on such a batch."""
+    if traced is None:
+        workload = observed_workload(model, make_batches(1)[0], training)
+    else:
+        workload = trace_module(copy.deepcopy(model), traced, training)
+    return lower(uniform_plan(workload, choice or UnitPlan(), **plan), workload, machine())
+
+
+def train_as_plainly(schedule: Schedule, model: nn.Module, batches: Sequence[Any], **settings: Any) -> nn.Module:
+    """Trains the model on the schedule, and a copy plainly, on all batches: losses and weights are equal. The copy."""
+    assert schedule.step is not None
+    plain, num = copy.deepcopy(model), schedule.step.training.gradient_accumulation_steps
+    steps = len(batches) // num
+    losses = train(schedule, model, batches, steps=steps, **settings).losses
+    for name in ("nvme_dir", "out_dir"):
+        settings.pop(name, None)
+    assert list(losses) == train_plainly(plain, batches, steps=steps, gradient_accumulation_steps=num, **settings)
+    assert same_weights(model, plain)
+    return plain

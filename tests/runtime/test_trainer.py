@@ -13,9 +13,16 @@ import pytest
 import torch
 from torch import nn
 
-from tests.runtime.models import make_batches, make_model, observed_workload
+from tests.runtime.models import (
+    CPU,
+    machine,
+    make_batches,
+    make_model,
+    observed_workload,
+    schedule_for,
+)
 from tests.toys import uniform_plan
-from tierplan.hwmodels.machine import Machine, Rate, Stream, TierSpec
+from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.prediction import predict_plan
@@ -36,20 +43,6 @@ from tierplan.sim.workloads.workload import Training, Workload, WorkloadError
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS = 4
-
-
-def machine(device_bytes: int = 1 << 30, host_bytes: int = 1 << 30) -> Machine:
-    kinds = ("bytes", "parameters", "elementwise_bytes")
-    flops = (f"{what}_{dtype}_flops" for what in ("matmul", "attention") for dtype in ("fp32", "bf16"))
-    rates = {kind: Rate.constant(1e9) for kind in (*kinds, *flops)}
-    sizes = {"gpu0": device_bytes, "host": host_bytes, "nvme": 1 << 30}
-    tiers: dict[str, Any] = {"gpu0": "device", "host": "host", "nvme": "nvme"}
-    streams = ("gpu0.compute", "gpu0.h2d", "gpu0.d2h", "nvme.read", "nvme.write", "host.adam")
-    return Machine(
-        name="test",
-        tiers=tuple(TierSpec(name=n, kind=tiers[n], capacity_bytes=size) for n, size in sizes.items()),
-        streams=tuple(Stream(name=n, rates=rates) for n in streams),
-    )
 
 
 def check(
@@ -94,7 +87,6 @@ def check(
     return schedule
 
 
-CPU = Training(per_device_train_batch_size=2, sequence_length=16, dtype="fp32", backend="cpu")
 MIXED = UnitPlan(params="nvme", grads="host", states="nvme", acts="host", input="nvme")
 
 
@@ -290,11 +282,6 @@ def test_over_budget_is_an_error_before_the_allocation(tmp_path: Path) -> None:
     schedule = lower(uniform_plan(workload, UnitPlan(grads="host", states="host")), workload, small, refine=False)
     with pytest.raises(TierFullError, match="Raise the capacity of 'gpu0'"):
         train(schedule, model, make_batches(2), steps=2, nvme_dir=tmp_path)
-
-
-def schedule_for(model: nn.Module, choice: UnitPlan, training: Training = CPU) -> Schedule:
-    workload = observed_workload(model, make_batches(1)[0], training)
-    return lower(uniform_plan(workload, choice), workload, machine())
 
 
 @pytest.mark.parametrize(

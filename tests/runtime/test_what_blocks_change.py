@@ -14,15 +14,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils._pytree import register_pytree_node
 
-from tests.runtime.models import VOCABULARY, make_batches
-from tests.runtime.test_trainer import CPU, machine
-from tests.toys import uniform_plan
-from tierplan.planner.lowering import lower
+from tests.runtime.models import CPU, VOCABULARY, OwnModel, make_batches, schedule_for, train_as_plainly
 from tierplan.planner.plan import Order, UnitPlan
 from tierplan.runtime.autograd.saved import AbsentError
 from tierplan.runtime.autograd.units import ModelError, split_model
 from tierplan.runtime.execution.placement import TrainingError
-from tierplan.runtime.reference import same_weights, train_plainly
+from tierplan.runtime.reference import train_plainly
 from tierplan.runtime.tracing.trace import trace_module
 from tierplan.runtime.trainer import train
 from tierplan.sim.step import Action
@@ -40,17 +37,15 @@ class _Block(nn.Module):
         return x + self.out(torch.tanh(self.inner(x)))
 
 
-class _Model(nn.Module):
+class _Model(OwnModel):
     """Its blocks get `x` and what `new` makes; where they return nothing, it is there."""
 
-    def __init__(self, kind: type[_Block], num_blocks: int = 2) -> None:
-        super().__init__()
+    def __init__(self, kind: type[_Block]) -> None:
         torch.manual_seed(4)
-        self.embed, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
-        self.layers = nn.ModuleList(kind() for _ in range(num_blocks))
+        super().__init__(kind() for _ in range(2))
         self.kind: Any = kind
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         x = self.embed(input_ids)
         x, given = self.kind.lead(self.layers, x)
         loss = cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
@@ -171,15 +166,10 @@ class _ReturnsNothing(_Replaces):
         return given["x"], None
 
 
-def _trained_both_ways(
-    kind: type[_Block], choice: UnitPlan, folder: Path, *, order: Order = "horizontal", num: int = 2
-) -> tuple[nn.Module, nn.Module, list[float], list[float]]:
-    training = replace(CPU, gradient_accumulation_steps=num)
-    model, batches = _Model(kind), make_batches(3 * num)
-    plain, workload = copy.deepcopy(model), trace_module(copy.deepcopy(model), batches[0], training)
-    schedule = lower(uniform_plan(workload, choice, order=order), workload, machine())
-    losses = train(schedule, model, batches, steps=3, nvme_dir=folder).losses
-    return model, plain, list(losses), train_plainly(plain, batches, steps=3, gradient_accumulation_steps=num)
+def _train_both_ways(kind: type[_Block], choice: UnitPlan, folder: Path, *, order: Order = "horizontal") -> None:
+    model, batches, training = _Model(kind), make_batches(6), replace(CPU, gradient_accumulation_steps=2)
+    schedule = schedule_for(model, choice, training, traced=batches[0], order=order)
+    train_as_plainly(schedule, model, batches, nvme_dir=folder)
 
 
 @pytest.mark.parametrize("acts", ["keep", "host", "recompute"])
@@ -191,9 +181,7 @@ def test_what_a_block_puts_into_lists_and_dictionaries_is_there(
 ) -> None:
     """They were copies, whose changes were lost, and a block was made again with changed ones."""
     order: Order = "vertical" if acts == "host" else "horizontal"
-    model, plain, losses, expected = _trained_both_ways(kind, replace(OFF_DEVICE, acts=acts), tmp_path, order=order)
-    assert losses == expected
-    assert same_weights(model, plain)
+    _train_both_ways(kind, replace(OFF_DEVICE, acts=acts), tmp_path, order=order)
 
 
 class _GivenTwice(_Appends):
@@ -245,9 +233,8 @@ def test_what_cannot_be_changed_as_in_plain_training_is_refused(
     batches = make_batches(1)
     with pytest.raises(WorkloadError, match=why.replace("L0", "layers.0")):
         trace_module(_Model(kind), batches[0], CPU)
-    workload = trace_module(_Model(like), batches[0], CPU)
     with pytest.raises(ModelError, match=why):
-        train(lower(uniform_plan(workload, UnitPlan()), workload, machine()), _Model(kind), batches, steps=1)
+        train(schedule_for(_Model(like), traced=batches[0]), _Model(kind), batches, steps=1)
 
 
 class _InPlace(_Block):
@@ -283,11 +270,9 @@ def test_a_tensor_that_is_changed_in_place_is_refused_where_its_block_is_run_aga
     choice = replace(OFF_DEVICE, acts=acts)
     if acts == "recompute":
         with pytest.raises(ModelError, match="a tensor that 'L1' is given is changed in place"):
-            _trained_both_ways(kind, choice, tmp_path)
+            _train_both_ways(kind, choice, tmp_path)
         return
-    model, plain, losses, expected = _trained_both_ways(kind, choice, tmp_path)
-    assert losses == expected
-    assert same_weights(model, plain)
+    _train_both_ways(kind, choice, tmp_path)
 
 
 class _Limited(_Block):
@@ -323,11 +308,9 @@ def test_an_input_that_is_changed_in_place_is_refused_where_it_leaves_the_device
     choice = UnitPlan(input=place)
     if place != "keep":
         with pytest.raises(ModelError, match=r"input of '(L\d|head)', which .* is changed in place"):
-            _trained_both_ways(kind, choice, tmp_path)
+            _train_both_ways(kind, choice, tmp_path)
         return
-    model, plain, losses, expected = _trained_both_ways(kind, choice, tmp_path)
-    assert losses == expected
-    assert same_weights(model, plain)
+    _train_both_ways(kind, choice, tmp_path)
 
 
 class _Plain(_Block):
@@ -385,11 +368,9 @@ def test_a_block_that_runs_backward_in_its_forward_is_not_made_again(acts: Any, 
     """An assertion failed, or the schedule was told to bring what nobody had made yet."""
     if "recompute" in acts:
         with pytest.raises(AbsentError, match=r"runs backward in its forward .* plan without recomputation"):
-            _trained_both_ways(_Differentiates, UnitPlan(acts=acts), tmp_path)
+            _train_both_ways(_Differentiates, UnitPlan(acts=acts), tmp_path)
         return
-    model, plain, losses, expected = _trained_both_ways(_Differentiates, UnitPlan(acts=acts), tmp_path)
-    assert losses == expected
-    assert same_weights(model, plain)
+    _train_both_ways(_Differentiates, UnitPlan(acts=acts), tmp_path)
 
 
 class _Clamped(_Plain):
@@ -442,9 +423,8 @@ def test_parameters_that_forward_changes_are_refused_where_they_do_not_stay(
 ) -> None:
     """The change was lost with the memory, as if it had never been there."""
     model, batches = _Model(kind), make_batches(4)
-    plain, workload = copy.deepcopy(model), trace_module(copy.deepcopy(model), batches[0], CPU)
     choice = replace(choice, frozen="host") if kind is _Followed and says.startswith("stay") else choice
-    schedule = lower(uniform_plan(workload, choice), workload, machine())
+    schedule = schedule_for(model, choice, traced=batches[0])
     more: dict[str, Any] = {"out_dir": tmp_path / "out"} if out else {}
     says = "commits" if kind is _Followed and out else says
     if says:
@@ -453,23 +433,16 @@ def test_parameters_that_forward_changes_are_refused_where_they_do_not_stay(
         ):
             train(schedule, model, batches, steps=4, nvme_dir=tmp_path, **more)
         return
-    assert list(train(schedule, model, batches, steps=4, nvme_dir=tmp_path, **more).losses) == train_plainly(
-        plain, batches, steps=4
-    )
-    assert same_weights(model, plain)
+    train_as_plainly(schedule, model, batches, nvme_dir=tmp_path, **more)
 
 
 @pytest.mark.parametrize("choice", [UnitPlan(), OFF_DEVICE])
 def test_an_embedding_with_bounded_norms_is_one_that_forward_changes(choice: UnitPlan, tmp_path: Path) -> None:
     model, batches = _Model(_Plain), make_batches(3)
     model.embed = nn.Embedding(VOCABULARY, 16, max_norm=0.5)
-    plain, workload = copy.deepcopy(model), trace_module(copy.deepcopy(model), batches[0], CPU)
-    schedule = lower(uniform_plan(workload, choice), workload, machine())
+    schedule = schedule_for(model, choice, traced=batches[0])
     if choice is OFF_DEVICE:
         with pytest.raises(TrainingError, match=r"changes parameter 'embed\.weight' in place.* stay on the device"):
             train(schedule, model, batches, steps=3, nvme_dir=tmp_path)
         return
-    assert list(train(schedule, model, batches, steps=3, nvme_dir=tmp_path).losses) == train_plainly(
-        plain, batches, steps=3
-    )
-    assert same_weights(model, plain)
+    train_as_plainly(schedule, model, batches, nvme_dir=tmp_path)

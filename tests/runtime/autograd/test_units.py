@@ -12,10 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.runtime.models import VOCABULARY, make_batches, make_model
-from tests.runtime.test_trainer import CPU, machine
-from tests.toys import uniform_plan
-from tierplan.planner.lowering import lower
+from tests.runtime.models import CPU, OwnModel, make_batches, make_model, schedule_for
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.autograd.units import FlatParameters, ModelError, find_blocks
 from tierplan.runtime.memory.arena import Block
@@ -89,17 +86,8 @@ class _Checkpointed(nn.Module):
         return x + checkpoint(lambda x: torch.tanh(self.inner(x)), x, use_reentrant=self.reentrant)
 
 
-class _OfCheckpointed(nn.Module):
-    def __init__(self, reentrant: bool, begin: int = 0) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
-        self.layers = nn.ModuleList(_Checkpointed(reentrant, begin) for _ in range(2))
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+def _of_checkpointed(reentrant: bool, begin: int = 0) -> OwnModel:
+    return OwnModel(_Checkpointed(reentrant, begin) for _ in range(2))
 
 
 @pytest.mark.parametrize("choice", [UnitPlan(), UnitPlan(params="host", grads="host", states="host", acts="host")])
@@ -108,11 +96,10 @@ def test_a_block_that_makes_activations_again_itself_is_refused(reentrant: bool,
     """With parameters off the device it was said to give nan, or to save other tensors when it is run again."""
     why, batches = "torch.utils.checkpoint", make_batches(3)
     with pytest.raises(WorkloadError, match=why):
-        trace_module(_OfCheckpointed(reentrant), batches[0], CPU)
-    workload = trace_module(_OfCheckpointed(reentrant, begin=9), batches[0], CPU)
-    schedule = lower(uniform_plan(workload, choice), workload, machine())
+        trace_module(_of_checkpointed(reentrant), batches[0], CPU)
+    schedule = schedule_for(_of_checkpointed(reentrant, begin=9), choice, traced=batches[0])
     for begin in (0, 2):
         with pytest.raises(ModelError, match=why):
-            train(schedule, _OfCheckpointed(reentrant, begin), batches, steps=3)
+            train(schedule, _of_checkpointed(reentrant, begin), batches, steps=3)
     x = torch.ones(2, 16, requires_grad=True)
     assert _Checkpointed(reentrant, 0)(x).requires_grad

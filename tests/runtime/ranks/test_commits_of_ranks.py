@@ -15,7 +15,7 @@ import torch
 
 from tests.runtime.ranks.pair import run_ranks
 from tests.runtime.ranks.test_ranks import ADAM, OWN_MEMORY
-from tests.runtime.ranks.test_unlike_ranks import Mixture, batches, planned
+from tests.runtime.ranks.test_unlike_ranks import batches, mixture, planned
 from tierplan.cli import main
 from tierplan.runtime.checkpoint.commits import (
     FORMAT,
@@ -239,12 +239,12 @@ def copy_and_start(ranks: Ranks, folder: Path) -> list[str]:
     """What is wrong with what follows a copy of the state."""
     wrong = []
     for policy in ("ddp", "zero-3"):
-        model, plain, given = Mixture(), Mixture(), batches([0, 1] * 4)
+        model, plain, given = mixture(), mixture(), batches([0, 1] * 4)
         schedule, settings = planned(model, policy, {}, 1), {"optimizer": ADAM, "ranks": ranks}
         with Trainer(schedule, model, **settings) as trainer:
             trainer.run(given, 2)
             trainer.save_copy(folder / policy)
-        with Trainer(schedule, other := Mixture(), start=folder / policy, **settings) as trainer:
+        with Trainer(schedule, other := mixture(), start=folder / policy, **settings) as trainer:
             trainer.run(given[4:], 2)
             trainer.restore_model()
             losses = list(trainer.result().losses)
@@ -258,7 +258,7 @@ def copy_and_start(ranks: Ranks, folder: Path) -> list[str]:
 def test_a_copy_of_ranks_has_the_part_of_each(tmp_path: Path) -> None:
     """One process goes on from it, too. That of one rank was taken for the whole."""
     assert run_ranks(copy_and_start, 2, tmp_path) == [[], []]
-    model, plain, given = Mixture(), Mixture(), batches([0, 1] * 4)
+    model, plain, given = mixture(), mixture(), batches([0, 1] * 4)
     train_plainly(plain, given, steps=4, optimizer=ADAM, gradient_accumulation_steps=2)
     schedule = planned(model, "in-memory", {}, 2, num=1)
     with Trainer(schedule, model, optimizer=ADAM, start=tmp_path / "zero-3") as trainer:
@@ -278,7 +278,7 @@ def train_divided(ranks: Ranks, folder: Path, divisions: Sequence[tuple[str, dic
     """What is wrong with a step by each of these divisions of the work among as many ranks."""
     given = batches([0, 1] * len(divisions))
     for done, (policy, options) in enumerate(divisions):
-        model, each = Mixture(), 2 if policy.startswith("harmony") else 1
+        model, each = mixture(), 2 if policy.startswith("harmony") else 1
         with Trainer(
             planned(model, policy, options, each), model, optimizer=ADAM, ranks=ranks, out_dir=folder / "run",
             resume=True, nvme_dir=folder / f"nvme-{ranks.rank}",
@@ -287,7 +287,7 @@ def train_divided(ranks: Ranks, folder: Path, divisions: Sequence[tuple[str, dic
             trainer.run(given, 1)
             trainer.restore_model()
             losses = list(trainer.result().losses)
-    plain = Mixture()
+    plain = mixture()
     wanted = train_plainly(plain, given, steps=len(divisions), optimizer=ADAM, gradient_accumulation_steps=2)
     return [
         what for what, is_so in [("losses", losses == wanted), ("weights", same_weights(model, plain))] if not is_so

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.runtime.models import make_batches
+from tests.runtime.models import OwnModel, make_batches
 from tests.runtime.ranks.pair import run_ranks
 from tests.runtime.ranks.test_ranks import ADAM, OWN_MEMORY, several
 from tests.runtime.test_own_blocks import OfScaled
@@ -53,19 +53,9 @@ class Counting(Experts):
         return super().forward(x, which)
 
 
-class Mixture(nn.Module):
-    def __init__(self, block: type[Experts] = Experts) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.embed = nn.Embedding(VOCABULARY, HIDDEN)
-        self.layers = nn.ModuleList(block() for _ in range(4))
-        self.head = nn.Linear(HIDDEN, VOCABULARY)
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, which: int = 0) -> torch.Tensor:
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = layer(x, which)
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+def mixture(block: type[Experts] = Experts) -> OwnModel:
+    torch.manual_seed(5)
+    return OwnModel((block() for _ in range(4)), HIDDEN, VOCABULARY)
 
 
 def batches(which: list[int]) -> list[Batch]:
@@ -84,7 +74,7 @@ def train_mixtures(ranks: Ranks, which: list[int]) -> list[str]:
     """What is wrong with a mixture whose micro-batches use these experts, two of them in a step."""
     found = []
     for policy, options, accumulation in [("ddp", {}, 1), ("zero-3", {}, 1), ("harmony-dp", OWN_MEMORY, 2)]:
-        model = Mixture()
+        model = mixture()
         plain, given = copy.deepcopy(model), batches(which)
         schedule = planned(model, policy, options, accumulation)
         with Trainer(schedule, model, optimizer=ADAM, ranks=ranks) as trainer:
@@ -109,7 +99,7 @@ def test_an_expert_that_no_rank_uses_is_refused_by_name() -> None:
 
 
 def train_counting(ranks: Ranks, policy: str) -> None:
-    model = Mixture(Counting)
+    model = mixture(Counting)
     schedule = planned(model, policy, {}, 2 if policy == "megatron-pp" else 1)
     with Trainer(schedule, model, optimizer=ADAM, ranks=ranks) as trainer:
         trainer.run(batches([0, 1]), 1)
@@ -179,7 +169,7 @@ def give_unlike(ranks: Ranks) -> list[str]:
     said = []
     for policy, ways, _ in UNLIKE:
         own: dict[str, Any] = dict(ways) if ranks.rank == 1 else {}
-        model, steps, policy = Mixture(), own.pop("steps", 2), own.pop("policy", policy)
+        model, steps, policy = mixture(), own.pop("steps", 2), own.pop("policy", policy)
         model.register_buffer("scale", torch.ones(()))
         model.layers[0].requires_grad_(policy != "frozen")
         policy = "ddp" if policy == "frozen" else policy

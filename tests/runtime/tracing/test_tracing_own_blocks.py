@@ -11,10 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.runtime.models import VOCABULARY, make_batches, make_model
-from tests.runtime.test_trainer import CPU, machine
-from tests.toys import uniform_plan
-from tierplan.planner.lowering import lower
+from tests.runtime.models import CPU, VOCABULARY, OwnModel, make_batches, make_model, schedule_for, train_as_plainly
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.autograd.units import ModelError, split_model
 from tierplan.runtime.execution.values import SizeError
@@ -49,18 +46,22 @@ class _Block(nn.Module):
         return x
 
 
-class _Model(nn.Module):
+class _Model(OwnModel):
     def __init__(self, way: str) -> None:
-        super().__init__()
         torch.manual_seed(4)
-        self.embed, self.head, self.way = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY), way
-        self.layers = nn.ModuleList(_Block(way) for _ in range(4))
+        super().__init__(_Block(way) for _ in range(4))
+        self.way = way
+        if way == "no embedding":
+            del self.embed
+            self.embed = lambda input_ids: torch.ones(2, 16, 16)
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
-        x = torch.ones(2, 16, 16) if self.way == "no embedding" else self.embed(input_ids)
+    def through(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         for k, layer in enumerate(self.layers):
             x = layer(x.detach() if k == 2 and self.way == "detached" else x)
-        loss = nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        return x
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:  # type: ignore[override]
+        loss = super().forward(input_ids, labels)
         return {"loss": loss} if self.way == "dictionary" else loss
 
 
@@ -68,15 +69,13 @@ class _Model(nn.Module):
 @pytest.mark.parametrize("acts", ["host", "recompute"])
 def test_what_runs_is_what_was_traced(way: str, acts: Any) -> None:
     model, batches = _Model(way), make_batches(4)
-    plain = copy.deepcopy(model)
-    if way == "dictionary":
-        plain.way = ""
-    training = replace(CPU, gradient_accumulation_steps=2)
-    workload = trace_module(model, batches[0], training)
     choice = UnitPlan(params="host", grads="host", states="host", acts=acts)
-    result = train(lower(uniform_plan(workload, choice), workload, machine()), model, batches, steps=2)
-    assert list(result.losses) == train_plainly(plain, batches, steps=2, gradient_accumulation_steps=2)
-    assert same_weights(model, plain)
+    schedule = schedule_for(model, choice, replace(CPU, gradient_accumulation_steps=2), traced=batches[0])
+    plain = train_as_plainly(schedule, model, batches)
+    if way == "dictionary":  # the loss is the tensor that other models give
+        other = _Model("")
+        train_plainly(other, batches, steps=2, gradient_accumulation_steps=2)
+        assert same_weights(plain, other)
 
 
 @pytest.mark.parametrize("outer", [torch.no_grad, torch.inference_mode])
@@ -128,9 +127,9 @@ def test_a_parameter_that_is_not_contiguous_is_refused_until_it_is() -> None:
 
 def test_another_kernel_than_on_fake_tensors_is_an_error_that_says_so() -> None:
     model, batches = _Model("LSTM"), make_batches(1)
-    workload = trace_module(model, batches[0], CPU)
+    schedule = schedule_for(model, traced=batches[0])
     with pytest.raises(SizeError, match=r"Where it was made so, the model keeps other tensors .*: such as LSTMs"):
-        train(lower(uniform_plan(workload, UnitPlan()), workload, machine()), model, batches, steps=1)
+        train(schedule, model, batches, steps=1)
 
 
 def test_a_model_whose_output_has_no_loss_is_told_what_is_taken() -> None:
@@ -179,7 +178,6 @@ def test_neighbours_in_one_memory_are_trained_as_any_others() -> None:
     model, batches = _Model(""), make_batches(2)
     plain, both = copy.deepcopy(model), torch.cat([model.head.weight.data.flatten(), model.head.bias.data])
     model.head.weight.data, model.head.bias.data = both[:-VOCABULARY].view(VOCABULARY, 16), both[-VOCABULARY:]
-    workload = trace_module(copy.deepcopy(model), batches[0], CPU)
-    schedule = lower(uniform_plan(workload, UnitPlan(params="host", grads="host", states="host")), workload, machine())
+    schedule = schedule_for(model, UnitPlan(params="host", grads="host", states="host"), traced=batches[0])
     assert list(train(schedule, model, batches, steps=2).losses) == train_plainly(plain, batches, steps=2)
     assert same_weights(model, plain)
