@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from tierplan.runtime.execution.device import Device
 from tierplan.runtime.memory.arena import Block
 from tierplan.runtime.reference import loss_of, same_weights, train_plainly, without_cache
 from tierplan.runtime.tracing.trace import trace_module
-from tierplan.runtime.trainer import train
+from tierplan.runtime.trainer import Trainer, train
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.step import UnitSpec
 from tierplan.sim.workloads.workload import SavedTensor, Training, Unit, Workload
@@ -206,7 +207,24 @@ def schedule_for(
         workload = observed_workload(model, make_batches(1)[0], training)
     else:
         workload = trace_module(copy.deepcopy(model), traced, training)
+    plan.setdefault("semantics", "exact-clip" if training.max_grad_norm else "in-backward")
     return lower(uniform_plan(workload, choice or UnitPlan(), **plan), workload, machine())
+
+
+def resume_as_plainly(
+    schedule: Schedule, then: Schedule, model: nn.Module, batches: Sequence[Any], folder: Path, **settings: Any
+) -> None:
+    """Commits half of the steps, and goes on from there in a copy: losses and weights are those of plain training."""
+    plain, resumed, half = copy.deepcopy(model), copy.deepcopy(model), len(batches) // 2
+    losses = train_plainly(plain, batches, steps=len(batches), **settings)
+    settings |= {"nvme_dir": folder / "nvme", "out_dir": folder / "out"}
+    with Trainer(schedule, model, **settings) as first:
+        first.run(batches, half)
+    with Trainer(then, resumed, resume=True, **settings) as second:
+        second.run(batches, len(batches) - half)
+        second.restore_model()
+        assert list(second.result().losses) == losses
+    assert same_weights(resumed, plain)
 
 
 def train_as_plainly(schedule: Schedule, model: nn.Module, batches: Sequence[Any], **settings: Any) -> nn.Module:

@@ -4,38 +4,24 @@ from __future__ import annotations
 
 import copy
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from tests.runtime.models import make_batches, make_model, observed_workload
-from tests.runtime.test_trainer import machine
-from tests.toys import uniform_plan
-from tierplan.planner.lowering import lower
+from tests.runtime.models import CPU, make_batches, make_model, schedule_for
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.execution.instances import ExecutionError
 from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.optim.adam import NonFiniteGradientError, OptimizerSettings
 from tierplan.runtime.reference import same_weights, train_plainly
 from tierplan.runtime.trainer import Trainer
-from tierplan.sim.schedule import Schedule
-from tierplan.sim.workloads.workload import Training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 ADAM = OptimizerSettings(lr=1e-2)
-
-
-def schedule_for(model: nn.Module, clip: float | None, choice: UnitPlan) -> Schedule:
-    training = Training(
-        per_device_train_batch_size=2, sequence_length=16, dtype="fp32", backend="cpu", max_grad_norm=clip
-    )
-    workload = observed_workload(model, make_batches(1)[0], training)
-    plan = uniform_plan(workload, choice, semantics="exact-clip" if clip else "in-backward")
-    return lower(plan, workload, machine())
 
 
 def run(trainer: Trainer, batches: Any, steps: int, at_once: bool) -> None:
@@ -55,7 +41,8 @@ def test_where_nothing_of_the_step_was_updated_the_model_is_that_of_the_step_bef
     third call of `run`, or one call was to do six steps."""
     model = make_model("gpt2", dropout=0.1)
     plain, batches = copy.deepcopy(model), make_batches(6)
-    schedule = schedule_for(model, clip, UnitPlan(params=place, grads="host", states=place, acts="host"))
+    choice = UnitPlan(params=place, grads="host", states=place, acts="host")
+    schedule = schedule_for(model, choice, replace(CPU, max_grad_norm=clip))
     calls: list[object] = []
 
     def loss(output: Any, batch: Any) -> torch.Tensor:
@@ -88,7 +75,7 @@ def test_where_nothing_of_the_step_was_updated_the_model_is_that_of_the_step_bef
 def test_where_some_of_the_step_was_updated_there_is_none(at_once: bool, tmp_path: Path) -> None:
     """Updates inside backward have made nearly all parameters those of the third step when the last gradient is nan."""
     model = make_model("llama")
-    schedule = schedule_for(model, None, UnitPlan(params="host", grads="host", states="nvme"))
+    schedule = schedule_for(model, UnitPlan(params="host", grads="host", states="nvme"))
     calls: list[torch.Tensor] = []
 
     def spoil(gradient: torch.Tensor) -> torch.Tensor:
@@ -107,7 +94,7 @@ def test_where_some_of_the_step_was_updated_there_is_none(at_once: bool, tmp_pat
 def test_a_closed_trainer_says_so() -> None:
     """It was an error of the executor's threads."""
     model = make_model("gpt2")
-    with Trainer(schedule_for(model, None, UnitPlan()), model) as trainer:
+    with Trainer(schedule_for(model, UnitPlan()), model) as trainer:
         trainer.run(make_batches(2), steps=1)
     with pytest.raises(TrainingError, match="this trainer is closed"):
         trainer.run(make_batches(2), steps=1)

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.runtime.models import make_batches, make_model, observed_workload
-from tests.runtime.test_trainer import CPU, machine
-from tests.toys import uniform_plan
-from tierplan.planner.lowering import lower
+from tests.runtime.models import make_model, schedule_for
+from tests.runtime.test_trainer import CPU
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.reference import same_weights
 
@@ -32,9 +30,11 @@ pytestmark = pytest.mark.usefixtures("one_thread", "past_set_aside")
 )
 def test_coded_states_are_the_trainers(optim: str, spec: str, tmp_path: Path) -> None:
     """In 4 bits torchao's own blocks have 128 values, and the Trainer's 256."""
-    workload = observed_workload(make_model("gpt2"), make_batches(1)[0], replace(CPU, optimizer=spec))
     choice = UnitPlan(params="host", grads="host", states="nvme", acts="host")
-    own = {"schedule": lower(uniform_plan(workload, choice), workload, machine()), "nvme_dir": tmp_path / "nvme"}
+    own = {
+        "schedule": schedule_for(make_model("gpt2"), choice, replace(CPU, optimizer=spec)),
+        "nvme_dir": tmp_path / "nvme",
+    }
     models = []
     for kind in (hf.Trainer, ScheduleTrainer):
         args = arguments(tmp_path, 1, None, optim=optim, weight_decay=0.1, lr_scheduler_type="constant", warmup_steps=0)

@@ -8,6 +8,7 @@ import inspect
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,11 @@ import pytest
 import torch
 import transformers as hf
 
-from tests.runtime.models import make_batches, make_model, observed_workload
-from tests.runtime.test_trainer import CPU, machine
-from tests.toys import uniform_plan
+from tests.runtime.models import make_batches, make_model
+from tests.runtime.models import schedule_for as planned_for
+from tests.runtime.test_trainer import CPU
 from tierplan.hwmodels.catalog import here_path, load_description
 from tierplan.hwmodels.description import write_description
-from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.hf_arguments import (
@@ -36,9 +36,7 @@ from tierplan.runtime.hf_arguments import (
 from tierplan.runtime.hf_trainer import ScheduleTrainer
 from tierplan.runtime.optim.groups import without_decay
 from tierplan.runtime.reference import same_weights
-from tierplan.runtime.tracing.trace import trace_module
 from tierplan.sim.schedule import Schedule
-from tierplan.sim.workloads.workload import Training
 
 pytestmark = pytest.mark.usefixtures("one_thread", "past_set_aside")
 
@@ -76,18 +74,9 @@ def arguments(folder: Path, accumulation: int, clip: float | None, **more: Any) 
 
 @cache
 def schedule_for(accumulation: int, clip: float | None, *, late: bool = False) -> Schedule:
-    training = Training(
-        per_device_train_batch_size=2,
-        sequence_length=16,
-        dtype="fp32",
-        backend="cpu",
-        gradient_accumulation_steps=accumulation,
-        max_grad_norm=clip,
-    )
-    workload = observed_workload(make_model("gpt2", dropout=0.1), make_batches(1)[0], training)
+    training = replace(CPU, gradient_accumulation_steps=accumulation, max_grad_norm=clip)
     choice = UnitPlan(params="nvme", grads="host", states="nvme", acts="host", late_update=late)
-    plan = uniform_plan(workload, choice, semantics="exact-clip" if clip else "in-backward")
-    return lower(plan, workload, machine())
+    return planned_for(make_model("gpt2", dropout=0.1), choice, training)
 
 
 @pytest.mark.parametrize(("accumulation", "clip", "decay"), [(1, None, 0.0), (2, 0.5, 0.3)])
@@ -117,13 +106,12 @@ def test_against_the_plain_trainer(accumulation: int, clip: float | None, decay:
 @pytest.mark.parametrize(("accumulation", "clip"), [(1, None), (2, 0.5)])
 def test_a_model_in_bf16_against_the_plain_trainer(accumulation: int, clip: float | None, tmp_path: Path) -> None:
     """With states in bf16 and no master copy of the weights: losses, norms and weights are the plain Trainer's."""
-    training = dataclasses.replace(
+    training = replace(
         CPU, dtype="bf16", optimizer="adamw:states=bf16", gradient_accumulation_steps=accumulation, max_grad_norm=clip
     )
-    workload = observed_workload(make_model("gpt2", dtype="bf16"), make_batches(1)[0], training)
     choice = UnitPlan(params="host", grads="host", states="nvme", acts="recompute")
-    plan = uniform_plan(workload, choice, semantics="exact-clip" if clip else "in-backward")
-    own = {"schedule": lower(plan, workload, machine()), "nvme_dir": tmp_path / "nvme"}
+    schedule = planned_for(make_model("gpt2", dtype="bf16"), choice, training)
+    own = {"schedule": schedule, "nvme_dir": tmp_path / "nvme"}
     models, logs = [], []
     for build in (hf.Trainer, ScheduleTrainer):
         args = arguments(tmp_path, accumulation, clip, weight_decay=0.1, logging_steps=1)
@@ -152,7 +140,7 @@ def test_a_model_in_bf16_against_the_plain_trainer(accumulation: int, clip: floa
     ],
 )
 def test_what_is_to_be_done_about_another_optimizer(optimizer: str, optim: str, says: str, tmp_path: Path) -> None:
-    training = dataclasses.replace(CPU, dtype="bf16", optimizer=optimizer)
+    training = replace(CPU, dtype="bf16", optimizer=optimizer)
     with pytest.raises(TrainingError, match=says):
         check_arguments(arguments(tmp_path, 1, None, optim=optim), training)
 
@@ -168,11 +156,10 @@ def test_adapters_of_peft_against_the_plain_trainer(tmp_path: Path) -> None:
     plain = get_peft_model(plain, LoraConfig(**settings))  # type: ignore[arg-type]
     hf.set_seed(2)
     model = get_peft_model(model, LoraConfig(**settings))  # type: ignore[arg-type]
-    training = dataclasses.replace(CPU, per_device_train_batch_size=2, gradient_accumulation_steps=2)
-    workload = trace_module(model, make_batches(1)[0], training)
+    training = replace(CPU, per_device_train_batch_size=2, gradient_accumulation_steps=2)
     choice = UnitPlan(frozen="nvme", params="host", grads="host", states="nvme", acts="recompute")
     args, data = arguments(tmp_path, 2, None, weight_decay=0.1), {"train_dataset": examples(40)}
-    schedule = lower(uniform_plan(workload, choice), workload, machine())
+    schedule = planned_for(model, choice, training, traced=make_batches(1)[0])
     own = {"schedule": schedule, "nvme_dir": tmp_path / "nvme"}
     hf.set_seed(1)
     hf.Trainer(model=plain, args=args, **data).train()

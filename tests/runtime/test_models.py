@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from tests.runtime.models import VOCABULARY, make_batches, make_model, observed_workload
+from tests.runtime.models import (
+    VOCABULARY,
+    make_batches,
+    make_model,
+    observed_workload,
+    resume_as_plainly,
+    schedule_for,
+    train_as_plainly,
+)
 from tests.runtime.test_trainer import CPU, machine
 from tests.runtime.test_trainer import check as train_both
 from tests.toys import uniform_plan
@@ -20,9 +27,8 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.planner.policies import decide
 from tierplan.runtime.autograd.units import ModelError, split_model
-from tierplan.runtime.reference import same_weights, train_plainly
 from tierplan.runtime.tracing.trace import trace_config, trace_module
-from tierplan.runtime.trainer import Trainer, train
+from tierplan.runtime.trainer import train
 from tierplan.sim.step import Action
 from tierplan.sim.workloads.workload import WorkloadError
 
@@ -31,16 +37,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 MIXED = UnitPlan(params="nvme", grads="host", states="nvme", acts="recompute", input="host")
 
 
-def check(make: Any, batches: list[dict[str, torch.Tensor]], tmp_path: Path, acts: str) -> None:
+def check(model: nn.Module, batches: list[dict[str, torch.Tensor]], tmp_path: Path, acts: str) -> None:
     """Three steps on a schedule with everything elsewhere, and plainly."""
-    model, plain = make(), make()
     workload = observed_workload(model, batches[0], CPU)
     choice = UnitPlan(params="nvme", grads="host", states="nvme", acts=acts, input="host")  # type: ignore[arg-type]
-    schedule = lower(uniform_plan(workload, choice), workload, machine())
-    losses = train_plainly(plain, batches, steps=len(batches))
-    result = train(schedule, model, batches, steps=len(batches), nvme_dir=tmp_path)
-    assert result.losses == tuple(losses)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    train_as_plainly(lower(uniform_plan(workload, choice), workload, machine()), model, batches, nvme_dir=tmp_path)
 
 
 @pytest.mark.sampled
@@ -53,7 +54,7 @@ def test_padded_batches(family: str, acts: str, tmp_path: Path) -> None:
         mask[0, 12 - k :] = 0
         batch["attention_mask"] = mask
         batch["labels"] = batch["labels"].masked_fill(mask == 0, -100)
-    check(lambda: make_model(family, num_blocks=2, dropout=0.1), batches, tmp_path, acts)
+    check(make_model(family, num_blocks=2, dropout=0.1), batches, tmp_path, acts)
 
 
 class Gate(nn.Module):
@@ -89,11 +90,8 @@ class Own(nn.Module):
 
 @pytest.mark.parametrize("acts", ["keep", "recompute", "host"])
 def test_a_user_s_own_module(acts: str, tmp_path: Path) -> None:
-    def make() -> nn.Module:
-        torch.manual_seed(3)
-        return Own()
-
-    check(make, make_batches(3), tmp_path, acts)
+    torch.manual_seed(3)
+    check(Own(), make_batches(3), tmp_path, acts)
 
 
 def test_units_of_a_model() -> None:
@@ -164,19 +162,9 @@ def test_t5_with_frozen_parameters_is_refused() -> None:
 
 
 def test_t5_goes_on_from_a_commit(tmp_path: Path) -> None:
-    model, batches = make_model("t5", num_blocks=2, dropout=0.1), make_batches(5)
-    plain, resumed = copy.deepcopy(model), copy.deepcopy(model)
-    workload = observed_workload(model, batches[0], CPU)
-    schedule = lower(uniform_plan(workload, MIXED), workload, machine())
-    losses = train_plainly(plain, batches, steps=5)
-    places: dict[str, Any] = {"nvme_dir": tmp_path / "nvme", "out_dir": tmp_path / "out"}
-    with Trainer(schedule, model, **places) as first:
-        first.run(batches, 2)
-    with Trainer(schedule, resumed, resume=True, **places) as second:
-        second.run(batches, 3)
-        second.restore_model()
-        assert second.result().losses == tuple(losses)
-    assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), plain.parameters(), strict=True))
+    model = make_model("t5", num_blocks=2, dropout=0.1)
+    schedule = schedule_for(model, MIXED)
+    resume_as_plainly(schedule, schedule, model, make_batches(5), tmp_path)
 
 
 class Late(nn.Module):
@@ -218,7 +206,7 @@ def test_a_parameter_of_the_model_itself_is_of_the_unit_that_first_uses_it(
     """As it is for the tracer, whichever module has it; so a schedule that was made from the model is for the model."""
     torch.manual_seed(3)
     model, batches = Rooted(*where), make_batches(3)
-    plain, workload = copy.deepcopy(model), trace_module(model, batches[0], CPU)
+    workload = trace_module(model, batches[0], CPU)
     units = split_model(model, batches[0])
     assert [unit.num_trained for unit in units] == [unit.num_parameters for unit in workload.units]
     assert [unit.name for unit in units if "scale" in dict(unit.parameters)] == [
@@ -229,9 +217,7 @@ def test_a_parameter_of_the_model_itself_is_of_the_unit_that_first_uses_it(
         with pytest.raises(ModelError, match="'scale' of unit 'head' had no gradient in step 0"):
             train(schedule, model, batches, steps=3, nvme_dir=tmp_path)
         return
-    result = train(schedule, model, batches, steps=3, nvme_dir=tmp_path)
-    assert result.losses == tuple(train_plainly(plain, batches, steps=3))
-    assert same_weights(model, plain)
+    train_as_plainly(schedule, model, batches, nvme_dir=tmp_path)
 
 
 class Borrowing(nn.Linear):

@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.runtime.models import (
     make_batches,
     make_model,
     observed_workload,
+    resume_as_plainly,
     schedule_for,
 )
 from tests.toys import uniform_plan
@@ -48,7 +50,7 @@ STEPS = 4
 def check(
     model: nn.Module,
     training: Training,
-    plan: UnitwisePlan | UnitPlan,
+    plan: UnitwisePlan | UnitPlan | Callable[[Workload], UnitwisePlan],
     nvme_dir: Path,
     *,
     on: Machine | None = None,
@@ -62,6 +64,8 @@ def check(
     workload = workload or observed_workload(model, batches[0], training)
     if isinstance(plan, UnitPlan):
         plan = uniform_plan(workload, plan, semantics="exact-clip" if training.max_grad_norm else "in-backward")
+    elif not isinstance(plan, UnitwisePlan):
+        plan = plan(workload)
     schedule = lower(plan, workload, on or machine())
     plain = copy.deepcopy(model)
     losses = train_plainly(
@@ -94,8 +98,7 @@ def test_a_step_may_ask_for_what_has_been_done() -> None:
     """Whole steps only: the losses are those of the run's end, as far as it has come."""
     model = make_model("gpt2")
     training = replace(CPU, gradient_accumulation_steps=2)
-    workload = observed_workload(model, make_batches(1)[0], training)
-    schedule = lower(uniform_plan(workload, UnitPlan()), workload, machine())
+    schedule = schedule_for(model, UnitPlan(), training)
     seen: list[tuple[int, RunResult]] = []
     with Trainer(schedule, model, on_step=lambda step, loss: seen.append((step, trainer.result()))) as trainer:
         trainer.run(make_batches(2 * STEPS), STEPS)
@@ -174,10 +177,8 @@ def test_with_two_threads(tmp_path: Path) -> None:
 
 
 def test_delayed_updates(tmp_path: Path) -> None:
-    model = make_model("gpt2")
-    workload = observed_workload(model, make_batches(1)[0], CPU)
-    plan = uniform_plan(workload, UnitPlan(grads="host", states="host"), semantics="delayed-1")
-    check(model, CPU, plan, tmp_path, workload=workload)
+    choice = UnitPlan(grads="host", states="host")
+    check(make_model("gpt2"), CPU, partial(uniform_plan, choice=choice, semantics="delayed-1"), tmp_path)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -198,23 +199,12 @@ def test_updates_that_wait_for_the_next_step(dtype: str, place: str, accumulatio
 
 
 def test_a_resumed_run_makes_the_updates_that_still_waited(tmp_path: Path) -> None:
-    model, batches = make_model("gpt2"), make_batches(6)
-    plain, resumed = copy.deepcopy(model), copy.deepcopy(model)
-    workload = observed_workload(model, batches[0], CPU)
+    model = make_model("gpt2")
+    workload = observed_workload(model, make_batches(1)[0], CPU)
     plan = uniform_plan(workload, UnitPlan(params="nvme", grads="host", states="nvme"))
     units = tuple(replace(choice, late_update=i % 2 == 0) for i, choice in enumerate(plan.units))
     schedule = lower(replace(plan, units=units), workload, machine())
-    optimizer = OptimizerSettings(lr=1e-2)
-    losses = train_plainly(plain, batches, steps=6, optimizer=optimizer)
-    places: dict[str, Any] = {"nvme_dir": tmp_path / "nvme", "out_dir": tmp_path / "out", "optimizer": optimizer}
-    with Trainer(schedule, model, **places) as first:
-        first.run(batches, 3)
-    with Trainer(schedule, resumed, resume=True, **places) as second:
-        second.run(batches, 3)
-        second.restore_model()
-        assert second.result().losses == tuple(losses)
-    for trained, expected in zip(resumed.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(trained, expected)
+    resume_as_plainly(schedule, schedule, model, make_batches(6), tmp_path, optimizer=OptimizerSettings(lr=1e-2))
 
 
 def test_sgd_and_a_learning_rate_schedule(tmp_path: Path) -> None:
@@ -250,8 +240,7 @@ class Masked:
 def test_batches_that_draw_random_numbers(accumulation: int, seed: int | None, acts: Any, tmp_path: Path) -> None:
     """They are those of plain training in any plan, and in a run that is resumed, which passes over some."""
     training = replace(CPU, gradient_accumulation_steps=accumulation)
-    workload = observed_workload(make_model("gpt2", dropout=0.1), make_batches(1)[0], training)
-    schedule = lower(uniform_plan(workload, UnitPlan(acts=acts)), workload, machine())
+    schedule = schedule_for(make_model("gpt2", dropout=0.1), UnitPlan(acts=acts), training)
     torch.manual_seed(9)
     plain = make_model("gpt2", dropout=0.1)
     torch.manual_seed(9)
@@ -467,8 +456,7 @@ def test_weights_that_are_changed_between_two_runs_are_refused(
     """And they stay changed; restored again, training goes on as if nothing had been."""
     model = make_model("gpt2")
     batches, plain = make_batches(4), copy.deepcopy(model)
-    workload = observed_workload(model, batches[0], CPU)
-    with Trainer(lower(uniform_plan(workload, MIXED), workload, machine()), model, nvme_dir=tmp_path) as trainer:
+    with Trainer(schedule_for(model, MIXED), model, nvme_dir=tmp_path) as trainer:
         trainer.run(batches[:2], 2)
         trainer.restore_model()
         before, parameters = model.transformer.wpe.weight.clone(), model.transformer.wpe.weight

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.runtime.models import make_batches, make_model, observed_workload
+from tests.runtime.models import make_batches, make_model, observed_workload, schedule_for
 from tests.runtime.test_trainer import CPU, machine
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
@@ -26,8 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def schedule_of(model: nn.Module | None = None, **changes: Any) -> Schedule:
     training = replace(CPU, **changes)
-    workload = observed_workload(model or make_model("gpt2"), make_batches(1)[0], training)
-    return lower(uniform_plan(workload, UnitPlan(acts="host")), workload, machine())
+    return schedule_for(model or make_model("gpt2"), UnitPlan(acts="host"), training)
 
 
 def test_fp16_is_refused_for_want_of_a_gradient_scaler() -> None:

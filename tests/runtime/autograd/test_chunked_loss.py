@@ -12,7 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.configs import config_of
-from tests.runtime.models import make_batches, make_model, observed_workload
+from tests.runtime.models import make_batches, make_model, schedule_for
 from tests.runtime.test_trainer import CPU, machine
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
@@ -76,10 +76,9 @@ def test_a_frozen_output_matrix_has_no_gradient_made_for_it() -> None:
 def test_a_schedule_gives_the_numbers_of_plain_training_in_chunks(family: str, acts: str, tmp_path: Path) -> None:
     batches = make_batches(3)
     model, plain = (make_model(family, num_blocks=2, dropout=0.1) for _ in range(2))
-    with loss_in_chunks(model, 3):
-        workload = observed_workload(model, batches[0], replace(CPU, loss_chunks=3))
     choice = UnitPlan(params="nvme", grads="host", states="nvme", acts=acts, input="host")  # type: ignore[arg-type]
-    schedule = lower(uniform_plan(workload, choice), workload, machine())
+    with loss_in_chunks(model, 3):
+        schedule = schedule_for(model, choice, replace(CPU, loss_chunks=3))
     with loss_in_chunks(plain, 3):
         losses = train_plainly(plain, batches, steps=3)
     result = train(schedule, model, batches, steps=3, nvme_dir=tmp_path)

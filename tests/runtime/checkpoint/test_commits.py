@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from tests.runtime.models import make_batches, make_model, observed_workload
+from tests.runtime.models import schedule_for as planned_for
 from tests.runtime.test_trainer import CPU, machine
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
@@ -56,10 +57,7 @@ def new_model() -> nn.Module:
 
 @cache
 def schedule_for(choice: str, training: Training = CPU, semantics: Semantics = "in-backward") -> Schedule:
-    model = new_model()
-    workload = observed_workload(model, make_batches(1)[0], training)
-    plan = uniform_plan(workload, {**CHOICES, **LATE}[choice], semantics=semantics)
-    return lower(plan, workload, machine())
+    return planned_for(new_model(), {**CHOICES, **LATE}[choice], training, semantics=semantics)
 
 
 @cache

@@ -12,7 +12,7 @@ import torch
 import transformers as hf
 from torch import nn
 
-from tests.runtime.models import make_batches, make_model, observed_workload
+from tests.runtime.models import make_batches, make_model, observed_workload, schedule_for
 from tests.runtime.test_trainer import CPU, machine
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
@@ -83,8 +83,7 @@ def test_random_weights_depend_on_the_seed_and_nothing_else() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_exported_models_load_with_from_pretrained_and_come_back(family: str, tmp_path: Path) -> None:
     model = make_model(family)
-    workload = observed_workload(model, make_batches(1)[0], CPU)
-    schedule = lower(uniform_plan(workload, NVME), workload, machine())
+    schedule = schedule_for(model, NVME)
     with Trainer(schedule, model, nvme_dir=tmp_path / "nvme") as trainer:
         trainer.run(make_batches(2), 2)
         export(trainer, tmp_path / "model")
@@ -109,8 +108,7 @@ def test_an_export_that_is_cut_off_leaves_nothing_that_loads_or_all_of_one_step(
 ) -> None:
     """Over an earlier export it left weights of two steps, which loaded in silence."""
     model = make_model("gpt2")
-    workload = observed_workload(model, make_batches(1)[0], CPU)
-    schedule = lower(uniform_plan(workload, UnitPlan()), workload, machine())
+    schedule = schedule_for(model)
     left = -1
 
     def counted(operation: Any) -> Any:
@@ -238,8 +236,7 @@ def test_an_index_without_its_files_is_a_checkpoint_that_is_not_whole(tmp_path: 
 def test_a_hollow_model_trains_like_a_whole_one(tmp_path: Path) -> None:
     whole = make_model("gpt2")
     whole.save_pretrained(tmp_path / "start")  # type: ignore[operator]
-    workload = observed_workload(whole, make_batches(1)[0], CPU)
-    schedule = lower(uniform_plan(workload, NVME), workload, machine())
+    schedule = schedule_for(whole, NVME)
     losses = []
     hollow = hollow_model(raw_config(whole), CPU)
     for model, weights in ((whole, None), (hollow, checkpoint_weights(hollow, tmp_path / "start"))):

@@ -25,7 +25,7 @@ from torch import nn
 from tests.runtime.execution.caching_allocator import CachingAllocator, OutOfMemoryError, Taken
 from tests.runtime.execution.test_ledger import CONFIG, UNIFORM, Meter, Watch, nightly, training_of
 from tests.runtime.execution.test_policies_run import RUN
-from tests.runtime.models import make_batches, make_model, observed_workload
+from tests.runtime.models import make_batches, make_model, observed_workload, schedule_for
 from tests.runtime.test_trainer import CPU, machine
 from tests.toys import uniform_plan
 from tierplan.hwmodels.names import COMPUTE
@@ -216,8 +216,7 @@ def test_all_threads_use_the_gpu_that_was_current_where_the_device_was_opened() 
 
 @pytest.mark.parametrize("name", ["cuda", "cuda:1"])
 def test_a_run_may_be_resumed_on_another_gpu(name: str) -> None:
-    workload = observed_workload(model := make_model("gpt2"), make_batches(1)[0], CPU)
-    with Trainer(lower(uniform_plan(workload, UnitPlan()), workload, machine()), model, device=name) as trainer:
+    with Trainer(schedule_for(model := make_model("gpt2")), model, device=name) as trainer:
         assert trainer._settings["device"] == "cuda"
 
 
@@ -273,8 +272,7 @@ def test_batches_are_taken_where_the_device_computes() -> None:
             return super().take(t)
 
     model, batches, training = make_model("gpt2"), make_batches(4), replace(CPU, gradient_accumulation_steps=2)
-    workload = observed_workload(model, batches[0], training)
-    train(lower(uniform_plan(workload, UnitPlan()), workload, machine()), model, batches, steps=2, device=Taking())
+    train(schedule_for(model, UnitPlan(), training), model, batches, steps=2, device=Taking())
     assert Taking.streams == [COMPUTE] * 2 * len(batches)
 
 

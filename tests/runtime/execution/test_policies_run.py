@@ -18,6 +18,7 @@ from tierplan.planner.plan import UnitPlan
 from tierplan.planner.policies import POLICIES, decide
 from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.trainer import Trainer
+from tierplan.sim.workloads.workload import Training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -29,13 +30,14 @@ RUN = [name for name in POLICIES if not name.startswith(NOT_RUN) and name not in
 pipelines are for several devices."""
 
 
+def check_policy(model: nn.Module, training: Training, policy: str, options: dict[str, object], folder: Path) -> None:
+    check(model, training, lambda workload: decide(policy, workload, machine(), options), folder)
+
+
 @pytest.mark.parametrize("every", [2, 3, 5])
 def test_segments_are_made_again_from_their_first_input(every: int, tmp_path: Path) -> None:
-    training = replace(CPU, gradient_accumulation_steps=2)
     model = make_model("gpt2", num_blocks=5, dropout=0.1)
-    workload = observed_workload(model, make_batches(1)[0], training)
-    plan = decide("full-recompute", workload, machine(), {"every": every})
-    check(model, training, plan, tmp_path, workload=workload)
+    check_policy(model, replace(CPU, gradient_accumulation_steps=2), "full-recompute", {"every": every}, tmp_path)
 
 
 class _Block(nn.Module):
@@ -87,9 +89,7 @@ def test_packs_visit_the_device(
     """Harmony on one device: tied and untied heads, packs that hold the embedding or the head alone, or everything."""
     training = replace(CPU, dtype=dtype, gradient_accumulation_steps=accumulation, max_grad_norm=clip)  # type: ignore[arg-type]
     model = make_model(family, num_blocks=5, dropout=0.1, dtype=dtype)
-    workload = observed_workload(model, make_batches(1)[0], training)
-    plan = decide("harmony", workload, machine(), {"pack": pack, "pack_forward": pack_forward})
-    check(model, training, plan, tmp_path, workload=workload)
+    check_policy(model, training, "harmony", {"pack": pack, "pack_forward": pack_forward}, tmp_path)
 
 
 OPTIONS: list[tuple[str, dict[str, object], float | None]] = [
@@ -112,10 +112,7 @@ def test_a_policy_s_options(
     policy: str, options: dict[str, object], clip: float | None, dtype: str, tmp_path: Path
 ) -> None:
     training = replace(CPU, dtype=dtype, gradient_accumulation_steps=2, max_grad_norm=clip)  # type: ignore[arg-type]
-    model = make_model("gpt2", dtype=dtype)
-    workload = observed_workload(model, make_batches(1)[0], training)
-    plan = decide(policy, workload, machine(), options)
-    check(model, training, plan, tmp_path, workload=workload)
+    check_policy(make_model("gpt2", dtype=dtype), training, policy, options, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -156,6 +153,4 @@ def test_on_one_device_some_are_full_recompute(dtype: str, clip: float | None) -
 )  # fmt: skip
 def test_a_policy_trains_bit_for_bit(policy: str, dtype: str, clip: float | None, tmp_path: Path) -> None:
     training = replace(CPU, dtype=dtype, max_grad_norm=clip)  # type: ignore[arg-type]
-    model = make_model("gpt2", dtype=dtype)
-    workload = observed_workload(model, make_batches(1)[0], training)
-    check(model, training, decide(policy, workload, machine()), tmp_path, workload=workload)
+    check_policy(make_model("gpt2", dtype=dtype), training, policy, {}, tmp_path)

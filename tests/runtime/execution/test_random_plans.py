@@ -15,7 +15,7 @@ import pytest
 from torch import nn
 
 from tests.random_plans import random_plan, with_some_in_host, with_updates_here
-from tests.runtime.models import make_batches, make_model, observed_workload
+from tests.runtime.models import make_model
 from tests.runtime.test_trainer import CPU, check
 from tierplan.sim.workloads.workload import Training
 
@@ -39,9 +39,7 @@ def training_of(dtype: str, accumulation: int, clip: float | None) -> Training:
 def train_random(family: str, training: Training, seed: str, folder: Path) -> None:
     rng = random.Random(seed)
     model: nn.Module = make_model(family, num_blocks=2 if family == "t5" else 3, dropout=0.1, dtype=training.dtype)
-    workload = observed_workload(model, make_batches(1)[0], training)
-    plan = with_updates_here(with_some_in_host(random_plan(workload, rng), rng), rng)
-    check(model, training, plan, folder, workload=workload)
+    check(model, training, lambda w: with_updates_here(with_some_in_host(random_plan(w, rng), rng), rng), folder)
 
 
 @pytest.mark.parametrize("seed", [*range(10), *(pytest.param(n, marks=pytest.mark.nightly) for n in range(10, 16))])

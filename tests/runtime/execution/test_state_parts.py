@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.runtime.models import make_batches, make_model, observed_workload
+from tests.runtime.models import make_batches, make_model, observed_workload, resume_as_plainly
 from tests.runtime.test_trainer import CPU, check, machine
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
@@ -18,8 +18,6 @@ from tierplan.planner.plan import GradientsByLink, UnitPlan, UnitwisePlan
 from tierplan.runtime.execution.values import states_of
 from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.optim.states import layout_of
-from tierplan.runtime.reference import train_plainly
-from tierplan.runtime.trainer import Trainer
 from tierplan.sim.contents import States, part_ranges
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Workload
@@ -61,9 +59,8 @@ def test_states_cut_into_parts_join_to_the_whole() -> None:
 def test_numbers_of_plain_training(dtype: str, clip: float | None, semantics: str, params: str, tmp_path: Path) -> None:
     training = replace(CPU, dtype=dtype, max_grad_norm=clip, gradient_accumulation_steps=2)  # type: ignore[arg-type]
     model = make_model("gpt2", num_blocks=2, dtype=dtype)
-    workload = observed_workload(model, make_batches(1)[0], training)
     choice = UnitPlan(params=params, grads="host", states="nvme")  # type: ignore[arg-type]
-    schedule = check(model, training, split(workload, choice, semantics=semantics), tmp_path, workload=workload)
+    schedule = check(model, training, partial(split, choice=choice, semantics=semantics), tmp_path)
     assert num_updates(schedule, "L0") == PARTS
 
 
@@ -78,9 +75,8 @@ def test_numbers_of_plain_training(dtype: str, clip: float | None, semantics: st
 def test_with_gradients_on_nvme_and_every_way_home(settings: dict[str, Any], tmp_path: Path) -> None:
     training = replace(CPU, dtype="bf16", gradient_accumulation_steps=2)
     model = make_model("llama", num_blocks=2, dtype="bf16")
-    workload = observed_workload(model, make_batches(1)[0], training)
     choice = UnitPlan(params="nvme", grads="nvme", states="nvme")
-    check(model, training, split(workload, choice, **settings), tmp_path, workload=workload)
+    check(model, training, partial(split, choice=choice, **settings), tmp_path)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
@@ -88,34 +84,20 @@ def test_late_updates(optimizer: str, tmp_path: Path) -> None:
     """SGD has a master copy for its states, in bf16."""
     training = replace(CPU, dtype="bf16", optimizer=optimizer)  # type: ignore[arg-type]
     model = make_model("gpt2", num_blocks=2, dtype="bf16")
-    workload = observed_workload(model, make_batches(1)[0], training)
     choice = UnitPlan(params="nvme", grads="host", states="nvme", late_update=True)
-    check(model, training, split(workload, choice), tmp_path, workload=workload)
+    check(model, training, partial(split, choice=choice), tmp_path)
 
 
 def test_an_optimizer_without_states_updates_each_part_once(tmp_path: Path) -> None:
-    training = replace(CPU, optimizer="sgd")
-    model = make_model("gpt2", num_blocks=2)
-    workload = observed_workload(model, make_batches(1)[0], training)
     choice = UnitPlan(params="host", grads="host", states="nvme")
-    check(model, training, split(workload, choice), tmp_path, workload=workload)
+    check(make_model("gpt2", num_blocks=2), replace(CPU, optimizer="sgd"), partial(split, choice=choice), tmp_path)
 
 
 @pytest.mark.parametrize("then", [PARTS, 1, 2])
 def test_a_run_resumes_with_states_in_any_number_of_parts(then: int, tmp_path: Path) -> None:
-    model, batches = make_model("gpt2", dtype="bf16"), make_batches(6)
-    plain, resumed = copy.deepcopy(model), copy.deepcopy(model)
-    workload = observed_workload(model, batches[0], replace(CPU, dtype="bf16"))
+    model = make_model("gpt2", dtype="bf16")
+    workload = observed_workload(model, make_batches(1)[0], replace(CPU, dtype="bf16"))
     plan = split(workload, UnitPlan(params="host", grads="host", states="nvme", late_update=True))
     other = replace(plan, units=tuple(replace(unit, state_shards=then) for unit in plan.units))
-    optimizer = OptimizerSettings(lr=1e-2)
-    losses = train_plainly(plain, batches, steps=6, optimizer=optimizer)
-    places: dict[str, Any] = {"nvme_dir": tmp_path / "nvme", "out_dir": tmp_path / "out", "optimizer": optimizer}
-    with Trainer(lower(plan, workload, machine()), model, **places) as first:
-        first.run(batches, 3)
-    with Trainer(lower(other, workload, machine()), resumed, resume=True, **places) as second:
-        second.run(batches, 3)
-        second.restore_model()
-        assert second.result().losses == tuple(losses)
-    for trained, expected in zip(resumed.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(trained, expected)
+    schedule, then_on = (lower(one, workload, machine()) for one in (plan, other))
+    resume_as_plainly(schedule, then_on, model, make_batches(6), tmp_path, optimizer=OptimizerSettings(lr=1e-2))

@@ -12,10 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from tests.runtime.models import make_batches, make_model, observed_workload
-from tests.runtime.test_trainer import CPU, machine
-from tests.toys import uniform_plan
-from tierplan.planner.lowering import lower
+from tests.runtime.models import make_batches, make_model, schedule_for
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.memory.arena import PAGE_BYTES, Pool, map_host
 from tierplan.runtime.trainer import Trainer
@@ -85,9 +82,8 @@ def test_workers_may_be_forked_while_drives_fill_pages(tmp_path: Path) -> None:
     losses = []
     for has_workers in (False, True):
         model = make_model("gpt2")
-        workload = observed_workload(model, batches[0], CPU)
         choice = UnitPlan(params="nvme", grads="host", states="nvme", acts="host")
-        schedule = lower(uniform_plan(workload, choice), workload, machine())
+        schedule = schedule_for(model, choice)
         with Trainer(schedule, model, nvme_dir=tmp_path) as trainer:
             trainer.run(batches[:2], 2)
             pool = trainer._bodies.places.host_pool  # type: ignore[union-attr]

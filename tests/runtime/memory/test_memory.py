@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.runtime.models import make_batches, make_model, observed_workload
+from tests.runtime.models import make_batches, make_model, observed_workload, schedule_for
 from tests.runtime.test_trainer import CPU, machine
 from tests.sim.naive import initial_bytes
 from tests.toys import uniform_plan
@@ -38,9 +38,8 @@ def tensor_bytes(trainer: Trainer) -> int:
 @pytest.mark.parametrize("acts", [pytest.param("recompute", marks=pytest.mark.nightly), "nvme"])
 def test_nothing_grows_over_many_steps(acts: str, tmp_path: Path) -> None:
     model = make_model("gpt2", num_blocks=2, dropout=0.1)
-    workload = observed_workload(model, make_batches(1)[0], CPU)
     choice = UnitPlan(params="nvme", grads="host", states="nvme", acts=acts, input="host")  # type: ignore[arg-type]
-    schedule = lower(uniform_plan(workload, choice), workload, machine())
+    schedule = schedule_for(model, choice)
     batches = make_batches(60)
     with Trainer(schedule, model, nvme_dir=tmp_path, trace_steps=1) as trainer:
         trainer.run(batches[:15], 15)
@@ -84,9 +83,8 @@ def test_with_page_rounding_the_ledger_is_what_the_pool_has_lent(tmp_path: Path)
 def test_pools_hold_what_the_ledger_says(tmp_path: Path) -> None:
     """Memory that is lent is the ledger's, but for rounding to whole pages and what autograd holds by itself."""
     model = make_model("gpt2")
-    workload = observed_workload(model, make_batches(1)[0], CPU)
     choice = UnitPlan(params="host", grads="host", states="host", acts="host", input="host")
-    schedule = lower(uniform_plan(workload, choice), workload, machine())
+    schedule = schedule_for(model, choice)
     with Trainer(schedule, model, nvme_dir=tmp_path) as trainer:
         trainer.run(make_batches(3), 3)
         bodies = trainer._bodies

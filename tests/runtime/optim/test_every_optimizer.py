@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -12,9 +13,8 @@ import torch
 from torch import nn
 
 from tests.runtime.execution.test_state_parts import split
-from tests.runtime.models import make_batches, make_model, observed_workload
+from tests.runtime.models import make_batches, make_model, observed_workload, schedule_for
 from tests.runtime.test_trainer import CPU, STEPS, check, machine, random_choices
-from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.execution.placement import TrainingError
@@ -46,9 +46,8 @@ def test_states_in_shards(spec: str, tmp_path: Path) -> None:
     dtype = "bf16" if "bf16" in spec else "fp32"
     training = of(spec, dtype, max_grad_norm=0.5, gradient_accumulation_steps=2)
     model = make_model("llama", num_blocks=2, dtype=dtype)
-    workload = observed_workload(model, make_batches(1)[0], training)
-    plan = split(workload, UnitPlan(params="nvme", grads="host", states="nvme"), semantics="exact-clip")
-    check(model, training, plan, tmp_path, workload=workload)
+    choice = UnitPlan(params="nvme", grads="host", states="nvme")
+    check(model, training, partial(split, choice=choice, semantics="exact-clip"), tmp_path)
 
 
 @pytest.mark.sampled
@@ -82,8 +81,7 @@ def test_a_resumed_run_cuts_states_otherwise(spec: str, tmp_path: Path) -> None:
 def test_what_is_only_simulated_is_refused_by_name(tmp_path: Path) -> None:
     training = of("galore:rank=4", "bf16")
     model = make_model("gpt2", num_blocks=2, dtype="bf16")
-    workload = observed_workload(model, make_batches(1)[0], training)
-    schedule = lower(uniform_plan(workload, UnitPlan()), workload, machine())
+    schedule = schedule_for(model, UnitPlan(), training)
     with pytest.raises(TrainingError, match="galore:rank=4, which is simulated only; plan with one of adamw, sgd"):
         Trainer(schedule, model, optimizer=OptimizerSettings(name=training.optimizer))
 
@@ -91,8 +89,7 @@ def test_what_is_only_simulated_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("spec", ["adamw", "sgd:momentum=0.9", "lion", "muon", "adafactor"])
 def test_fp32_states_beside_bf16_weights_without_a_master_copy_are_refused(spec: str) -> None:
     model = make_model("gpt2", num_blocks=2, dtype="bf16")
-    workload = observed_workload(model, make_batches(1)[0], of(spec, "bf16", master_weights=False))
-    schedule = lower(uniform_plan(workload, UnitPlan()), workload, machine())
+    schedule = schedule_for(model, UnitPlan(), of(spec, "bf16", master_weights=False))
     with pytest.raises(TrainingError, match=f"fp32 states of {spec} without a master copy .*adamw:states=bf16"):
         Trainer(schedule, model, optimizer=OptimizerSettings(name=spec))
 
