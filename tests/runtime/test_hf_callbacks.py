@@ -9,8 +9,7 @@ import pytest
 import torch
 import transformers as hf
 
-from tests.runtime.models import make_model
-from tests.runtime.test_hf_trainer import arguments, examples, schedule_for
+from tests.runtime.test_hf_trainer import examples, made
 from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.hf_trainer import ScheduleTrainer
 from tierplan.runtime.reference import same_weights
@@ -44,18 +43,10 @@ class Changes(hf.TrainerCallback):
                 model.transformer.wpe.weight.mul_(0.5)
 
 
-def made(kind: type, folder: Path, callback: hf.TrainerCallback, accumulation: int = 2) -> Any:
-    own = {"schedule": schedule_for(accumulation, None), "nvme_dir": folder / "nvme"}
+def made_with(callback: hf.TrainerCallback, kind: type, folder: Path) -> Any:
     often: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 3}
-    hf.set_seed(1)
-    return kind(
-        **(own if kind is ScheduleTrainer else {}),
-        model=make_model("gpt2", dropout=0.1),
-        args=arguments(folder / kind.__name__, accumulation, None, **often, max_steps=4),
-        train_dataset=examples(16),
-        eval_dataset=examples(4),
-        callbacks=[callback],
-    )
+    given = {"train_dataset": examples(16), "eval_dataset": examples(4), "callbacks": [callback]}
+    return made(kind, folder, 2, given=given, **often, max_steps=4)
 
 
 def test_weights_are_whole_after_an_evaluation_and_after_saving(tmp_path: Path) -> None:
@@ -63,8 +54,7 @@ def test_weights_are_whole_after_an_evaluation_and_after_saving(tmp_path: Path) 
     trainers, seen = [], []
     for kind in (hf.Trainer, ScheduleTrainer):
         callback = Looks("on_train_begin", "on_evaluate", "on_prediction_step", "on_save", "on_train_end")
-        trainers.append(made(kind, tmp_path, callback))
-        hf.set_seed(1)
+        trainers.append(made_with(callback, kind, tmp_path))
         trainers[-1].train()
         seen.append(callback.seen)
     assert seen[1] == seen[0]
@@ -82,7 +72,7 @@ def test_weights_are_whole_after_an_evaluation_and_after_saving(tmp_path: Path) 
 @pytest.mark.parametrize("step", [2, 4])
 def test_weights_that_a_callback_changes_there_end_training(step: int, tmp_path: Path) -> None:
     """In the middle of training, and after its last step: before they are saved, or the model is given back."""
-    trainer = made(ScheduleTrainer, tmp_path, Changes(step))
+    trainer = made_with(Changes(step), ScheduleTrainer, tmp_path)
     with pytest.raises(TrainingError, match=r"parameter 'transformer\.wpe\.weight' was changed"):
         trainer.train()
     assert trainer._engine.num_steps_done == step

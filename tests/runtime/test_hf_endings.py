@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 import signal
@@ -16,8 +15,9 @@ import torch
 import transformers as hf
 
 from tests.runtime.models import make_batches, make_model
+from tests.runtime.models import schedule_for as planned_for
 from tests.runtime.ranks.test_ranks import several
-from tests.runtime.test_hf_trainer import arguments, examples, schedule_for
+from tests.runtime.test_hf_trainer import arguments, examples, made
 from tests.runtime.test_trainer import CPU, machine
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
@@ -26,15 +26,17 @@ from tierplan.planner.policies import decide
 from tierplan.runtime.execution.instances import ExecutionError
 from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.execution.values import SizeError
-from tierplan.runtime.hf_arguments import (
-    check_epoch,
-)
+from tierplan.runtime.hf_arguments import check_epoch
 from tierplan.runtime.hf_trainer import ScheduleTrainer
 from tierplan.runtime.optim.adam import NonFiniteGradientError
 from tierplan.runtime.reference import same_weights
 from tierplan.runtime.tracing.trace import trace_module
 
 pytestmark = pytest.mark.usefixtures("one_thread", "past_set_aside")
+
+
+CONSTANT: dict[str, Any] = {"lr_scheduler_type": "constant", "warmup_steps": 0}
+"""The same rates, however many steps there are."""
 
 
 class Sets(hf.TrainerCallback):
@@ -62,21 +64,12 @@ def test_where_training_ends_by_an_error_the_model_is_whole(
     values: dict[str, float], says: str, tmp_path: Path
 ) -> None:
     """As it was after the last step: two steps of the plain Trainer, before anything was set."""
-    hf.set_seed(1)
-    plain, model = make_model("gpt2", dropout=0.1), make_model("gpt2", dropout=0.1)
-    args = arguments(tmp_path, 1, None, lr_scheduler_type="constant", warmup_steps=0)
-    trainer = ScheduleTrainer(
-        schedule=schedule_for(1, None), nvme_dir=tmp_path / "nvme", model=model, args=args, train_dataset=examples(40),
-        callbacks=[Sets(**values)],
-    )  # fmt: skip
+    trainer = made(ScheduleTrainer, tmp_path, given={"callbacks": [Sets(**values)]}, **CONSTANT)
     with pytest.raises(TrainingError if values else KeyboardInterrupt, match=says):
         trainer.train()
-    hf.set_seed(1)
-    expected = hf.Trainer(
-        model=plain, args=dataclasses.replace(args, max_steps=2), train_dataset=examples(40)
-    )  # the same rates, since they are constant
+    expected = made(hf.Trainer, tmp_path, **CONSTANT, max_steps=2)
     expected.train()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert same_weights(trainer.model, expected.model)
 
 
 class SetsRates(hf.TrainerCallback):
@@ -109,14 +102,9 @@ def test_a_callback_cannot_change_what_is_trained(name: str, is_trained: bool, a
         return model
 
     choice = UnitPlan(params="host", frozen="host", grads="host", states="host", acts=acts)
-    workload = trace_module(new_model(), make_batches(1)[0], CPU)
-    trainer = ScheduleTrainer(
-        schedule=lower(uniform_plan(workload, choice), workload, machine()),
-        model=new_model(),
-        args=arguments(tmp_path, 1, None),
-        train_dataset=examples(10),
-        callbacks=[Freezes(name, is_trained)],
-    )
+    schedule = planned_for(new_model(), choice, traced=make_batches(1)[0])
+    given = {"schedule": schedule, "model": new_model(), "callbacks": [Freezes(name, is_trained)]}
+    trainer = made(ScheduleTrainer, tmp_path, given=given)
     now = "to be trained" if is_trained else "frozen"
     with pytest.raises(TrainingError, match=rf"'{name}' is {now} .* now, which it was not when the run began"):
         trainer.train()
@@ -126,23 +114,16 @@ def test_a_learning_rate_that_a_callback_sets_in_all_groups(tmp_path: Path) -> N
     """The groups are those of the plain Trainer, and training with their rates gives its weights."""
     models, decays = [], []
     for build in (hf.Trainer, ScheduleTrainer):
-        own = {"schedule": schedule_for(1, None), "nvme_dir": tmp_path} if build is ScheduleTrainer else {}
-        hf.set_seed(1)
-        model, args = make_model("gpt2", dropout=0.1), arguments(tmp_path, 1, None, weight_decay=0.1)
-        trainer = build(**own, model=model, args=args, train_dataset=examples(40), callbacks=[SetsRates()])  # type: ignore[arg-type]
+        trainer = made(build, tmp_path, given={"callbacks": [SetsRates()]}, weight_decay=0.1)
         trainer.train()
-        models.append(model)
+        models.append(trainer.model)
         decays.append([group["weight_decay"] for group in trainer.optimizer.param_groups])  # type: ignore[union-attr]
     assert decays == [[0.1, 0.0]] * 2
     assert same_weights(*models)
 
 
 def test_ctrl_c_in_the_middle_of_a_step_comes_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model("gpt2", dropout=0.1)
-    trainer = ScheduleTrainer(
-        schedule=schedule_for(1, None), nvme_dir=tmp_path / "nvme", model=model, args=arguments(tmp_path, 1, None),
-        train_dataset=examples(40),
-    )  # fmt: skip
+    trainer = made(ScheduleTrainer, tmp_path)
     run, calls = trainer._engine.run, []
 
     def interrupted(batches: Any, steps: int) -> None:
@@ -157,7 +138,7 @@ def test_ctrl_c_in_the_middle_of_a_step_comes_behind_it(tmp_path: Path, monkeypa
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert trainer._engine.num_steps_done == 3
-    assert all(p.isfinite().all() for p in model.parameters())
+    assert all(p.isfinite().all() for p in trainer.model.parameters())
     trainer.save_model(str(tmp_path / "saved"))
 
 
@@ -167,11 +148,8 @@ def test_a_model_that_an_error_tore_apart_is_not_saved(
 ) -> None:
     """In the third step a micro-batch has another length: an op ends by an error, before anything is updated."""
     longer = [{k: v[0] for k, v in batch.items()} for batch in make_batches(2, batch=1, length=32)]
-    trainer = ScheduleTrainer(
-        schedule=schedule_for(1, None), nvme_dir=tmp_path / "nvme", model=make_model("gpt2", dropout=0.1),
-        args=arguments(tmp_path, 1, None, train_sampling_strategy="sequential"),
-        train_dataset=[*examples(4), *longer, *examples(20)],
-    )  # fmt: skip
+    data = [*examples(4), *longer, *examples(20)]
+    trainer = made(ScheduleTrainer, tmp_path, given={"train_dataset": data}, train_sampling_strategy="sequential")
     if is_torn:
         monkeypatch.setattr(trainer._engine, "restore_model", lambda: 1 / 0)
     with pytest.raises(SizeError):
@@ -203,10 +181,8 @@ def test_a_model_that_is_half_updated_is_not_saved(is_in_backward: bool, is_erro
         return gradient * (1 / 0 if is_error else float("nan"))
 
     model.model.embed_tokens.weight.register_hook(spoil)
-    args = arguments(tmp_path, 1, None, lr_scheduler_type="constant", warmup_steps=0)
-    trainer = ScheduleTrainer(
-        schedule=lower(plan, workload, machine()), model=model, args=args, train_dataset=examples(40)
-    )
+    schedule = lower(plan, workload, machine())
+    trainer = made(ScheduleTrainer, tmp_path, given={"schedule": schedule, "model": model}, **CONSTANT)
     with pytest.raises(ZeroDivisionError if is_error else NonFiniteGradientError):
         trainer.train()
     if is_in_backward:
@@ -218,9 +194,8 @@ def test_a_model_that_is_half_updated_is_not_saved(is_in_backward: bool, is_erro
             trainer._engine.save_copy(tmp_path / "copy")
         return
     trainer.save_model(str(tmp_path / "saved"))
-    expected = hf.Trainer(model=plain, args=dataclasses.replace(args, max_steps=2), train_dataset=examples(40))
-    expected.train()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    made(hf.Trainer, tmp_path, given={"model": plain}, **CONSTANT, max_steps=2).train()
+    assert same_weights(model, plain)
 
 
 @pytest.mark.parametrize(
@@ -274,40 +249,28 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_no_update_is_made_of_two_epochs(is_stream: bool, tmp_path: Path) -> None:
     """After two steps, whose weights are those of the plain Trainer, the next epoch ends training by an error."""
-    data = Stream() if is_stream else examples(16)
-    own: dict[str, Any] = {"schedule": schedule_for(2, None), "nvme_dir": tmp_path / "nvme"}
-    args = arguments(tmp_path, 2, None, lr_scheduler_type="constant", warmup_steps=0)
-    trainers = [
-        kind(**more, model=make_model("gpt2", dropout=0.1), args=args, train_dataset=data)
-        for kind, more, args in (
-            (hf.Trainer, {}, dataclasses.replace(args, max_steps=2)),
-            (ScheduleTrainer, own, args),
-        )
-    ]
-    hf.set_seed(1)
-    trainers[0].train()
+    given = {"train_dataset": Stream() if is_stream else examples(16)}
+    plain = made(hf.Trainer, tmp_path, 2, given=given, **CONSTANT, max_steps=2)
+    plain.train()
+    trainer = made(ScheduleTrainer, tmp_path, 2, given=given, **CONSTANT)
     if not is_stream:
-        trainers[1].add_callback(EndsTheEpoch())
-    hf.set_seed(1)
+        trainer.add_callback(EndsTheEpoch())
     with pytest.raises(TrainingError, match=r"an epoch ended after 1 micro-batches of a step, .* 2;"):
-        trainers[1].train()
-    assert trainers[1]._engine.num_steps_done == 2
-    assert same_weights(trainers[1].model, trainers[0].model)
+        trainer.train()
+    assert trainer._engine.num_steps_done == 2
+    assert same_weights(trainer.model, plain.model)
 
 
 def test_a_checkpoint_with_states_of_another_step_is_refused(tmp_path: Path) -> None:
-    own: dict[str, Any] = {
-        "schedule": schedule_for(1, None),
-        "nvme_dir": tmp_path / "nvme",
-        "train_dataset": examples(4),
-    }
-    args = arguments(tmp_path, 1, None, save_strategy="steps", save_steps=1, max_steps=2)
-    ScheduleTrainer(**own, model=make_model("gpt2", dropout=0.1), args=args).train()
-    shutil.rmtree(tmp_path / "checkpoint-2" / "tierplan")
-    shutil.copytree(tmp_path / "checkpoint-1" / "tierplan", tmp_path / "checkpoint-2" / "tierplan")
-    trainer = ScheduleTrainer(**own, model=make_model("gpt2", dropout=0.1), args=args)
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    first = made(ScheduleTrainer, tmp_path, **saving)
+    first.train()
+    before, last = (Path(first.args.output_dir) / f"checkpoint-{k}" for k in (1, 2))
+    shutil.rmtree(last / "tierplan")
+    shutil.copytree(before / "tierplan", last / "tierplan")
+    trainer = made(ScheduleTrainer, tmp_path, **saving)
     with pytest.raises(TrainingError, match=r"tierplan was saved after 1 steps, but .*checkpoint-2 is that of step 2"):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        trainer.train(resume_from_checkpoint=str(last))
 
 
 def test_a_plan_of_several_devices_is_refused() -> None:

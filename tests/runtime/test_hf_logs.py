@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers as hf
 
-from tests.runtime.models import make_model
-from tests.runtime.test_hf_trainer import arguments, examples, schedule_for
+from tests.runtime.test_hf_trainer import examples, made
 from tierplan.runtime.hf_trainer import ScheduleTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "past_set_aside")
@@ -22,13 +22,9 @@ def test_a_loss_that_is_not_finite_is_logged_as_the_plain_trainer_does(is_filter
     for k in (k for k in range(42) if k // 6 in (1, 2, 5)):
         data[k]["labels"] = torch.full_like(data[k]["labels"], -100)
     for build in (hf.Trainer, ScheduleTrainer):
-        own = {"schedule": schedule_for(3, None), "nvme_dir": tmp_path / "nvme"} if build is ScheduleTrainer else {}
-        args = arguments(
-            tmp_path, 3, None, logging_steps=3, logging_nan_inf_filter=is_filtered, max_steps=7,
-            train_sampling_strategy="sequential",
-        )  # fmt: skip
-        hf.set_seed(1)
-        trainer = build(**own, model=make_model("gpt2", dropout=0.1), args=args, train_dataset=data)  # type: ignore[arg-type]
+        often: dict[str, Any] = {"logging_steps": 3, "logging_nan_inf_filter": is_filtered, "max_steps": 7}
+        given = {"train_dataset": data}
+        trainer = made(build, tmp_path, 3, given=given, **often, train_sampling_strategy="sequential")
         trainer.train()
         logs.append([entry.get("loss", entry.get("train_loss")) for entry in trainer.state.log_history])
     assert str(logs[1]) == str(logs[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ pytest.importorskip("torchao", reason="the Trainer's coded states are torchao's"
 
 import transformers as hf
 
-from tests.runtime.test_hf_trainer import arguments, examples
+from tests.runtime.test_hf_trainer import made
 from tierplan.runtime.hf_trainer import ScheduleTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "past_set_aside")
@@ -31,18 +32,11 @@ pytestmark = pytest.mark.usefixtures("one_thread", "past_set_aside")
 def test_coded_states_are_the_trainers(optim: str, spec: str, tmp_path: Path) -> None:
     """In 4 bits torchao's own blocks have 128 values, and the Trainer's 256."""
     choice = UnitPlan(params="host", grads="host", states="nvme", acts="host")
-    own = {
-        "schedule": schedule_for(make_model("gpt2"), choice, replace(CPU, optimizer=spec)),
-        "nvme_dir": tmp_path / "nvme",
-    }
-    models = []
+    schedule, models = schedule_for(make_model("gpt2"), choice, replace(CPU, optimizer=spec)), []
+    more: dict[str, Any] = {"weight_decay": 0.1, "lr_scheduler_type": "constant", "warmup_steps": 0}
     for kind in (hf.Trainer, ScheduleTrainer):
-        args = arguments(tmp_path, 1, None, optim=optim, weight_decay=0.1, lr_scheduler_type="constant", warmup_steps=0)
-        model = make_model("gpt2")
-        hf.set_seed(1)
+        given = {"schedule": schedule, "model": make_model("gpt2")}
         with torch.compiler.set_stance("force_eager"):
-            kind(
-                **(own if kind is ScheduleTrainer else {}), model=model, args=args, train_dataset=examples(10)
-            ).train()  # fmt: skip
-        models.append(model)
+            made(kind, tmp_path, given=given, optim=optim, **more).train()
+        models.append(given["model"])
     assert same_weights(*models)

@@ -13,7 +13,8 @@ import transformers as hf
 from transformers.trainer_pt_utils import LabelSmoother
 
 from tests.runtime.models import make_model
-from tests.runtime.test_hf_trainer import arguments, examples, schedule_for
+from tests.runtime.test_hf_trainer import made as plainly_made
+from tests.runtime.test_hf_trainer import schedule_for
 from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.hf_arguments import EXECUTED
 from tierplan.runtime.hf_trainer import ScheduleTrainer
@@ -25,20 +26,9 @@ Change = Callable[[Any], object]
 
 
 def made(kind: type, folder: Path, accumulation: int = 1, change: Change = lambda trainer: None, **more: Any) -> Any:
-    own = {"schedule": schedule_for(accumulation, None), "nvme_dir": folder / "nvme"}
-    args = arguments(
-        folder,
-        1 if "accelerator_config" in more else accumulation,
-        None,
-        **{"max_steps": 2, "logging_steps": 1, **more},
-    )
-    hf.set_seed(1)
-    trainer = kind(
-        **(own if issubclass(kind, ScheduleTrainer) else {}),
-        model=make_model("gpt2", dropout=0.1),
-        args=args,
-        train_dataset=examples(16),
-    )
+    given, steps = {"schedule": schedule_for(accumulation, None)}, {"max_steps": 2, "logging_steps": 1}
+    in_arguments = 1 if "accelerator_config" in more else accumulation
+    trainer = plainly_made(kind, folder, in_arguments, given=given, **steps, **more)
     change(trainer)
     return trainer
 

@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -79,28 +79,39 @@ def schedule_for(accumulation: int, clip: float | None, *, late: bool = False) -
     return planned_for(make_model("gpt2", dropout=0.1), choice, training)
 
 
+def made(
+    kind: type,
+    folder: Path,
+    accumulation: int = 1,
+    clip: float | None = None,
+    *,
+    given: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> Any:
+    """One of the Trainers, about to train by the same random numbers. `given` are settings of it, of which `schedule`
+    is the adapter's alone; `more` its arguments."""
+    settings: dict[str, Any] = {"train_dataset": examples(40), **(given or {})}
+    settings["model"] = settings.get("model") or make_model("gpt2", dropout=0.1)
+    schedule = settings.pop("schedule", None)
+    if issubclass(kind, ScheduleTrainer):
+        settings |= {"schedule": schedule or schedule_for(accumulation, clip), "nvme_dir": folder / "nvme"}
+    trainer = kind(args=arguments(folder / kind.__name__, accumulation, clip, **more), **settings)
+    if clip and not issubclass(kind, ScheduleTrainer):
+        trainer._clip_grad_norm = lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), clip, foreach=False)
+    hf.set_seed(1)
+    return trainer
+
+
 @pytest.mark.parametrize(("accumulation", "clip", "decay"), [(1, None, 0.0), (2, 0.5, 0.3)])
 def test_against_the_plain_trainer(accumulation: int, clip: float | None, decay: float, tmp_path: Path) -> None:
-    plain, model = make_model("gpt2", dropout=0.1), make_model("gpt2", dropout=0.1)
-    args = arguments(tmp_path, accumulation, clip, weight_decay=decay)
-    hf.set_seed(1)
-    expected = hf.Trainer(model=plain, args=args, train_dataset=examples(40))
-    expected._clip_grad_norm = lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), clip, foreach=False)
-    expected.train()
-    hf.set_seed(1)
-    trainer = ScheduleTrainer(
-        schedule=schedule_for(accumulation, clip),
-        nvme_dir=tmp_path / "nvme",
-        model=model,
-        args=args,
-        train_dataset=examples(40),
-    )
+    plain = made(hf.Trainer, tmp_path, accumulation, clip, weight_decay=decay)
+    plain.train()
+    trainer = made(ScheduleTrainer, tmp_path, accumulation, clip, weight_decay=decay)
     trainer.train()
-    for (name, a), (_, b) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
-        assert torch.equal(a, b), name
+    assert same_weights(trainer.model, plain.model)
     trainer.save_model(str(tmp_path / "saved"))
     loaded = hf.GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
-    assert torch.equal(loaded.transformer.wte.weight, plain.transformer.wte.weight)  # type: ignore[union-attr]
+    assert torch.equal(loaded.transformer.wte.weight, plain.model.transformer.wte.weight)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("accumulation", "clip"), [(1, None), (2, 0.5)])
@@ -111,17 +122,12 @@ def test_a_model_in_bf16_against_the_plain_trainer(accumulation: int, clip: floa
     )
     choice = UnitPlan(params="host", grads="host", states="nvme", acts="recompute")
     schedule = planned_for(make_model("gpt2", dtype="bf16"), choice, training)
-    own = {"schedule": schedule, "nvme_dir": tmp_path / "nvme"}
     models, logs = [], []
     for build in (hf.Trainer, ScheduleTrainer):
-        args = arguments(tmp_path, accumulation, clip, weight_decay=0.1, logging_steps=1)
-        model = make_model("gpt2", dtype="bf16")
-        hf.set_seed(1)
-        trainer = build(**(own if build is ScheduleTrainer else {}), model=model, args=args, train_dataset=examples(40))  # type: ignore[arg-type]
-        if build is hf.Trainer and clip:
-            trainer._clip_grad_norm = lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), clip, foreach=False)
+        given = {"schedule": schedule, "model": make_model("gpt2", dtype="bf16")}
+        trainer = made(build, tmp_path, accumulation, clip, given=given, weight_decay=0.1, logging_steps=1)
         trainer.train()
-        models.append(model)
+        models.append(trainer.model)
         logs.append([{k: v for k, v in entry.items() if k in KEYS[bool(clip)]} for entry in trainer.state.log_history])
     assert logs[1] == logs[0]
     assert same_weights(*models)
@@ -183,23 +189,16 @@ def test_evaluation_and_saving_in_the_middle_of_training(
     are made in the next step, when the learning rate is another one."""
     models, logs, is_training = [], [], []
     for build in (hf.Trainer, ScheduleTrainer):
-        own: dict[str, Any] = {}
-        if build is ScheduleTrainer:
-            own = {"schedule": schedule_for(accumulation, clip, late=late), "nvme_dir": tmp_path / "nvme"}
-        folder = tmp_path / build.__name__
+        given = {"schedule": schedule_for(accumulation, clip, late=late), "train_dataset": examples(30)}
+        given["eval_dataset"] = examples(6)
         often = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True, "logging_steps": 2}
         saving = {"save_strategy": "steps", "save_steps": 3, "save_only_model": True}
-        args = arguments(folder, accumulation, clip, **often, **saving)
-        model = make_model("gpt2", dropout=0.1)
-        hf.set_seed(1)
-        data = {"train_dataset": examples(30), "eval_dataset": examples(6)}
-        trainer = build(**own, model=model, args=args, **data)  # type: ignore[arg-type]
-        if build is hf.Trainer and clip:
-            trainer._clip_grad_norm = lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), clip, foreach=False)
+        trainer = made(build, tmp_path, accumulation, clip, given=given, **often, **saving)
         trainer.train()
         logs.append([{k: v for k, v in entry.items() if k in KEYS[bool(clip)]} for entry in trainer.state.log_history])
-        models.append((model, hf.GPT2LMHeadModel.from_pretrained(folder / "checkpoint-3")))
-        is_training.append(model.training)
+        saved = hf.GPT2LMHeadModel.from_pretrained(Path(trainer.args.output_dir) / "checkpoint-3")
+        models.append((trainer.model, saved))
+        is_training.append(trainer.model.training)
     expected, found = logs
     assert [set(entry) for entry in found] == [set(entry) for entry in expected]
     assert sum("eval_loss" in entry for entry in expected) == 4  # before the first step, and after 2, 4 and 5
@@ -342,22 +341,15 @@ def test_training_is_resumed_from_a_checkpoint(
     """In the middle of an epoch and at its end: losses and weights are those of the plain Trainer without a stop."""
 
     def build(kind: type, seed: int, **more: Any) -> Any:
-        own: dict[str, Any] = {}
-        if kind is ScheduleTrainer:
-            own = {"schedule": schedule_for(accumulation, clip, late=late), "nvme_dir": tmp_path / "nvme"}
         often: dict[str, Any] = {"logging_steps": 1, "max_steps": -1, "num_train_epochs": 2, "save_steps": 100}
-        args = arguments(tmp_path / kind.__name__, accumulation, clip, **often, save_strategy="steps")
         model = make_model("gpt2", dropout=0.1)
         torch.nn.init.constant_(model.transformer.wpe.weight, seed)
-        trainer = kind(**own, model=model, args=args, train_dataset=examples(6 * accumulation), **more)
-        if kind is hf.Trainer and clip:
-            trainer._clip_grad_norm = lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), clip, foreach=False)
-        return trainer
+        given = {"model": model, "train_dataset": examples(6 * accumulation), **more}
+        given["schedule"] = schedule_for(accumulation, clip, late=late)
+        return made(kind, tmp_path, accumulation, clip, given=given, **often, save_strategy="steps")
 
-    hf.set_seed(1)
     plain = build(hf.Trainer, 0)
     plain.train()
-    hf.set_seed(1)
     build(ScheduleTrainer, 0, callbacks=[Interrupted(stop)]).train()
     resumed = build(ScheduleTrainer, 7)  # from other weights and random numbers, which do not count
     resumed.train(resume_from_checkpoint=stop == 3 or str(tmp_path / "ScheduleTrainer" / f"checkpoint-{stop}"))
@@ -375,61 +367,45 @@ def test_training_is_resumed_from_a_checkpoint(
 def test_the_best_model_is_loaded_and_old_checkpoints_are_removed(is_greater_better: bool, tmp_path: Path) -> None:
     models, kept = [], []
     for build in (hf.Trainer, ScheduleTrainer):
-        own: dict[str, Any] = {}
-        if build is ScheduleTrainer:
-            own = {"schedule": SCHEDULE, "nvme_dir": tmp_path / "nvme"}
-        folder = tmp_path / build.__name__
+        given = {"train_dataset": examples(8), "eval_dataset": examples(4)}
         best = {"load_best_model_at_end": True, "greater_is_better": is_greater_better, "save_total_limit": 2}
         often = {"save_strategy": "steps", "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "max_steps": 4}
-        hf.set_seed(1)
-        trainer = build(
-            **own,
-            model=make_model("gpt2", dropout=0.1),
-            args=arguments(folder, 1, None, **best, **often),
-            train_dataset=examples(8),
-            eval_dataset=examples(4),
-        )
+        trainer = made(build, tmp_path, given=given, **best, **often)
         trainer.train()
         models.append(trainer.model)
-        kept.append(sorted(path.name for path in folder.iterdir()))
+        kept.append(sorted(path.name for path in Path(trainer.args.output_dir).iterdir()))
     assert kept[0] == kept[1]
     assert len(kept[0]) == 2
-    for (name, a), (_, b) in zip(*(model.named_parameters() for model in models), strict=True):
-        assert torch.equal(a, b), name
+    assert same_weights(*models)
 
 
 @pytest.mark.parametrize("what", ["only the model", "the plain Trainer's", "other settings", "damage"])
 def test_a_checkpoint_that_cannot_be_resumed_is_refused(what: str, tmp_path: Path) -> None:
     kind = hf.Trainer if what == "the plain Trainer's" else ScheduleTrainer
-    own = {"schedule": SCHEDULE, "nvme_dir": tmp_path / "nvme"}
     settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, "save_only_model": what == "only the model"}
-    args = arguments(tmp_path, 1, None, **settings)
-    data = {"train_dataset": examples(4)}
-    kind(**(own if kind is ScheduleTrainer else {}), model=make_model("gpt2", dropout=0.1), args=args, **data).train()
-    (written,) = tmp_path.glob("checkpoint-1/tierplan/resident-1.bin") if what in ("other settings", "damage") else [0]
+    made(kind, tmp_path, **settings).train()
+    checkpoint, more = tmp_path / kind.__name__ / "checkpoint-1", dict[str, Any]()
+    (written,) = checkpoint.glob("tierplan/resident-1.bin") if what in ("other settings", "damage") else [0]
     match = "has no tierplan, which holds the optimizer states"
-    args = arguments(tmp_path, 1, None, max_steps=2)
     if what == "other settings":
-        args.adam_beta1, match = 0.5, r"made with optimizer.betas\[?"
+        more, match = {"adam_beta1": 0.5}, r"made with optimizer.betas\[?"
     elif what == "damage":
         with written.open("r+b") as file:
             file.seek(9000)
             file.write(b"x")
         match = "is damaged"
-    trainer = ScheduleTrainer(**own, model=make_model("gpt2", dropout=0.1), args=args, **data)
+    trainer = made(ScheduleTrainer, tmp_path, max_steps=2, **more)
     with pytest.raises(ValueError, match=match):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+        trainer.train(resume_from_checkpoint=str(checkpoint))
 
 
 def test_a_checkpoint_in_which_a_file_is_missing_is_refused(tmp_path: Path) -> None:
-    own = {"schedule": SCHEDULE, "nvme_dir": tmp_path / "nvme", "train_dataset": examples(4)}
-    args = arguments(tmp_path, 1, None, save_strategy="steps", save_steps=1, max_steps=1)
-    ScheduleTrainer(**own, model=make_model("gpt2", dropout=0.1), args=args).train()
-    args = arguments(tmp_path, 1, None, max_steps=2)
+    first = made(ScheduleTrainer, tmp_path, save_strategy="steps", save_steps=1, max_steps=1)
+    first.train()
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
-        folder = shutil.copytree(tmp_path / "checkpoint-1", tmp_path / name / "checkpoint-1")
+        folder = shutil.copytree(Path(first.args.output_dir) / "checkpoint-1", tmp_path / name / "checkpoint-1")
         (folder / name).unlink()
-        trainer = ScheduleTrainer(**own, model=make_model("gpt2", dropout=0.1), args=args)
+        trainer = made(ScheduleTrainer, tmp_path, max_steps=2)
         with pytest.raises(TrainingError, match=f"checkpoint-1 has no {name}, without which"):
             trainer.train(resume_from_checkpoint=str(folder))
 
@@ -438,11 +414,7 @@ def test_the_model_is_not_moved_to_the_device(tmp_path: Path) -> None:
     """Not when the Trainer is made, and not when training begins: it need not fit there."""
     model = make_model("gpt2", dropout=0.1)
     with mock.patch.object(type(model), "to", side_effect=AssertionError("moved")):
-        args = arguments(tmp_path, 1, None, max_steps=1)
-        trainer = ScheduleTrainer(
-            schedule=SCHEDULE, nvme_dir=tmp_path / "nvme", model=model, args=args, train_dataset=examples(4)
-        )
-        trainer.train()
+        made(ScheduleTrainer, tmp_path, given={"model": model}, max_steps=1).train()
 
 
 def test_the_table_knows_every_argument_and_setting() -> None:

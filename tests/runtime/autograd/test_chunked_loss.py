@@ -161,22 +161,21 @@ def test_the_trainer_of_transformers_gives_the_number_of_tokens(accumulation: in
     pytest.importorskip("accelerate", reason="the Hugging Face Trainer needs accelerate")
     import transformers as hf
 
-    from tests.runtime.test_hf_trainer import arguments, examples
+    from tests.runtime.test_hf_trainer import examples, made
     from tierplan.runtime.hf_trainer import ScheduleTrainer
 
     training = replace(CPU, loss_chunks=3, gradient_accumulation_steps=accumulation)
     workload = trace_module(make_model("llama", num_blocks=2), make_batches(1)[0], training)
     choice = UnitPlan(params="host", grads="host", states="host", acts="recompute")
-    own = {"schedule": lower(uniform_plan(workload, choice), workload, machine()), "nvme_dir": tmp_path / "nvme"}
+    schedule = lower(uniform_plan(workload, choice), workload, machine())
     data, models, losses = examples(10 * accumulation), [], []
     for k, example in enumerate(data):
         example["labels"] = example["labels"].clone()
         example["labels"][: k % 5] = -100
     for kind in (hf.Trainer, ScheduleTrainer):
         model = make_model("llama", num_blocks=2)
-        hf.set_seed(1)
-        args = arguments(tmp_path, accumulation, None, logging_steps=1)
-        trainer = kind(**(own if kind is ScheduleTrainer else {}), model=model, args=args, train_dataset=data)
+        given = {"schedule": schedule, "model": model, "train_dataset": data}
+        trainer = made(kind, tmp_path, accumulation, given=given, logging_steps=1)
         with loss_in_chunks(model, 3 if kind is hf.Trainer else 1):
             trainer.train()
         models.append(model)
