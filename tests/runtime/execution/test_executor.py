@@ -123,10 +123,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
             name = f"b{i}.{k}"
             old = draw(st.sampled_from(reads)) if reads and draw(st.booleans()) else None
             if old is not None and old in live:
-                b = buffers[old]
-                buffers[name] = Buffer(
-                    name=name, tier=b.tier, size_bytes=b.size_bytes, content=b.content, kind="x", reuses=old
-                )
+                buffers[name] = replace(buffers[old], name=name, initial=False, reuses=old)
                 live.remove(old)
                 home.update({first: name for first, now in home.items() if now == old})
             else:
@@ -137,17 +134,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         stream = draw(st.sampled_from(["a", "b", "c"]))
         ops.append(Op(key=f"op{i}", stream=stream, kind="x", reads=tuple(reads), writes=tuple(writes)))
     for first, now in home.items():
-        b = buffers[now]
-        buffers[now] = Buffer(
-            name=b.name,
-            tier=b.tier,
-            size_bytes=b.size_bytes,
-            content=b.content,
-            kind="x",
-            initial=b.initial,
-            reuses=b.reuses,
-            becomes=first,
-        )
+        buffers[now] = replace(buffers[now], becomes=first)
     empty = [
         Tier(name=t, capacity_bytes=0, rounding=draw(st.sampled_from(("exact", "power-of-two"))))
         for t in ("fast", "slow")

@@ -21,7 +21,13 @@ from tierplan.sim.workloads.families.ops import COMPOSITE, SAVE_INPUT, SAVE_OUTP
 from tierplan.sim.workloads.models import load_workload, workload_of
 from tierplan.sim.workloads.workload import NotCovered, Training, Unit, Workload, WorkloadError
 
-SETTINGS = (("cpu", "fp32", 2), ("cpu", "bf16", 1), ("cuda", "bf16", 2), ("cuda", "fp16", 3), ("cuda", "fp32", 2))
+SETTINGS: list[dict[str, Any]] = [
+    {"backend": backend, "dtype": dtype, "per_device_train_batch_size": batch}
+    for backend, dtype, batch in (
+        ("cpu", "fp32", 2), ("cpu", "bf16", 1), ("cuda", "bf16", 2), ("cuda", "fp16", 3), ("cuda", "fp32", 2)
+    )
+]  # fmt: skip
+each_setting = pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: "-".join(map(str, s.values())))
 
 
 def nameless(unit: Unit) -> Unit:
@@ -32,27 +38,29 @@ def nameless(unit: Unit) -> Unit:
     return replace(unit, shapes=shapes, saved=tuple(replace(t, name="") for t in unit.saved), other_work_bytes=alone)
 
 
-def assert_equal(closed: Workload, traced: Workload) -> None:
+def exact(raw: dict[str, Any], **settings: Any) -> Workload:
+    """The workload by closed forms, which has the amounts of the traced one."""
+    training = Training(**{"sequence_length": 24, **settings})
+    closed, traced = workload_of("x", raw, training), trace_config("x", raw, training)
     assert [u.name for u in closed.units] == [u.name for u in traced.units]
     for mine, theirs in zip(closed.units, traced.units, strict=True):
         assert nameless(mine) == nameless(theirs)
     assert closed.shared_bytes == traced.shared_bytes
     assert closed.num_parameters == traced.num_parameters
+    return closed
 
 
 @pytest.mark.parametrize(
-    ("backend", "dtype", "batch", "size"),
+    ("setting", "size"),
     [
-        *((*settings, 1) for settings in SETTINGS),
-        (*SETTINGS[2], 2),
-        *(pytest.param(*settings, 2, marks=pytest.mark.nightly) for settings in SETTINGS if settings != SETTINGS[2]),
+        *((setting, 1) for setting in SETTINGS),
+        (SETTINGS[2], 2),
+        *(pytest.param(setting, 2, marks=pytest.mark.nightly) for setting in SETTINGS if setting != SETTINGS[2]),
     ],
 )
 @pytest.mark.parametrize("family", CLOSED)
-def test_closed_forms_are_exact(family: str, size: int, backend: str, dtype: str, batch: int) -> None:
-    raw = config_of(family, size)
-    training = Training(per_device_train_batch_size=batch, sequence_length=24, dtype=dtype, backend=backend)
-    assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
+def test_closed_forms_are_exact(family: str, size: int, setting: dict[str, Any]) -> None:
+    exact(config_of(family, size), **setting)
 
 
 @pytest.mark.sampled
@@ -61,53 +69,37 @@ def test_closed_forms_are_exact(family: str, size: int, backend: str, dtype: str
 def test_kernels_that_are_described_are_the_same_by_closed_forms(family: str, more: dict[str, Any]) -> None:
     if more and family in ("bert", *(["gpt2"] if "lora" in more else [])):
         pytest.skip("not described")
-    raw, training = config_of(family), Training(per_device_train_batch_size=2, sequence_length=24, loss="fused", **more)
-    assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
+    exact(config_of(family), per_device_train_batch_size=2, loss="fused", **more)
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-@pytest.mark.parametrize(("backend", "dtype", "batch"), SETTINGS)
+@each_setting
 @pytest.mark.parametrize("chunks", [2, 5])
-def test_closed_forms_of_a_loss_in_chunks_are_exact(
-    family: str, backend: str, dtype: str, batch: int, chunks: int
-) -> None:
-    raw = config_of(family)
-    training = Training(
-        per_device_train_batch_size=batch, sequence_length=24, dtype=dtype, backend=backend, loss_chunks=chunks
-    )
-    assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
+def test_closed_forms_of_a_loss_in_chunks_are_exact(family: str, setting: dict[str, Any], chunks: int) -> None:
+    exact(config_of(family), **setting, loss_chunks=chunks)
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("family", CLOSED)
-@pytest.mark.parametrize(("backend", "dtype", "batch"), SETTINGS)
+@each_setting
 @pytest.mark.parametrize("lora", ["r=4", "r=3,alpha=5,dropout=0.1"])
 @pytest.mark.parametrize("more", [{}, {"trained_dtype": "bf16", "loss_chunks": 2}, {"loss_chunks": 5}], ids=str)
 def test_closed_forms_are_exact_with_adapters(
-    family: str, backend: str, dtype: str, batch: int, lora: str, more: dict[str, Any]
+    family: str, setting: dict[str, Any], lora: str, more: dict[str, Any]
 ) -> None:
-    raw = config_of(family)
     more = {name: value for name, value in more.items() if (family, name) != ("bert", "loss_chunks")}
-    settings: dict[str, Any] = {"sequence_length": 24, "dtype": dtype, "backend": backend, "lora": lora, **more}
-    training = Training(per_device_train_batch_size=batch, **settings)
-    closed = workload_of("x", raw, training)
-    assert_equal(closed, trace_config("x", raw, training))
+    closed = exact(config_of(family), **setting, lora=lora, **more)
     assert closed.units[0].is_frozen
     assert closed.first_trained == 1
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("family", CLOSED)
-@pytest.mark.parametrize(("backend", "dtype", "batch"), SETTINGS)
+@each_setting
 @pytest.mark.parametrize("base", ["nf4", "nf4-double", "int4", "int8"])
-def test_closed_forms_are_exact_on_a_base_in_codes(
-    family: str, backend: str, dtype: str, batch: int, base: str
-) -> None:
-    raw = config_of(family)
-    settings: dict[str, Any] = {"sequence_length": 24, "dtype": dtype, "backend": backend}
-    training = Training(per_device_train_batch_size=batch, lora="r=4,dropout=0.1", base=base, **settings)
-    assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
+def test_closed_forms_are_exact_on_a_base_in_codes(family: str, setting: dict[str, Any], base: str) -> None:
+    exact(config_of(family), **setting, lora="r=4,dropout=0.1", base=base)
 
 
 @pytest.mark.sampled
@@ -118,14 +110,9 @@ def test_closed_forms_are_exact_on_a_base_in_codes(
      ("qwen3", "v_proj+up_proj"), ("opt", "q_proj+fc2"), ("opt", "out_proj"), ("bert", "query+value"),
      ("bert", "dense")],
 )  # fmt: skip
-@pytest.mark.parametrize(("backend", "dtype", "batch"), SETTINGS)
-def test_closed_forms_are_exact_with_named_targets(
-    family: str, targets: str, backend: str, dtype: str, batch: int
-) -> None:
-    raw = config_of(family)
-    settings: dict[str, Any] = {"sequence_length": 24, "dtype": dtype, "backend": backend}
-    training = Training(per_device_train_batch_size=batch, lora=f"r=4,targets={targets},dropout=0.1", **settings)
-    assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
+@each_setting
+def test_closed_forms_are_exact_with_named_targets(family: str, targets: str, setting: dict[str, Any]) -> None:
+    exact(config_of(family), **setting, lora=f"r=4,targets={targets},dropout=0.1")
 
 
 @pytest.mark.sampled
@@ -134,17 +121,14 @@ def test_closed_forms_are_exact_with_named_targets(
     [("gpt2", "wte"), ("gpt2", "lm_head"), ("gpt2", "wte+lm_head"), ("opt", "embed_tokens+lm_head"),
      ("llama", "embed_tokens"), ("llama", "lm_head"), ("llama", "embed_tokens+lm_head")],
 )  # fmt: skip
-@pytest.mark.parametrize(("backend", "dtype", "batch"), SETTINGS)
+@each_setting
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False}], ids=str)
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_closed_forms_are_exact_with_words_and_output_saved(
-    family: str, save: str, backend: str, dtype: str, batch: int, changes: dict[str, Any], chunks: int
+    family: str, save: str, setting: dict[str, Any], changes: dict[str, Any], chunks: int
 ) -> None:
-    raw = {**config_of(family), **changes}
-    settings: dict[str, Any] = {"sequence_length": 24, "dtype": dtype, "backend": backend, "loss_chunks": chunks}
-    training = Training(per_device_train_batch_size=batch, lora=f"r=4,save={save}", **settings)
-    assert training.dtype_of_trained == dtype
-    assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
+    closed = exact({**config_of(family), **changes}, **setting, loss_chunks=chunks, lora=f"r=4,save={save}")
+    assert closed.training.dtype_of_trained == setting["dtype"]
 
 
 def test_modules_that_are_saved_beside_adapters_have_their_type_and_a_name() -> None:
@@ -193,10 +177,8 @@ def test_closed_forms_of_attention_in_products_are_exact(
     family: str, batch: int, length: int, change: dict[str, Any], more: dict[str, Any]
 ) -> None:
     """Grouped heads in fp32 on CUDA: peaks inside attention and elsewhere, gradients of all it reads or of some."""
-    raw = {**config_of(family), **change}
-    training = Training(per_device_train_batch_size=batch, sequence_length=length, dtype="fp32", backend="cuda", **more)
-    closed = workload_of("x", raw, training)
-    assert_equal(closed, trace_config("x", raw, training))
+    settings = {"per_device_train_batch_size": batch, "sequence_length": length, **more}
+    closed = exact({**config_of(family), **change}, dtype="fp32", backend="cuda", **settings)
     assert not any("attention" in kind for unit in closed.units for kind in unit.forward)
 
 
@@ -253,21 +235,19 @@ def test_closed_forms_are_exact_with_dropout(family: str, backend: str, dtype: s
         "llama": {"attention_dropout": of_attention},
     }
     raw = {**config_of(family), **drops[family]}
-    training = Training(per_device_train_batch_size=2, sequence_length=24, dtype=dtype, backend=backend)
-    closed = workload_of("x", raw, training)
-    assert_equal(closed, trace_config("x", raw, training))
+    closed = exact(raw, per_device_train_batch_size=2, dtype=dtype, backend=backend)
     random = family != "llama" or of_attention > 0
     assert all(t.replayable for t in closed.blocks[0].saved) is not random
 
 
 @pytest.mark.parametrize("name", [*ACT2FN, "no-such-function"])
 def test_an_activation_function_is_covered_exactly_or_not_at_all(name: str) -> None:
-    raw, training = {**config_of("gpt2"), "n_layer": 1, "activation_function": name}, Training(sequence_length=24)
+    raw = {**config_of("gpt2"), "n_layer": 1, "activation_function": name}
     if name in COMPOSITE + SAVE_INPUT + SAVE_OUTPUT:
-        assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
+        exact(raw)
         return
     with pytest.raises(NotCovered, match=rf"the activation function is '{name}'; the closed forms cover gelu, "):
-        workload_of("x", raw, training)
+        workload_of("x", raw, Training(sequence_length=24))
 
 
 def changed_fields() -> list[tuple[str, str, object]]:
@@ -295,10 +275,8 @@ def changed_fields() -> list[tuple[str, str, object]]:
 def test_no_field_of_a_config_is_left_out_of_account(family: str, name: str, value: object) -> None:
     """Where the closed forms answer, they have the amounts of the class, which takes the config."""
     blocks = "n_layer" if family == "gpt2" else "num_hidden_layers"
-    raw, training = {**config_of(family), blocks: 2, name: value}, Training(sequence_length=24)
     with suppress(NotCovered):
-        closed = workload_of("x", raw, training)
-        assert_equal(closed, trace_config("x", raw, training))
+        exact({**config_of(family), blocks: 2, name: value})
 
 
 @pytest.mark.parametrize(
@@ -328,12 +306,10 @@ def test_a_field_that_closed_forms_do_not_cover_is_named(family: str, name: str,
 )  # fmt: skip
 def test_heads_that_a_class_cannot_have_are_not_answered(family: str, change: dict[str, object]) -> None:
     """Others may: their head_dim is their own."""
-    training = Training(sequence_length=24)
     with pytest.raises(NotCovered, match=r"is not a multiple of the \d heads"):
-        workload_of("x", {**config_of(family), **change}, training)
+        workload_of("x", {**config_of(family), **change}, Training(sequence_length=24))
     if family == "llama":
-        raw = {**config_of("qwen3"), **change}
-        assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
+        exact({**config_of("qwen3"), **change})
 
 
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
@@ -344,12 +320,12 @@ def test_rotary_positions_are_covered_exactly_or_not_at_all(key: str, kind: str)
     bands = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
     original = {"original_max_position_embeddings": 32} if bands or each else {}
     rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, **each, **bands, **original}
-    raw, training = {**config_of("llama"), key: rope}, Training(sequence_length=24)
+    raw = {**config_of("llama"), key: rope}
     if kind in ROPE_TYPES:
-        assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
+        exact(raw)
         return
     with pytest.raises(NotCovered, match=rf"rope_type is '{kind}'; the closed forms cover default, linear"):
-        workload_of("x", raw, training)
+        workload_of("x", raw, Training(sequence_length=24))
 
 
 def test_no_loss_in_chunks_is_made_up_for_bert() -> None:
@@ -362,9 +338,7 @@ def test_no_loss_in_chunks_is_made_up_for_bert() -> None:
 
 @pytest.mark.parametrize("change", [{"n_inner": 96}, {"tie_word_embeddings": False}], ids=str)
 def test_variants_of_gpt2(change: dict[str, object]) -> None:
-    raw = {**config_of("gpt2"), **change}
-    training = Training(per_device_train_batch_size=2, sequence_length=24)
-    assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
+    exact({**config_of("gpt2"), **change}, per_device_train_batch_size=2)
 
 
 @pytest.mark.sampled
@@ -376,16 +350,13 @@ def test_variants_of_gpt2(change: dict[str, object]) -> None:
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_variants_of_llama(family: str, change: dict[str, object]) -> None:
     """Not all classes read whether there are biases."""
-    raw = {**config_of(family), **change}
-    training = Training(per_device_train_batch_size=2, sequence_length=24)
-    assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
+    exact({**config_of(family), **change}, per_device_train_batch_size=2)
 
 
 def test_what_attention_read_lives_until_its_output_is_projected() -> None:
     """Adapters on the last product alone keep nothing of it, and a narrow MLP has no higher peak."""
     raw = {**config_of("llama"), "hidden_size": 256, "head_dim": 8, "intermediate_size": 32}
-    training = Training(sequence_length=24, lora="r=4,targets=o_proj", dtype="fp32", backend="cpu")
-    assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
+    exact(raw, lora="r=4,targets=o_proj", dtype="fp32", backend="cpu")
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [("cpu", "bf16"), ("cuda", "bf16"), ("cuda", "fp32")])
@@ -394,11 +365,10 @@ def test_heads_that_are_too_wide_for_flash_attention(family: str, backend: str, 
     """No keys are shared; transformers repeats those that are, for any kernel."""
     wide = {"gpt2": {"n_embd": 528, "n_head": 2}, "llama": {"head_dim": 264, "num_key_value_heads": 4}}
     raw = {**config_of(family), **wide[family]}
-    training = Training(per_device_train_batch_size=2, sequence_length=24, dtype=dtype, backend=backend)
-    assert_equal(workload_of("x", raw, training), trace_config("x", raw, training))
+    exact(raw, per_device_train_batch_size=2, dtype=dtype, backend=backend)
     if family == "llama":
         with pytest.raises(NotCovered, match=r"4 heads of 264 share 2 keys .* wider than 256"):
-            workload_of("x", {**raw, "num_key_value_heads": 2}, training)
+            exact({**raw, "num_key_value_heads": 2}, per_device_train_batch_size=2, dtype=dtype, backend=backend)
 
 
 @pytest.mark.parametrize(("family", "has_next"), [("gpt2", False), ("llama", False), ("bert", True)])
