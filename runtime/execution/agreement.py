@@ -304,7 +304,10 @@ class Way:
             for kind in ("forward", "backward") if i >= first else ("forward",):
                 for m in range(num_batches):
                     if (times := num[kind, unit.name, m]) != 1:
-                        yield f"unit {unit.name!r} runs {kind} {times} times with micro-batch {m}; it must run it once"
+                        yield (
+                            f"unit {unit.name!r} runs {kind} {times} times with micro-batch {m} of {num_batches:,}; it "
+                            "must run it once"
+                        )
             if unit.num_parameters and not self.updates[unit.name] and MEASURES not in self.schedule.meta:
                 yield f"unit {unit.name!r} is trained, but no op updates it; each unit that is trained needs an update"
             yield from self._parts_of(unit)

@@ -139,8 +139,9 @@ def _wrongs(schedule: Schedule, step: StepSpec, rank: int, num: int, whole: Sche
     for tier in schedule.tiers:
         if tier.name not in (DEVICE, HOST, NVME) and any(b.tier == tier.name for b in schedule.buffers):
             yield f"it has buffers in tier {tier.name!r}; the tiers of the runtime are {DEVICE}, {HOST}, {NVME}"
-    yield from _check_step(schedule, step, num)
     units, tiers = {unit.name: unit for unit in step.units}, {b.name: b.tier for b in schedule.buffers}
+    if len(units) < len(step.units):
+        yield "two units of the step have one name; names are unique"
     for b in schedule.buffers:
         yield from _check_content(b, step, units, rank, num)
     for op in schedule.ops:
@@ -150,24 +151,6 @@ def _wrongs(schedule: Schedule, step: StepSpec, rank: int, num: int, whole: Sche
     yield from Agreements(schedule, step).wrongs()
     yield from Way(whole if is_pipeline(whole) else schedule, step).wrongs()
     yield from _check_memory(schedule)
-
-
-def _check_step(schedule: Schedule, step: StepSpec, num: int) -> Wrongs:
-    """The settings, which are numbers beside the ops, must be those of the ops."""
-    unit_names = [unit.name for unit in step.units]
-    if len(set(unit_names)) < len(unit_names):
-        yield "two units of the step have one name; names are unique"
-    training = step.training
-    first = next((op.unit for op in schedule.ops if op.kind == "forward"), "")  # of a stage
-    if num > 1 and not first:  # packs come to it for backward alone, or none does
-        return
-    forwards = [op.micro_batch for op in schedule.ops if op.kind == "forward" and op.unit == first]
-    declared = training.gradient_accumulation_steps
-    if sorted(forwards) != list(range(min(declared, len(forwards) + 1))):
-        yield (
-            f"the step has gradient_accumulation_steps={declared:,}, but the first unit runs forward {len(forwards)} "
-            "times; it must run once for each micro-batch"
-        )
 
 
 def check_units(units: Sequence[ModelUnit], step: StepSpec, dtype: torch.dtype) -> None:

@@ -54,14 +54,10 @@ def _lend(value: BufferValue, unit: ModelUnit) -> None:
 
 def _take_back(value: BufferValue, unit: ModelUnit, which: Iterable[int]) -> None:
     """Takes the gradients of these parameters from autograd, which has added to them, or made them."""
-    own = value.gradients
     for k in which:
         _, p = unit.parameters[k]
-        if (gradient := p.grad) is not None:
-            if own is not None:
-                own[k] = gradient
-            else:
-                _put(value, unit, k, gradient)
+        if p.grad is not None:
+            _put(value, unit, k, p.grad)
             p.grad = None
 
 

@@ -123,7 +123,7 @@ HOSTILE: dict[str, tuple[Callable[[Record], object], str]] = {
     ),
     "accumulation of 60,000": (
         lambda q: q["step"]["training"].update(gradient_accumulation_steps=60_000),
-        "gradient_accumulation_steps=60,000, but the first unit runs forward 1 times",
+        "unit 'embed' runs forward 0 times with micro-batch 1 of 60,000; it must run it once",
     ),
     "a batch of 60,000": (
         lambda q: q["step"]["training"].update(per_device_train_batch_size=60_000),
