@@ -80,6 +80,12 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
     return {k: v for path in sorted(folder.glob("*.safetensors")) for k, v in load_file(path).items()}
 
 
+def same_weights_in(files: Path, one: str = "one", two: str = "two") -> bool:
+    """Whether two runs have exported the same model."""
+    a, b = (weights_in(files / out / "model") for out in (one, two))
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
 def metrics(files: Path, out: str) -> list[dict[str, float]]:
     return [json.loads(line) for line in (files / out / "metrics.jsonl").read_text().splitlines()]
 
@@ -127,8 +133,7 @@ def test_where_the_model_cannot_be_exported_the_steps_are_safe(
     assert main(arguments(files, 2, "out", "--resume")) == 0
     assert "0 of them now" in capsys.readouterr().out
     assert main(arguments(files, 2, "whole")) == 0
-    found, whole = weights_in(files / "out" / "model"), weights_in(files / "whole" / "model")
-    assert all(torch.equal(found[key], whole[key]) for key in whole)
+    assert same_weights_in(files, "out", "whole")
     GPT2LMHeadModel.from_pretrained(files / "out" / "model")
 
 
@@ -149,9 +154,7 @@ def test_a_resumed_run_is_an_uninterrupted_one(files: Path) -> None:
     assert main(arguments(files, 4, "parts")) == 0
     assert main(arguments(files, 9, "parts")) == 1  # without --resume
     assert main(arguments(files, 9, "parts", "--resume", "--checkpoint-every", "2")) == 0
-    whole, parts = weights_in(files / "whole" / "model"), weights_in(files / "parts" / "model")
-    assert whole.keys() == parts.keys()
-    assert all(torch.equal(whole[k], parts[k]) for k in whole)
+    assert same_weights_in(files, "whole", "parts")
     assert [m["loss"] for m in metrics(files, "whole")] == [m["loss"] for m in metrics(files, "parts")]
 
 
@@ -304,8 +307,7 @@ def test_faster_drives_get_more(files: Path) -> None:
     fast, slow = ((Path(drive) / "tierplan.tier").stat().st_size - HEADER_BYTES for drive in drives)
     assert fast / slow == pytest.approx(3.0, rel=0.05)
     assert main(arguments(files, 2, "single")) == 0
-    striped, single = weights_in(files / "striped" / "model"), weights_in(files / "single" / "model")
-    assert all(torch.equal(striped[k], single[k]) for k in single)
+    assert same_weights_in(files, "striped", "single")
 
 
 def test_speeds_of_several_drives_are_measured(files: Path) -> None:
@@ -365,8 +367,7 @@ def test_a_signal_in_the_last_step_or_behind_it_lets_the_run_end(
         assert main(arguments(files, 3, "out")) == 0
     assert "resume with --resume" not in capsys.readouterr().out
     assert main(arguments(files, 3, "plain")) == 0
-    found, plain = weights_in(files / "out" / "model"), weights_in(files / "plain" / "model")
-    assert all(torch.equal(found[key], plain[key]) for key in plain)
+    assert same_weights_in(files, "out", "plain")
 
 
 @pytest.mark.nightly

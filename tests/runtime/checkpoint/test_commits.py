@@ -89,6 +89,12 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+def last_commit(folder: Path) -> Commit:
+    commit = CommitLog(folder / "out").last()
+    assert commit is not None
+    return commit
+
+
 @pytest.mark.parametrize("choice", list(CHOICES))
 @pytest.mark.parametrize("first", [1, 5])
 def test_resumed_training_is_uninterrupted_training(choice: str, first: int, tmp_path: Path) -> None:
@@ -223,9 +229,7 @@ def test_a_failing_drive_leaves_the_last_commit(fault: str, tmp_path: Path) -> N
         pytest.raises(StoreError, match="could not write"),
     ):
         train_on(tmp_path, schedule)
-    commit = CommitLog(tmp_path / "out").last()
-    assert commit is not None
-    assert 0 < commit.num_steps < STEPS
+    assert 0 < last_commit(tmp_path).num_steps < STEPS
     assert same(train_on(tmp_path, schedule), plain_weights())
 
 
@@ -249,9 +253,7 @@ def test_a_full_disk_at_the_record_leaves_the_last_commit(tmp_path: Path) -> Non
     )
     with full, pytest.raises(OSError, match="No space left"):
         train_on(tmp_path, schedule)
-    commit = CommitLog(tmp_path / "out").last()
-    assert commit is not None
-    assert commit.num_steps == 3
+    assert last_commit(tmp_path).num_steps == 3
     assert same(train_on(tmp_path, schedule), plain_weights())
 
 

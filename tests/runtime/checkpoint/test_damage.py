@@ -13,10 +13,18 @@ import pytest
 import torch
 
 from tests.runtime.checkpoint.conftest import PutCommitted
-from tests.runtime.checkpoint.test_commits import STEPS, new_trainer, plain_weights, same, schedule_for, train_on
+from tests.runtime.checkpoint.test_commits import (
+    STEPS,
+    last_commit,
+    new_trainer,
+    plain_weights,
+    same,
+    schedule_for,
+    train_on,
+)
 from tests.runtime.models import make_batches
 from tierplan.cli import main
-from tierplan.runtime.checkpoint.commits import Commit, CommitError, CommitLog, Stored, verify_commit
+from tierplan.runtime.checkpoint.commits import CommitError, CommitLog, Stored, verify_commit
 from tierplan.runtime.execution.instances import ExecutionError
 from tierplan.runtime.memory.arena import PAGE_BYTES, map_host, padded
 from tierplan.runtime.memory.files import StoreError
@@ -24,12 +32,6 @@ from tierplan.runtime.memory.store import DamageError
 from tierplan.runtime.memory.tier_file import HEADER_BYTES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def last_commit(folder: Path) -> Commit:
-    commit = CommitLog(folder / "out").last()
-    assert commit is not None
-    return commit
 
 
 def overwrite(path: Path, at: int, data: bytes) -> None:

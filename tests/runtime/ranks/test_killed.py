@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.runtime.ranks.test_ranks import several
-from tests.runtime.test_job import START, arguments, files, metrics, weights_in, write_plan
+from tests.runtime.ranks.test_run_devices import run_of_two, write_plan_of_two
+from tests.runtime.test_job import arguments, files, metrics, same_weights_in, write_plan
 from tests.runtime.test_trainer import CPU
 from tierplan.cli import main
-from tierplan.planner.lowering import lower
-from tierplan.planner.policies import decide
-from tierplan.runtime.tracing.trace import trace_config
-from tierplan.sim.schedule_file import save_schedule
 
 __all__ = ["files"]
 
@@ -51,18 +44,11 @@ def wait_until(is_so: Callable[[], bool], process: subprocess.Popen[str]) -> Non
 
 def run_and_kill(files: Path, rng: random.Random, log: Path) -> str:
     """What is wrong after a run of which one rank was killed: while it starts, or within a second of its first step."""
-    command = [
-        sys.executable,
-        "-c",
-        START,
-        *arguments(files, STEPS, "two", "--devices", "2", "--resume", "--no-export"),
-    ]
     path, victim, is_early = files / "two" / "metrics.jsonl", rng.randrange(2), rng.random() < 0.4
     before = path.stat().st_mtime_ns if path.exists() else 0
     with log.open("w") as said:
-        process = subprocess.Popen(
-            [*command, "--checkpoint-every", "1", "--no-export"], stdout=said, stderr=said, text=True
-        )
+        command = run_of_two(files, STEPS, "--resume", "--no-export", "--checkpoint-every", "1")
+        process = subprocess.Popen(command, stdout=said, stderr=said, text=True)
     wait_until(lambda: len(ranks_of(process.pid)) == 2, process)
     pids = ranks_of(process.pid)
     if not is_early:
@@ -93,8 +79,7 @@ def kill_again_and_again(files: Path, seed: int, num: int) -> list[str]:
     write_plan(files, training)
     assert main(arguments(files, STEPS, "one")) == 0
     wanted = [line["loss"] for line in metrics(files, "one")]
-    workload = trace_config("tiny", json.loads((files / "config.json").read_text()), CPU)
-    save_schedule(lower(decide("zero-infinity", workload, several(2)), workload, several(2)), files / "plan.json")
+    write_plan_of_two(files, "zero-infinity")
     wrong = []
     rng = random.Random(seed)
     for k in range(num):
@@ -103,11 +88,9 @@ def kill_again_and_again(files: Path, seed: int, num: int) -> list[str]:
         found = [line["loss"] for line in metrics(files, "two")] if (files / "two" / "metrics.jsonl").exists() else []
         assert found == wanted[: len(found)]
         assert len(found) < STEPS
-    command = [sys.executable, "-c", START, *arguments(files, STEPS, "two", "--devices", "2", "--resume")]
-    assert subprocess.run(command, check=False, timeout=240).returncode == 0
+    assert subprocess.run(run_of_two(files, STEPS, "--resume"), check=False, timeout=240).returncode == 0
     assert [line["loss"] for line in metrics(files, "two")] == wanted
-    one, two = weights_in(files / "one" / "model"), weights_in(files / "two" / "model")
-    assert all(torch.equal(one[key], two[key]) for key in one)
+    assert same_weights_in(files)
     return wrong
 
 

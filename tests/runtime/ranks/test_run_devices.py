@@ -12,10 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.runtime.ranks.test_ranks import several
-from tests.runtime.test_job import START, arguments, files, metrics, weights_in, write_plan
+from tests.runtime.test_job import START, arguments, files, metrics, same_weights_in, write_plan
 from tests.runtime.test_trainer import CPU
 from tierplan.cli import main
 from tierplan.planner.lowering import lower
@@ -27,14 +26,18 @@ from tierplan.sim.trace import Trace
 __all__ = ["files"]
 
 
+def run_of_two(files: Path, steps: int, *more: str) -> list[str]:
+    """The command of a run by two ranks."""
+    return [sys.executable, "-c", START, *arguments(files, steps, "two", "--devices", "2", *more)]
+
+
 def run(files: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", START, *arguments(files, 4, "two", "--devices", "2", *more)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(run_of_two(files, 4, *more), capture_output=True, text=True, timeout=240, check=False)
 
 
-def write_plan_of_two(files: Path) -> None:
+def write_plan_of_two(files: Path, policy: str = "zero-3") -> None:
     workload = trace_config("tiny", json.loads((files / "config.json").read_text()), CPU)
-    save_schedule(lower(decide("zero-3", workload, several(2)), workload, several(2)), files / "plan.json")
+    save_schedule(lower(decide(policy, workload, several(2)), workload, several(2)), files / "plan.json")
 
 
 @pytest.mark.nightly
@@ -46,9 +49,7 @@ def test_two_devices_train_as_one_with_two_micro_batches(files: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("4 steps done") == 1
     assert [line["loss"] for line in metrics(files, "one")] == [line["loss"] for line in metrics(files, "two")]
-    one, two = weights_in(files / "one" / "model"), weights_in(files / "two" / "model")
-    assert one.keys() == two.keys()
-    assert all(torch.equal(one[key], two[key]) for key in one)
+    assert same_weights_in(files)
     measured = {span.key.split("/", 1)[1] for span in Trace.load(files / "two" / "trace.json").spans}
     assert measured == {op.key for op in load_schedule(files / "plan.json").ops}
 
@@ -56,23 +57,21 @@ def test_two_devices_train_as_one_with_two_micro_batches(files: Path) -> None:
 @pytest.mark.nightly
 def test_what_is_told_is_of_all_ranks(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the trace has it; also where a tool has left its number of ranks in the environment."""
-    workload = trace_config("tiny", json.loads((files / "config.json").read_text()), CPU)
-    schedule = lower(decide("zero-infinity", workload, several(2)), workload, several(2))
-    save_schedule(schedule, files / "plan.json")
+    write_plan_of_two(files, "zero-infinity")
     monkeypatch.setenv("WORLD_SIZE", "1")
     done = run(files, "--json", "--no-export")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)["this_session"]
     assert told["peak_bytes"] == Trace.load(files / "two" / "trace.json").peak_bytes
     assert told["peak_bytes"].keys() >= {"gpu0", "gpu1", "host", "nvme"}
-    for stream, size in schedule.bytes_moved().items():
+    for stream, size in load_schedule(files / "plan.json").bytes_moved().items():
         assert size <= told["bytes"][stream] / 4 < 1.01 * size  # shards are rounded up
 
 
 @pytest.mark.nightly
 def test_ctrl_c_stops_all_ranks_and_the_run_goes_on(files: Path) -> None:
     write_plan_of_two(files)
-    command = [sys.executable, "-c", START, *arguments(files, 60, "two", "--devices", "2")]
+    command = run_of_two(files, 60)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     path = files / "two" / "metrics.jsonl"
     while not path.exists() or len(path.read_text().splitlines()) < 3:
