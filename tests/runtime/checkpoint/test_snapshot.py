@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,6 +34,19 @@ def roomy(blocks: Mapping[str, Block], spare_bytes: int) -> Snapshot:
     return Snapshot(blocks, spare_bytes, pool)
 
 
+def begun(change: Callable[[], object]) -> threading.Thread:
+    """A thread that changes something, after a moment in which it may have waited."""
+    thread = threading.Thread(target=change, daemon=True)
+    thread.start()
+    thread.join(0.1)
+    return thread
+
+
+def has_ended(thread: threading.Thread) -> bool:
+    thread.join(LONG_S)
+    return not thread.is_alive()
+
+
 @pytest.mark.parametrize("spare_bytes", [0, 3 * PAGE_BYTES, 100 * PAGE_BYTES])
 def test_a_snapshot_holds_what_was_there_whoever_changes_it_meanwhile(
     spare_bytes: int, monkeypatch: pytest.MonkeyPatch
@@ -51,8 +64,7 @@ def test_a_snapshot_holds_what_was_there_whoever_changes_it_meanwhile(
     changes = threading.Thread(target=change)
     changes.start()
     found = {name: torch.cat([piece.data.clone() for piece in pieces]) for name, pieces in snapshot.read()}
-    changes.join(LONG_S)
-    assert not changes.is_alive()
+    assert has_ended(changes)
     assert found.keys() == blocks.keys()
     assert all(torch.equal(memory, torch.full_like(memory, int(name))) for name, memory in found.items())
     assert not any(p.any() for p in pages.values())
@@ -79,9 +91,7 @@ def test_copies_take_no_more_than_there_is_room_for() -> None:
     snapshot = roomy(blocks, 2 * PAGE_BYTES)
     for name in ("0", "1"):
         snapshot.before_change(blocks[name])
-    waits = threading.Thread(target=snapshot.before_change, args=(blocks["2"],), daemon=True)
-    waits.start()
-    waits.join(0.1)
+    waits = begun(lambda: snapshot.before_change(blocks["2"]))
     assert waits.is_alive()
     read = snapshot.read()
     name, pieces = next(read)
@@ -91,8 +101,7 @@ def test_copies_take_no_more_than_there_is_room_for() -> None:
     waits.join(0.1)
     assert waits.is_alive(), "it may not change while it is read"
     assert next(read)[0] == "0"
-    waits.join(LONG_S)
-    assert not waits.is_alive()
+    assert has_ended(waits)
 
 
 def test_changes_that_overtake_the_reading_wait_for_one_block_only() -> None:
@@ -102,13 +111,10 @@ def test_changes_that_overtake_the_reading_wait_for_one_block_only() -> None:
     snapshot = roomy(blocks, PAGE_BYTES)
     read = snapshot.read()
     assert [next(read)[0], next(read)[0]] == ["0", "1"], "what changes soonest comes first"
-    waits = threading.Thread(target=snapshot.before_change, args=(blocks["1"],), daemon=True)
-    waits.start()
-    waits.join(0.1)
+    waits = begun(lambda: snapshot.before_change(blocks["1"]))
     assert waits.is_alive()
     assert next(read)[0] == "4"
-    waits.join(LONG_S)
-    assert not waits.is_alive()
+    assert has_ended(waits)
     snapshot.before_change(blocks["2"])
     assert [name for name, _ in read] == ["2", "3"]
 
@@ -120,14 +126,11 @@ def test_who_changes_what_is_being_read_waits_for_a_piece_of_it(monkeypatch: pyt
     snapshot = roomy({"0": block}, pages.numel())
     _, pieces = next(snapshot.read())
     found = [next(pieces).data]
-    changes = threading.Thread(target=lambda: (snapshot.before_change(block), pages.zero_()), daemon=True)
-    changes.start()
-    changes.join(0.1)
+    changes = begun(lambda: (snapshot.before_change(block), pages.zero_()))
     assert changes.is_alive()
     assert found[0].all()
     found.append(next(pieces).data)
-    changes.join(LONG_S)
-    assert not changes.is_alive(), "the copy is read now"
+    assert has_ended(changes), "the copy is read now"
     found += [piece.data for piece in pieces]
     assert [len(data) for data in found] == [PAGE_BYTES, PAGE_BYTES, PAGE_BYTES - 1]
     assert all(data.all() for data in found[1:])
@@ -142,11 +145,9 @@ def test_what_changes_again_while_its_copy_is_read_is_not_copied_again(monkeypat
     snapshot = Snapshot({"0": block}, 2 * pages.numel(), pool)
     _, pieces = next(snapshot.read())
     found = [next(pieces).data.clone()]
-    changes = threading.Thread(target=snapshot.before_change, args=(block,), daemon=True)
-    changes.start()
-    changes.join(0.1)
+    changes = begun(lambda: snapshot.before_change(block))
     found.append(next(pieces).data.clone())
-    changes.join(LONG_S)
+    assert has_ended(changes)
     pages.fill_(2)
     snapshot.before_change(block)
     found += [piece.data.clone() for piece in pieces]
@@ -161,11 +162,9 @@ def test_what_has_been_read_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> No
     snapshot = Snapshot({"0": block}, pages.numel(), pool)
     _, pieces = next(snapshot.read())
     next(pieces)
-    changes = threading.Thread(target=snapshot.before_change, args=(block,), daemon=True)
-    changes.start()
-    changes.join(0.1)
+    changes = begun(lambda: snapshot.before_change(block))
     assert [piece.data.all() for piece in pieces] == [True, True]
-    changes.join(LONG_S)
+    assert has_ended(changes)
     snapshot.end()
     assert pool.take(pages.numel()).data.view(3, -1).any(1).tolist() == [False, True, True]
 
@@ -175,13 +174,11 @@ def test_memory_for_copies_is_mapped_by_the_commit_that_lacks_it() -> None:
     pages = torch.ones(PAGE_BYTES, dtype=torch.uint8)
     pool, block = Pool(map_host, PAGE_BYTES), Block(pages, pages)
     first = Snapshot({"0": block}, PAGE_BYTES, pool)
-    waits = threading.Thread(target=first.before_change, args=(block,), daemon=True)
-    waits.start()
-    waits.join(0.1)
+    waits = begun(lambda: first.before_change(block))
     assert waits.is_alive()
     assert pool.mapped_bytes == 0
     assert [name for name, _ in first.read()] == ["0"]
-    waits.join(LONG_S)
+    assert has_ended(waits)
     first.prepare_next()
     assert pool.mapped_bytes == PAGE_BYTES
     second = Snapshot({"0": block}, PAGE_BYTES, pool)

@@ -27,6 +27,7 @@ from tierplan.runtime.checkpoint.weights import (
     hollow_model,
     random_weights,
 )
+from tierplan.runtime.execution.placement import Weights
 from tierplan.runtime.trainer import Trainer
 
 FAMILIES = ("gpt2", "opt", "llama", "bert")
@@ -40,6 +41,17 @@ def raw_config(model: nn.Module) -> dict[str, object]:
 
 def bytes_with_memory(model: nn.Module) -> int:
     return sum(p.untyped_storage().nbytes() for p in model.parameters())
+
+
+def all_of(weights: Weights, model: nn.Module) -> dict[str, torch.Tensor]:
+    """By parameter, what comes unit by unit."""
+    units = split_model(model, make_batches(1)[0])
+    return {name: t.clone() for unit in units for (name, _), t in zip(unit.parameters, weights(unit), strict=True)}
+
+
+def read_whole(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
+    """As `tierplan run --model folder` reads it."""
+    return all_of(checkpoint_weights(model, folder), model)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -56,25 +68,19 @@ def test_a_hollow_model_has_everything_but_parameters(family: str) -> None:
 def test_random_weights_follow_the_model_s_own_rule(family: str) -> None:
     whole = make_model(family)
     hollow = hollow_model(raw_config(whole), CPU)
-    weights = random_weights(hollow, seed=1)
     reference = dict(whole.named_parameters())
-    for unit in split_model(hollow, make_batches(1)[0]):
-        for (name, _), made in zip(unit.parameters, [t.clone() for t in weights(unit)], strict=True):
-            expected = reference[name]
-            assert made.shape == expected.shape
-            assert float(made.detach().std()) == pytest.approx(float(expected.detach().std()), rel=0.25, abs=1e-6), name
-            assert float(made.detach().mean()) == pytest.approx(float(expected.detach().mean()), abs=0.01), name
+    for name, made in all_of(random_weights(hollow, seed=1), hollow).items():
+        expected = reference[name]
+        assert made.shape == expected.shape
+        assert float(made.detach().std()) == pytest.approx(float(expected.detach().std()), rel=0.25, abs=1e-6), name
+        assert float(made.detach().mean()) == pytest.approx(float(expected.detach().mean()), abs=0.01), name
 
 
 def test_random_weights_depend_on_the_seed_and_nothing_else() -> None:
     def made(seed: int, noise: int) -> list[torch.Tensor]:
         torch.manual_seed(noise)
         hollow = hollow_model(raw_config(make_model("gpt2")), CPU)
-        return [
-            t.clone()
-            for unit in split_model(hollow, make_batches(1)[0])
-            for t in random_weights(hollow, seed=seed)(unit)
-        ]
+        return [*all_of(random_weights(hollow, seed=seed), hollow).values()]
 
     assert all(torch.equal(a, b) for a, b in zip(made(1, 5), made(1, 6), strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(made(1, 5), made(2, 5), strict=True))
@@ -95,12 +101,9 @@ def test_exported_models_load_with_from_pretrained_and_come_back(family: str, tm
     model.eval()
     batch = make_batches(1)[0]
     assert torch.equal(model(**batch).loss, loaded(**batch).loss)
-    hollow = hollow_model(raw_config(model), CPU)
-    weights = checkpoint_weights(hollow, tmp_path / "model")
     trained = dict(model.named_parameters())
-    for unit in split_model(hollow, batch):
-        for (name, _), tensor in zip(unit.parameters, weights(unit), strict=True):
-            assert torch.equal(tensor, trained[name]), name
+    for name, tensor in read_whole(hollow_model(raw_config(model), CPU), tmp_path / "model").items():
+        assert torch.equal(tensor, trained[name]), name
 
 
 def test_an_export_that_is_cut_off_leaves_nothing_that_loads_or_all_of_one_step(
@@ -173,13 +176,6 @@ def test_an_export_that_is_cut_off_leaves_nothing_that_loads_or_all_of_one_step(
         assert exported(trainer, -1)
     assert found()
     assert other.exists()
-
-
-def read_whole(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
-    """As `tierplan run --model folder` reads it."""
-    weights = checkpoint_weights(model, folder)
-    units = split_model(model, make_batches(1)[0])
-    return {name: t.clone() for unit in units for (name, _), t in zip(unit.parameters, weights(unit), strict=True)}
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:

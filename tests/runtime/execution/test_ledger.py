@@ -38,7 +38,7 @@ from tierplan.runtime.tracing.trace import trace_config
 from tierplan.runtime.trainer import Trainer
 from tierplan.sim.workloads.workload import Training, Workload
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:Module is None")]
 
 nightly = pytest.mark.nightly
 LENGTH = 64
@@ -193,6 +193,13 @@ ONE_AFTER_ANOTHER = ("all kept", "all recomputed")
 POLICIES = ("zero-offload", "zero-infinity", "fuyou", "ssdtrain", "sliding-window", "vertical")
 
 
+def named(name: str) -> Callable[[Workload], Plan]:
+    """What makes the plan of this name."""
+    if name in UNIFORM:
+        return lambda workload: uniform_plan(workload, UNIFORM[name])
+    return lambda workload: decide(name, workload, machine())
+
+
 @cache
 def traced(config: str, training: Training) -> Workload:
     return trace_config("ledger", json.loads(config), training)
@@ -227,7 +234,6 @@ def compared(
         return device, host, trainer.result().peak_bytes, len(schedule.buffers)
 
 
-@pytest.mark.filterwarnings("ignore:Module is None")
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -241,17 +247,13 @@ def test_peaks_are_the_ledgers(name: str, dtype: str, tmp_path: Path) -> None:
     num_batches = 2 if name == "vertical" else 1
     training = training_of(dtype=dtype, gradient_accumulation_steps=num_batches, activation_format=form)
 
-    def plan_of(workload: Workload) -> Plan:
-        return uniform_plan(workload, UNIFORM[name]) if name in UNIFORM else decide(name, workload, machine())
-
-    device, host, peaks, num_buffers = compared(CONFIG, training, plan_of, tmp_path)
+    device, host, peaks, num_buffers = compared(CONFIG, training, named(name), tmp_path)
     # What is copied or fetched ahead is granted a moment before it is there, and may have left before the next is.
     least = 0.99 if name in ONE_AFTER_ANOTHER else 0.5
     assert least * peaks["gpu0"] <= device.peak_bytes <= 1.01 * peaks["gpu0"]
     assert least * peaks["host"] <= host.peak_bytes <= 1.01 * peaks["host"] + num_buffers * PAGE_BYTES
 
 
-@pytest.mark.filterwarnings("ignore:Module is None")
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_peaks_are_the_ledgers_of_a_micro_batch_that_is_cut(family: str, tmp_path: Path) -> None:
     """A table with many words: its gradient is made whole for each part, beside the sum of those before."""
@@ -266,7 +268,6 @@ def test_peaks_are_the_ledgers_of_a_micro_batch_that_is_cut(family: str, tmp_pat
 
 
 @pytest.mark.sampled
-@pytest.mark.filterwarnings("ignore:Module is None")
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("name", ONE_AFTER_ANOTHER)
 @pytest.mark.parametrize("family", HEAVY)
@@ -276,13 +277,10 @@ def test_peaks_are_the_ledgers_where_weights_are_heavy(
     training = training_of(
         per_device_train_batch_size=1, sequence_length=HEAVY_LENGTH, gradient_accumulation_steps=micro_batches
     )
-    device, _, peaks, _ = compared(
-        HEAVY[family], training, lambda workload: uniform_plan(workload, UNIFORM[name]), tmp_path
-    )
+    device, _, peaks, _ = compared(HEAVY[family], training, named(name), tmp_path)
     assert device.peak_bytes == pytest.approx(peaks["gpu0"], rel=0.01)
 
 
-@pytest.mark.filterwarnings("ignore:Module is None")
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("family", HEAVY)
 def test_gradients_are_not_held_twice(family: str, micro_batches: int, tmp_path: Path) -> None:
@@ -295,7 +293,6 @@ def test_gradients_are_not_held_twice(family: str, micro_batches: int, tmp_path:
     assert device.peak_bytes <= 1.01 * peaks["gpu0"]
 
 
-@pytest.mark.filterwarnings("ignore:Module is None")
 @pytest.mark.parametrize(
     "name",
     [
@@ -310,14 +307,11 @@ def test_a_budget_is_what_is_held(name: str, tmp_path: Path) -> None:
     )
     config = {**CONFIG, "n_embd": 256, "vocab_size": 2048}
 
-    def plan_of(workload: Workload) -> Plan:
-        return uniform_plan(workload, UNIFORM[name]) if name in UNIFORM else decide(name, workload, machine())
-
-    *_, needed, num_buffers = compared(config, training, plan_of, tmp_path)
+    *_, needed, num_buffers = compared(config, training, named(name), tmp_path)
     for _ in range(3):  # when a buffer leaves and another comes depends on timing, and so does the peak
         try:
             device, host, peaks, _ = compared(
-                config, training, plan_of, tmp_path, capacity_bytes={**needed, "nvme": 1 << 40}, watch=watch_mapped
+                config, training, named(name), tmp_path, capacity_bytes={**needed, "nvme": 1 << 40}, watch=watch_mapped
             )
             break
         except TierFullError:
