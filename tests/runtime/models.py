@@ -120,22 +120,29 @@ def bind_all(units: Sequence[ModelUnit]) -> None:
         part.bind(Block(flat, flat))
 
 
+def micro_batch(
+    model: nn.Module, batch: dict[str, torch.Tensor], units: list[ModelUnit], hooks: ModelHooks, **more: Any
+) -> MicroBatchRun:
+    """A run of the batch on all units, each of which keeps what it saves, unless told otherwise."""
+    settings: dict[str, Any] = {
+        "specs": [UnitSpec(name=unit.name, num_parameters=unit.num_trained) for unit in units],
+        "device": Device(),
+        "own": range(len(units)),
+        **more,
+    }
+    external = outside_storages(batch, model.modules())
+    return MicroBatchRun(
+        hooks=hooks, units=units, forward=lambda: loss_of(model, batch, None), external=external, **settings
+    )
+
+
 def observed_workload(model: nn.Module, batch: dict[str, torch.Tensor], training: Training) -> Workload:
     """Sizes as one real forward shows them; works are made up. The model is unchanged."""
     changed = ExitStack()
     changed.enter_context(without_cache(model))
     units = split_model(model, batch)
     hooks = ModelHooks(model, units)
-    batch_run = MicroBatchRun(
-        hooks=hooks,
-        units=units,
-        specs=[UnitSpec(name=unit.name, num_parameters=unit.num_trained) for unit in units],
-        forward=lambda: loss_of(model, batch, None),
-        external=outside_storages(batch, model.modules()),
-        device=Device(),
-        own=range(len(units)),
-        seed=1,
-    )
+    batch_run = micro_batch(model, batch, units, hooks, seed=1)
     bind_all(units)
     for i in range(len(units)):
         batch_run.run_forward(i)

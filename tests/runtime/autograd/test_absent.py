@@ -11,19 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from tests.runtime.models import VOCABULARY, bind_all, make_batches, make_model
+from tests.runtime.models import VOCABULARY, bind_all, make_batches, make_model, micro_batch
 from tests.runtime.ranks.test_ranks import several
 from tests.runtime.test_trainer import CPU
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.policies import decide
 from tierplan.runtime.autograd.hooks import ModelHooks
-from tierplan.runtime.autograd.micro_batch import MicroBatchRun
-from tierplan.runtime.autograd.nests import outside_storages
 from tierplan.runtime.autograd.units import ModelError, split_model
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.reference import loss_of, without_cache
 from tierplan.runtime.tracing.trace import trace_module
-from tierplan.sim.step import UnitSpec
 
 
 class _Told(nn.Module):
@@ -126,17 +123,7 @@ def loss_in_stages(model: nn.Module, ends: Sequence[int], seed: int | None = 7, 
             for unit in (unit for unit in units if unit.name not in there):
                 unit.unbind()
             hooks = ModelHooks(own, units)
-            run = MicroBatchRun(
-                hooks=hooks,
-                units=units,
-                specs=[UnitSpec(name=unit.name, num_parameters=unit.num_trained) for unit in units],
-                forward=lambda own=own: loss_of(own, batch, None),  # type: ignore[misc]
-                external=outside_storages(batch, own.modules()),
-                device=Device(),
-                own=range(start, stop),
-                seed=seed,
-                **more,
-            )
+            run = micro_batch(own, batch, units, hooks, own=range(start, stop), seed=seed, **more)
             try:
                 for leaf, t in zip(run.skip_front(rng) if start else [], handed, strict=True):
                     leaf.data = t

@@ -13,20 +13,18 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.runtime.models import VOCABULARY, bind_all, make_batches, make_model, observed_workload
+from tests.runtime.models import bind_all, make_batches, make_model, micro_batch, observed_workload
 from tests.runtime.test_trainer import CPU, machine
 from tests.toys import uniform_plan
 from tierplan.hwmodels.names import COMPUTE
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.autograd.hooks import ModelHooks
-from tierplan.runtime.autograd.micro_batch import MicroBatchRun
-from tierplan.runtime.autograd.nests import outside_storages
 from tierplan.runtime.autograd.replay import Recipe
 from tierplan.runtime.autograd.units import ModelUnit, split_model
 from tierplan.runtime.checkpoint.weights import hollow_model, random_weights
 from tierplan.runtime.execution.device import Device, Event
-from tierplan.runtime.reference import loss_of, without_cache
+from tierplan.runtime.reference import without_cache
 from tierplan.runtime.tracing.trace import trace_module
 from tierplan.runtime.trainer import Trainer
 from tierplan.sim.step import Action, SavedTensorSpec, UnitSpec
@@ -50,9 +48,7 @@ def gradients(
 ) -> tuple[list[list[torch.Tensor]], Recipe | None]:
     """Gradients of the middle block's parameters, by repetition, and its recipe if there is one."""
     model = make_model(family, dropout=dropout, dtype=dtype)
-    torch.manual_seed(5)
-    ids = torch.randint(0, VOCABULARY, (2, 16))
-    batch = {"input_ids": ids, "labels": ids}
+    (batch,) = make_batches(1)
     changed = ExitStack()
     changed.enter_context(without_cache(model))
     units = split_model(model, batch)
@@ -61,16 +57,7 @@ def gradients(
     specs = [spec_of(unit, dropped if i == 2 else frozenset()) for i, unit in enumerate(units)]
     out = []
     for _ in range(repeats):
-        batch_run = MicroBatchRun(
-            hooks=hooks,
-            units=units,
-            specs=specs,
-            forward=lambda: loss_of(model, batch, None),
-            external=outside_storages(batch, model.modules()),
-            device=timed_on or Device(),
-            own=range(len(units)),
-            seed=11,
-        )
+        batch_run = micro_batch(model, batch, units, hooks, specs=specs, device=timed_on or Device(), seed=11)
         for i in range(len(units)):
             batch_run.run_forward(i)
         for i in reversed(range(len(units))):
@@ -88,8 +75,7 @@ def gradients(
 def test_each_slot_alone_and_all_together_are_the_same_bits(family: str, dtype: str) -> None:
     (plain, *_), _ = gradients(family, frozenset(), dtype=dtype, repeats=1)
     model = make_model(family, dtype=dtype)
-    ids = torch.randint(0, VOCABULARY, (2, 16))
-    workload = observed_workload(model, {"input_ids": ids, "labels": ids}, Training(dtype=dtype, sequence_length=16))  # type: ignore[arg-type]
+    workload = observed_workload(model, make_batches(1)[0], Training(dtype=dtype, sequence_length=16))  # type: ignore[arg-type]
     num_slots = len(workload.blocks[1].saved)
     sets = [frozenset({k}) for k in range(num_slots)]
     sets += [frozenset(pair) for pair in combinations(range(0, num_slots, 3), 2)]
@@ -104,8 +90,7 @@ def test_each_slot_alone_and_all_together_are_the_same_bits(family: str, dtype: 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_what_is_made_again_together_runs_each_operation_once(family: str) -> None:
     """And costs no more: attention makes four tensors (two here), several tensors come from one norm."""
-    model, ids = make_model(family), torch.randint(0, VOCABULARY, (2, 16))
-    block = trace_module(model, {"input_ids": ids, "labels": ids}, CPU).blocks[1]
+    block = trace_module(make_model(family), make_batches(1)[0], CPU).blocks[1]
     of_attention = next(c.tensors for c in block.common if any("attention" in kind for kind in c.work))
     assert len(of_attention) > 1
     draw = random.Random(7)
@@ -136,8 +121,7 @@ def test_only_what_is_needed_is_replayed() -> None:
     """GPT-2's block: the product in GELU needs no matrix product; the attention's projection needs one."""
     matmuls = {}
     model = make_model("gpt2")
-    ids = torch.randint(0, VOCABULARY, (2, 16))
-    workload = observed_workload(model, {"input_ids": ids, "labels": ids}, Training(dtype="fp32", sequence_length=16))
+    workload = observed_workload(model, make_batches(1)[0], Training(dtype="fp32", sequence_length=16))
     num_slots = len(workload.blocks[1].saved)
     for k in range(num_slots):
         _, recipe = gradients("gpt2", frozenset({k}), repeats=1)
@@ -160,9 +144,8 @@ def test_beside_dropout_what_needs_no_random_numbers_is_replayed() -> None:
     """Attention's dropout mask is divided in place before it is saved: replays start from what it became."""
     (plain, *_), _ = gradients("gpt2", frozenset(), dropout=0.2, repeats=1)
     model = make_model("gpt2", dropout=0.2)
-    ids = torch.randint(0, VOCABULARY, (2, 16))
     training = Training(dtype="fp32", sequence_length=16, backend="cpu")
-    saved = trace_module(model, {"input_ids": ids, "labels": ids}, training).blocks[1].saved
+    saved = trace_module(model, make_batches(1)[0], training).blocks[1].saved
     replayable = [t.index for t in saved if t.replayable]
     assert 0 < len(replayable) < len(saved)
     for dropped in (*(frozenset({k}) for k in replayable), frozenset(replayable)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.runtime.models import VOCABULARY, make_model, observed_workload
+from tests.runtime.models import make_batches, make_model, observed_workload
 from tierplan.runtime.measure.units import profile_workload, profiling_schedule, with_times
 from tierplan.runtime.tracing.trace import trace_config
 from tierplan.sim.schedule import Schedule
@@ -17,8 +17,7 @@ from tierplan.sim.workloads.workload import Training
 def test_every_unit_is_timed_and_the_model_is_left_as_it_was(family: str, optimizer: str) -> None:
     model = make_model(family)
     before = [p.detach().clone() for p in model.parameters()]
-    ids = torch.randint(0, VOCABULARY, (2, 16))
-    batch = {"input_ids": ids, "labels": ids}
+    (batch,) = make_batches(1)
     training = Training(per_device_train_batch_size=2, sequence_length=16, dtype="fp32", optimizer=optimizer)
     workload = observed_workload(model, batch, training)
     measured = profile_workload(workload, model, [batch] * 9, num_steps=3)
@@ -31,8 +30,7 @@ def test_every_unit_is_timed_and_the_model_is_left_as_it_was(family: str, optimi
 
 def test_the_parts_of_an_encoder_decoder_are_timed() -> None:
     model = make_model("t5", num_blocks=2)
-    ids = torch.randint(0, VOCABULARY, (2, 16))
-    batch = {"input_ids": ids, "labels": ids}
+    (batch,) = make_batches(1)
     workload = observed_workload(model, batch, Training(sequence_length=16, dtype="fp32"))
     measured = profile_workload(workload, model, [batch] * 9, num_steps=3)
     assert [u.name for u in measured.units if u.forward["s"] > 0] == [u.name for u in workload.units]
@@ -41,8 +39,7 @@ def test_the_parts_of_an_encoder_decoder_are_timed() -> None:
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_what_a_tensor_takes_to_be_made_again_adds_up(dropout: float) -> None:
     model = make_model("gpt2", dropout=dropout)
-    ids = torch.randint(0, VOCABULARY, (2, 16))
-    batch = {"input_ids": ids, "labels": ids}
+    (batch,) = make_batches(1)
     workload = observed_workload(model, batch, Training(sequence_length=16, dtype="fp32"))
     measured = profile_workload(workload, model, [batch] * 10, num_steps=4)
     for unit in measured.blocks:
@@ -53,8 +50,8 @@ def test_what_a_tensor_takes_to_be_made_again_adds_up(dropout: float) -> None:
 
 def test_medians_leave_warm_up_and_strays_out() -> None:
     model = make_model("gpt2", num_blocks=2)
-    ids = torch.randint(0, VOCABULARY, (1, 8))
-    workload = observed_workload(model, {"input_ids": ids, "labels": ids}, Training(sequence_length=8, dtype="fp32"))
+    (batch,) = make_batches(1, batch=1, length=8)
+    workload = observed_workload(model, batch, Training(sequence_length=8, dtype="fp32"))
     kept = _trace(profiling_schedule(workload), (900, 10, 12, 11, 500))
     again = _trace(profiling_schedule(workload, drops="all"), (900, 23), recompute=7)
     measured = with_times(workload, kept, again, {})
