@@ -71,7 +71,10 @@ def _show(args: argparse.Namespace) -> int:
     units = {u.name: u for u in workload.units}
     if args.unit and args.unit not in units:
         raise WorkloadError(f"there is no unit {args.unit!r} in {workload.name}; it has {', '.join(units)}")
-    tell(args, workload.record(), unit_lines(units[args.unit]) if args.unit else table_lines(workload))
+    if unit := units.get(args.unit):
+        tell(args, {**workload.record(), "units": [asdict(unit)]}, unit_lines(unit))
+    else:
+        tell(args, workload.record(), table_lines(workload))
     return 0
 
 

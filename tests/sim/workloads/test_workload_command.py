@@ -33,6 +33,12 @@ def test_a_unit_lists_its_saved_tensors(capsys: pytest.CaptureFixture[str]) -> N
     assert f"{block.saved_bytes:,} bytes" in lines[0]
 
 
+def test_json_of_a_unit_has_that_unit_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """It had all units, as without `--unit`."""
+    assert main(["workload", "show", "gpt2", "--unit", "head", "--json"]) == 0
+    assert [unit["name"] for unit in json.loads(capsys.readouterr().out)["units"]] == ["head"]
+
+
 @pytest.mark.parametrize("argv", [["gpt-276b", "--lora", "r=8"], ["gpt-0.1b", "--seq", "200000"], ["gpt-175b"]])
 def test_a_table_has_eighty_columns_whatever_is_large(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["workload", "show", *argv]) == 0
