@@ -47,22 +47,27 @@ def lesser_of_catalog(machine: Machine) -> Machine | None:
     """The machine without what it has more of than the catalog's of this name; None where it has nothing more.
 
     Where a device would be a card that nobody has, as slow as one card at some work and as the other at other work, it
-    is the machine's own: only what is beside it is less.
+    is the machine's own: only what is beside it is less. So are all devices of a machine that has more of them than the
+    catalog's: the others would be unlike those that both have.
     """
     if machine.name not in catalog_names():
         return None
     less = lesser(machine, base := load_machine(machine.name))
     of_base = {s.name: s.rates for s in base.streams}
     own_tiers, own_streams = {t.name: t for t in machine.tiers}, {s.name: s for s in machine.streams}
+    own_limits = {x.name: x for x in machine.shared_limits}
     mixed = {
         one.name.split(".")[0]
         for one in less.streams
         if one.rates != own_streams[one.name].rates
         and any(rate != of_base.get(one.name, {}).get(kind) for kind, rate in one.rates.items())
     }
+    if machine.num_devices > base.num_devices:
+        mixed |= {t.name for t in machine.tiers if t.kind == "device"}
     tiers = tuple(own_tiers[one.name] if one.name in mixed else one for one in less.tiers)
     streams = tuple(own_streams[one.name] if one.name.split(".")[0] in mixed else one for one in less.streams)
-    less = replace(less, tiers=tiers, streams=streams)
+    limits = tuple(own_limits[one.name] if one.name.split(".")[0] in mixed else one for one in less.shared_limits)
+    less = replace(less, tiers=tiers, streams=streams, shared_limits=limits)
     return None if less == machine else less
 
 

@@ -164,6 +164,18 @@ def test_no_card_has_the_lesser_of_two_at_each_kind_of_work() -> None:
     assert (less.tiers, less.streams) == (base.tiers, base.streams)
 
 
+def test_a_lesser_machine_has_equal_cards_where_the_catalogs_has_fewer() -> None:
+    """Two RTX 5090 in place of the RTX 4090 were not planned at all: the first had the memory of an RTX 4090."""
+    settings = ["gpu.count=2", "gpu.part=rtx-5090", "gpu.capacity=32 GiB", "link.both=60 GB/s"]
+    assert lesser_of_catalog(load_machine("desktop-4090", settings)) is None
+    more = load_machine("desktop-4090", [*settings, "nvme.drives=2", "host.adam=9 G/s"])
+    found, base = lesser_of_catalog(more), load_machine("desktop-4090")
+    assert found is not None
+    assert [t for t in found.tiers if t.kind == "device"] == [t for t in more.tiers if t.kind == "device"]
+    assert [s for s in found.streams if "gpu" in s.name] == [s for s in more.streams if "gpu" in s.name]
+    assert (found.tier("nvme"), found.stream(HOST_ADAM)) == (base.tier("nvme"), base.stream(HOST_ADAM))
+
+
 def test_a_part_is_above_0_and_at_most_1(gpt: Workload) -> None:
     machine = load_machine("laptop")
     made = plan(gpt, machine, time_limit_s=0.01).plan
