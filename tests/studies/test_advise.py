@@ -88,6 +88,16 @@ def test_only_what_is_quicker_is_listed_most_per_price_first() -> None:
     assert [(c.bought.what, c.gain_frac) for c in made_to_fit] == [("cheap", None), ("dear", None)]
 
 
+def test_a_purchase_without_an_answer_is_named(point: Point) -> None:
+    """A GTX 1080 Ti has no bf16: it was said not to fit, and what failed later was not named at all."""
+    slow = {"gpu.part": "rtx-3060", "gpu.capacity": "4 GiB", "gpu.peak_bf16": "1 TFLOP/s"}
+    found = advise(replace(point, dtype="bf16", overrides=slow), quick=True, num_workers=1)
+    assert "matmul_bf16" in found.no_answer["gtx-1080-ti"]
+    said = " ".join(" ".join(advice_lines(found)).split())
+    assert "No answer for gtx-1080-ti: stream 'gpu0.compute'" in said
+    assert "gtx-1080-ti (" not in said
+
+
 def test_drives_that_cost_nothing_are_bought_for_nothing() -> None:
     """The costs counted 0 USD, and another drive 180."""
     described = load_description("desktop-4090", ["nvme.price=0"])

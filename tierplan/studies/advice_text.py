@@ -54,8 +54,9 @@ def change_lines(advice: Advice) -> list[str]:
 
 def _left_out(advice: Advice) -> list[str]:
     """Purchases that were not planned, and why."""
+    without = [f"No answer for {what}: {in_short(why)}." for what, why in advice.no_answer.items()]
     if not advice.left_out:
-        return []
+        return without
     now = float(advice.answer.get("tokens_per_s") or 0.0)
 
     def said(most: float) -> str:
@@ -66,7 +67,7 @@ def _left_out(advice: Advice) -> list[str]:
     why = "by bounds others give more for their price, or more in all"
     if not advice.fits:
         why = "by bounds they do not fit, or something of the kind that costs no more runs"
-    return [f"Not planned, since {why}: {', '.join(named)}."]
+    return [f"Not planned, since {why}: {', '.join(named)}.", *without]
 
 
 def write_advice(path: str | os.PathLike[str], advice: Advice) -> None:

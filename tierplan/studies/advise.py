@@ -122,6 +122,8 @@ class Advice:
     """Purchases that were planned."""
     left_out: Mapping[str, float] = field(default_factory=dict)
     """Others, by what they are: tokens per second that their bounds promise, of which plans reach a part."""
+    no_answer: Mapping[str, str] = field(default_factory=dict)
+    """Others that do not go with what is trained, by what they are: why."""
     largest_model: str = ""
     """The largest of the GPT-3 family that a plan is found for with one sequence."""
     larger_model_may_fit: bool = False
@@ -149,6 +151,7 @@ class Advice:
             "changes": [change.record() for change in self.changes],
             "purchases_tried": self.num_tried,
             "purchases_left_out": dict(self.left_out),
+            "purchases_without_answer": dict(self.no_answer),
             "assumptions": list(self.assumptions),
         }
 
@@ -184,16 +187,17 @@ def advise(
         kinds = Counter(b.kind for b in bought if not b.machine)
         # what a further drive brings no bound knows so well
         some = [b for b in bought if kinds[b.kind] > MOST_OF_A_KIND or b.kind == "host.capacity"]
-        bounds = ask([b.applied(like) for b in some], promise_of)
-        promised = [float(row().get("promised") or 0.0) for row in bounds]
+        bounds = [row() for row in ask([b.applied(like) for b in some], promise_of)]
+        no_answer = _errors(some, bounds)
+        promised = [float(row.get("promised") or 0.0) for row in bounds]
         answer = today[0]()
         now = float(answer.get("tokens_per_s") or 0.0)
         left_out = {
             b.what: most
             for b, most, is_worth in zip(some, promised, worth_planning(some, promised, now), strict=True)
-            if not is_worth
+            if not is_worth and b.what not in no_answer
         }
-        bought = [b for b in bought if b.what not in left_out]
+        bought = [b for b in bought if b.what not in left_out and b.what not in no_answer]
         known: Known | None = answer.get("known")
         anew = partial(figures_of, than=now, here=point)
         changed, only = _like(like, known) if quick and known else (like, {} if quick else {"known": known})
@@ -224,17 +228,20 @@ def advise(
     answer.pop("known", None)
     if "error" in answer:
         raise ValueError(answer["error"])
+    no_answer |= (errors := _errors(bought, answers))
+    tried = [b for b in bought if b.what not in errors]
     changes = worthwhile(answer, bought, answers)
     written = answer.get("bytes", {}).get(NVME_WRITE, 0)
-    without = [b.what for b in bought if quick and b not in [change.bought for change in changes]]
+    without = [b.what for b in tried if quick and b not in [change.bought for change in changes]]
     no_gain = f"; it found no gain for {', '.join(without)}, where the whole one may find one" if without else ""
     return Advice(
         point=point,
         machine=description.name,
         answer=answer,
         changes=changes,
-        num_tried=len(bought),
+        num_tried=len(tried),
         left_out=left_out,
+        no_answer=no_answer,
         rented=rental,
         largest_model=worth_telling(largest_row, answer),
         larger_model_may_fit=bool(largest_row.get("larger_model_may_fit")),
@@ -250,6 +257,11 @@ def advise(
             ),
         ),
     )
+
+
+def _errors(bought: Sequence[Purchase], rows: Sequence[Row]) -> dict[str, str]:
+    """Why purchases have no answer, by what they are."""
+    return {b.what: str(row["error"]) for b, row in zip(bought, rows, strict=True) if "error" in row}
 
 
 def _like(point: Point, known: Known) -> tuple[Point, dict[str, Any]]:
