@@ -238,3 +238,25 @@ def test_a_copy_of_no_size_is_refused(args: object, tmp_path: Path) -> None:
     copy = {**event("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", 0, 4e5), "args": args}
     with pytest.raises(MeasuredStepError, match="no trace"):
         read_kineto(trace_of([event("user_annotation", "ProfilerStep#1", 0, 1e6), copy], tmp_path))
+
+
+def test_what_a_trace_has_beyond_the_setup_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Copies of a setup that has none, collectives on one GPU, and time in which nothing runs were passed over."""
+    events = [event("kernel", "gemm", 1e3 * k, 900.0) for k in range(100)]
+    events.append(event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 0.0, 5e4, bytes=1e9))
+    events.append(event("kernel", "ncclDevKernel_AllReduce", 0.0, 2e4))
+    asked = ["explain-run", "--model", "gpt2", "--machine", "desktop-4090", "--time-limit", "0.1"]
+    asked += ["--trace", trace_of(events, tmp_path), "--policy"]
+    told = {}
+    for policy, step_s in (("in-memory", "0.1"), ("in-memory", "9"), ("zero-offload", "0.3")):
+        assert main([*asked, policy, "--step-s", step_s]) == 0
+        told[policy, step_s] = " ".join(capsys.readouterr().out.split())
+    copies, collectives, idle = (
+        "0.05 s of copies between",
+        "0.02 s of collectives, or",
+        " have no kernel, copy or update",
+    )
+    assert [text in told["in-memory", "0.1"] for text in (copies, collectives, idle)] == [True, True, False]
+    assert [text in told["in-memory", "9"] for text in (copies, collectives, idle)] == [False, False, True]
+    assert [text in told["zero-offload", "0.3"] for text in (copies, collectives, idle)] == [False, True, True]
+    assert f"Note: {9 - 0.09 - 0.05 - 0.02:.3g} s of the step or more have no kernel" in told["in-memory", "9"]

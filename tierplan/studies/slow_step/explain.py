@@ -277,6 +277,13 @@ def _always(machine: Machine, setup: Setup, expected: Prediction) -> tuple[str, 
     return tuple(lines)
 
 
+_TRACED = (
+    (LINKS, ("h2d", "d2h"), "copies between host and GPU"),
+    (PEERS, ("p2p",), "collectives, or copies between GPUs"),
+)
+"""What a trace has of parts of a machine that a setup may leave alone."""
+
+
 def _hints(explanation: Explanation) -> tuple[str, ...]:
     """What else than a slow part may be behind the figure."""
     measured, setup, expected_s = explanation.measured, explanation.setup, explanation.expected_s
@@ -294,6 +301,17 @@ def _hints(explanation: Explanation) -> tuple[str, ...]:
                 f"{measured.step_s - timed:.3g} s of the step lie outside of forward, backward and update: data "
                 "loading, logging, evaluation or checkpoints"
             )
+    idle_s = measured.step_s - sum(measured.busy_s.values())
+    if measured.busy_s and idle_s > 0.15 * measured.step_s:
+        lines.append(
+            f"{idle_s:.3g} s of the step or more have no kernel, copy or update in the trace: data loading, logging, "
+            "Python, or drives"
+        )
+    simulated = _busy(explanation.expected)
+    for part, kinds, what in _TRACED:
+        traced_s = max(measured.busy_s.get(kind, 0.0) for kind in kinds)
+        if part not in simulated and traced_s > 0.05 * measured.step_s:
+            lines.append(f"the trace has {traced_s:.3g} s of {what}, and this setup has none: is it what was run?")
     if measured.pageable_frac > 0.05:
         part = format_frac(measured.pageable_frac)
         lines.append(f"{part} of the copied bytes lie in memory that is not pinned; set pin_memory: true")
