@@ -31,7 +31,7 @@ from tierplan.runtime.ranks.group import Ranks
 from tierplan.runtime.run_result import RunResult
 from tierplan.runtime.trainer import Trainer
 from tierplan.sim.digest import PLAN_KEY, changed_text, is_as_written
-from tierplan.sim.output.text import format_bytes, format_error, wrapped
+from tierplan.sim.output.text import format_bytes, format_error, format_s, wrapped
 from tierplan.sim.ranks import is_pipeline, joined_trace
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.schedule_file import load_schedule
@@ -100,12 +100,12 @@ class Done:
         lines = [f"{self.num_steps} steps done{resumed}, loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}"]
         if result.step_ends_s:
             step_s = result.step_s
-            lines.append(f"step time {step_s:.3f} s on average, {self.tokens_per_step / step_s:,.0f} tokens/s")
+            lines.append(f"step time {format_s(step_s)} on average, {self.tokens_per_step / step_s:,.0f} tokens/s")
             if self.predicted_step_s:
                 error = self.predicted_step_s / step_s - 1
-                lines[-1] += f"; predicted {self.predicted_step_s:.3f} s ({format_error(error)})"
+                lines[-1] += f"; predicted {format_s(self.predicted_step_s)} ({format_error(error)})"
                 if self.interval_s:
-                    lines[-1] += f", 9 in 10 between {self.interval_s[0]:.3f} s and {self.interval_s[1]:.3f} s"
+                    lines[-1] += ", 9 in 10 between {} and {}".format(*map(format_s, self.interval_s))
             for what, sizes in (("peak", result.peak_bytes), ("moved", result.moved_bytes)):
                 if named := ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items()):
                     lines.append(f"{what} {named}")

@@ -62,7 +62,7 @@ def executable_step(schedule: Schedule, rank: int = 0, num_there: int = 1) -> St
     if (num := num_ranks(schedule)) != num_there:
         there = "1 rank was" if num_there == 1 else f"{num_there} ranks were"
         raise TrainingError(
-            f"schedule {schedule.name!r} is for {num} devices, and {there} started; start "
+            f"schedule {schedule.name!r} is for {num} device{'s' * (num != 1)}, and {there} started; start "
             f"{num}: `tierplan run --devices {num}`, or torchrun --nproc-per-node {num}"
         )
     whole = schedule

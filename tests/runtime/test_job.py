@@ -12,7 +12,8 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -462,3 +463,23 @@ def test_errors_are_one_line(
     assert main(command) == 1
     error = capsys.readouterr().err.strip()
     assert message in error.splitlines()[-1]
+
+
+def test_short_steps_are_told_in_their_own_unit() -> None:
+    """A step of a millisecond was predicted between 0.000 s and 0.001 s."""
+    result = SimpleNamespace(
+        losses=[2.0, 1.0],
+        step_s=0.00123,
+        step_ends_s=[1.0],
+        num_resumed_steps=0,
+        peak_bytes={},
+        moved_bytes={},
+        notes=[],
+    )
+    done = job.Done(
+        result=cast(Any, result), num_steps=2, tokens_per_step=10, predicted_step_s=0.000718, was_stopped=False,
+        interval_s=(0.000481, 0.00107), out_dir=Path("run"),
+    )  # fmt: skip
+    said = " ".join(done.summary().split())
+    assert "step time 1.23 ms on average, 8,130 tokens/s; predicted 718 µs (-41.6 %)" in said
+    assert "9 in 10 between 481 µs and 1.07 ms" in said
