@@ -214,11 +214,11 @@ class MicroBatchRun:
                 "again outside of that; choose it in the block's own forward, or plan without recomputation"
             )
         inputs = [*run.leaves, *(leaf for _, leaf in run.glue)]
-        params = [part.bound for part in self._params_of(index)]
-        there: There = {"arg": tensors, "input": inputs, "param": params}
+        there: There = {"arg": tensors, "input": inputs, "param": [part.bound for part in self._params_of(index)]}
         recipes, key = self.hooks.recipes, (index, form_of(args, kwargs))
         values, recipe = recipes.get(key, (None, None))
-        if makes_output or (values is not None and (recipe is None or values != run.values)):
+        cannot = recipe is None or values != run.values or not run.recorder.holds(recipe.saved)
+        if makes_output or (values is not None and cannot):
             self._rerun(index, wanted, inputs, makes_output=makes_output)
         elif recipe is not None:
             self._replay(index, recipe, wanted, there)

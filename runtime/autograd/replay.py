@@ -174,8 +174,16 @@ class Recipe:
     """Index of the saved tensor by storage number."""
     last: Mapping[int, int]
     """Position of the last call that uses a storage."""
+    saved: tuple[int, ...] = field(init=False)
+    """Indices of the saved tensors that it starts from."""
     marks: list[list[Event | int]] = field(default_factory=list)
     """Of each run that was timed: before the first call and behind each, an event or the clock in nanoseconds."""
+
+    def __post_init__(self) -> None:
+        made = {number for call in self.calls for number in call.results}
+        read = [self.sources[n] for n in self.last if n not in made]
+        saved = tuple(k for kind, k in (s for s in read if not isinstance(s, torch.Tensor)) if kind == "saved")
+        object.__setattr__(self, "saved", saved)
 
     def run(
         self,

@@ -11,7 +11,7 @@ after its backward (rule 2 of the schedule language).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -182,6 +182,10 @@ class Recorder(_Saver):
     """The recomputed and the moved ones, for those who bring them back. Autograd's graph alone holds the others."""
     saved: dict[int, weakref.ref[SavedStorage]] = field(default_factory=dict)
     """Where there is a recomputation, all saved tensors, held by nobody here: what it may start from."""
+
+    def holds(self, indices: Iterable[int]) -> bool:
+        """Whether the graph still has these saved tensors: none was saved on a branch that has led nowhere."""
+        return all(self.saved[k]() is not None for k in indices)
 
     def pack(self, t: torch.Tensor) -> object:
         if (whole := self._whole.get(id(t))) is not None:

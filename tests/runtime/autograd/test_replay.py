@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import time
 from contextlib import ExitStack
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.runtime.models import bind_all, make_batches, make_model, micro_batch, observed_workload
@@ -24,9 +26,9 @@ from tierplan.runtime.autograd.replay import Recipe
 from tierplan.runtime.autograd.units import ModelUnit, split_model
 from tierplan.runtime.checkpoint.weights import hollow_model, random_weights
 from tierplan.runtime.execution.device import Device, Event
-from tierplan.runtime.reference import without_cache
+from tierplan.runtime.reference import same_weights, train_plainly, without_cache
 from tierplan.runtime.tracing.trace import trace_module
-from tierplan.runtime.trainer import Trainer
+from tierplan.runtime.trainer import Trainer, train
 from tierplan.sim.step import Action, SavedTensorSpec, UnitSpec
 from tierplan.sim.workloads.workload import Training
 
@@ -219,3 +221,38 @@ def test_recomputations_are_replayed_where_weights_came_late(tmp_path: Path) -> 
     ) as trainer:
         trainer.run(make_batches(3), 3)
         assert trainer.replay_seconds().keys() == {unit.name for unit in workload.blocks}
+
+
+class _Gated(nn.Module):
+    """A block with a gate, of which no gradient is wanted: what its graph saves is gone when forward ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.inner(x)
+        return torch.exp(torch.tanh(inner).detach() + inner) * x
+
+
+class _OfGated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(VOCABULARY, 12), nn.Linear(12, VOCABULARY)
+        self.layers = nn.ModuleList(_Gated() for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.table(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.out(x).flatten(0, 1), labels.flatten())
+
+
+def test_what_would_start_from_a_tensor_that_is_gone_is_run_again() -> None:
+    model, batches = _OfGated(), make_batches(3)
+    plain, workload = copy.deepcopy(model), trace_module(model, batches[0], CPU)
+    gate, product = workload.units[1].saved
+    assert product.needs == (gate.index,)
+    schedule = lower(uniform_plan(workload, UnitPlan(acts=("keep", "recompute"))), workload, machine())
+    assert list(train(schedule, model, batches, steps=3).losses) == train_plainly(plain, batches, steps=3)
+    assert same_weights(model, plain)
