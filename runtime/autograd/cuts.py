@@ -3,15 +3,47 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
+from tierplan.runtime.autograd.containers import HandBack
+from tierplan.runtime.autograd.plain_values import PlainState
+from tierplan.runtime.autograd.saved import Recorder
 from tierplan.runtime.autograd.units import ModelError, ModelUnit, nodes_of
 
 Root = tuple[GradientEdge, torch.Tensor]
 """An output's place in the unit's graph, and the leaf that the next units see instead of it."""
+
+
+@dataclass(eq=False)
+class UnitRun:
+    """One unit's forward for one micro-batch, until its backward has run."""
+
+    recorder: Recorder | None = None
+    leaves: list[torch.Tensor] = field(default_factory=list)
+    """The differentiable tensors that the unit before hands over: `x/U`; their gradients are `dx/U`."""
+    handed_over: list[int] = field(default_factory=list)
+    """How often each of these had been written to when the unit before was done."""
+    shared: list[torch.Tensor] = field(default_factory=list)
+    """Those that it hands over for later units too; they and their gradients are part of `shared`."""
+    read: list[torch.Tensor] = field(default_factory=list)
+    """All leaves that a block reads, whoever made them."""
+    roots: list[Root] = field(default_factory=list)
+    glue: list[Root] = field(default_factory=list)
+    """Differentiable work of the model between two blocks: its results and the leaves that the block sees."""
+    call: tuple[Callable[..., Any], list[object], Callable[[Sequence[object]], tuple[tuple, dict]]] | None = None
+    """To run a block again: its forward, what it was given, flat, and what nests it."""
+    versions: list[int] = field(default_factory=list)
+    """Of the tensors among these, how often each had been written to."""
+    result: tuple[list[object], HandBack] | None = None
+    """What a block returned, flat, and what hands it back; held only where a unit between blocks is run again."""
+    rng: tuple[torch.Tensor, ...] | None = None
+    values: PlainState | None = None
+    chosen: Mapping[str, object] = field(default_factory=dict)
 
 
 Leaves = dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]]
@@ -41,15 +73,20 @@ def cut(flat: Sequence[object], roots: list[Root], leaf_of: Leaves, *, is_passed
     return out
 
 
-def check_cut(name: str, roots: Sequence[Root], others: Iterable[Root]) -> None:
-    """Raises `ModelError` where the graph of a unit with these roots goes past its boundary, to those of others."""
+def check_cut(
+    name: str, roots: Sequence[Root], runs: Iterable[UnitRun], away: Mapping[str, Iterable[torch.Tensor]]
+) -> None:
+    """Raises `ModelError` where the graph of a unit with these roots goes past its boundary, to those of others in the
+    same `runs`, or begins with what is `away` (`check_read`)."""
     own = {edge.node for edge, _ in roots}
-    other = {edge.node for edge, _ in others} - own
-    if any(node in other for node in nodes_of(own)):
+    other = {edge.node for run in runs for edge, _ in (*run.roots, *run.glue)} - own
+    nodes = [*nodes_of(own)]
+    if any(node in other for node in nodes):
         raise ModelError(
             f"the model uses what it gave to an earlier block again at {name!r}, such as a residual that is added "
             "outside of the blocks; let blocks do that, and return what is needed later"
         )
+    check_read(name, (node.variable for node in nodes if hasattr(node, "variable")), away)
 
 
 def check_loss(loss: torch.Tensor, absent: Mapping[int, tuple[str, str]]) -> None:
@@ -78,7 +115,7 @@ def handed_over(roots: Sequence[Root], flat: Sequence[object]) -> list[torch.Ten
 
 
 def check_read(name: str, read: Iterable[torch.Tensor], away: Mapping[str, Iterable[torch.Tensor]]) -> None:
-    """Refuses a block that reads what is `away`, by the earlier unit whose input it is: the plan takes inputs for one
+    """Refuses a unit that reads what is `away`, by the earlier unit whose input it is: the plan takes inputs for one
     unit's alone, and this one off the device."""
     owners = {id(leaf): owner for owner, leaves in away.items() for leaf in leaves}
     if (owner := next((owners[id(t)] for t in read if id(t) in owners), None)) is not None:

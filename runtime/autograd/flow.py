@@ -23,7 +23,9 @@ class Flow:
     unmoved: Collection[int] = ()
     """Units of which nothing that backward reads has been elsewhere since forward: autograd may hold it by itself."""
     inputs_away: Collection[int] = ()
-    """Units whose input leaves the device, as far as it is theirs alone."""
+    """Units whose input leaves the device, or is dropped and made again, as far as it is theirs alone."""
+    inputs_there: Collection[int] = ()
+    """Units whose input stays until their backward."""
     again: Collection[int] = ()
     """Units that are run again, if only for the input of the next one."""
 
@@ -46,11 +48,14 @@ def flow_of(schedule: Schedule, units: Sequence[str]) -> Flow:
     moved = {unit for (unit, _), reads in read.items() if len(reads) != 2 or reads[0] != reads[1]}
     again = {content.unit for content in contents.values() if isinstance(content, RecomputedActs)}
     moved |= again
-    away = {c.unit for b in schedule.buffers if isinstance(c := contents[b.name], Input) and b.tier != DEVICE}
+    inputs = [(content, b.tier) for b in schedule.buffers if isinstance(content := contents[b.name], Input)]
+    num_made = Counter(content for content, _ in inputs)
+    away = {content.unit for content, tier in inputs if tier != DEVICE or num_made[content] > 1}
     return Flow(
         frozenset(followed),
         frozenset(m for m, n in count.items() if n + 1 == len(units)),
         frozenset(i for i, name in enumerate(units) if name not in moved),
         frozenset(i for i, name in enumerate(units) if name in away),
+        frozenset(i for i, name in enumerate(units) if name not in away),
         frozenset(i for i, name in enumerate(units) if name in again),
     )

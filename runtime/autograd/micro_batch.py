@@ -24,46 +24,17 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from tierplan.hwmodels.names import COMPUTE
 from tierplan.runtime.autograd.absent import Absent, refuse_count, refuse_more, results_alone
-from tierplan.runtime.autograd.containers import HandBack, Lent
-from tierplan.runtime.autograd.cuts import Leaves, Root, backward_from, check_cut, check_read, cut, handed_over
+from tierplan.runtime.autograd.containers import Lent
+from tierplan.runtime.autograd.cuts import Leaves, Root, UnitRun, backward_from, check_cut, check_read, cut, handed_over
 from tierplan.runtime.autograd.flow import Flow
 from tierplan.runtime.autograd.hooks import ModelHooks, chosen_around
 from tierplan.runtime.autograd.nests import addresses, flatten, form_of, shapes_of, tensors_in
-from tierplan.runtime.autograd.plain_values import PlainState
 from tierplan.runtime.autograd.replay import OperationLog, Recipe, Source, There
 from tierplan.runtime.autograd.saved import AbsentError, AllRecreated, Recorder, Recreator, SavedStorage
 from tierplan.runtime.autograd.units import FlatParameters, ModelError, ModelUnit, placeholder, without_checkpoints
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.execution.threads import Coroutine
 from tierplan.sim.step import UnitSpec
-
-
-@dataclass(eq=False)
-class UnitRun:
-    """One unit's forward for one micro-batch, until its backward has run."""
-
-    recorder: Recorder | None = None
-    leaves: list[torch.Tensor] = field(default_factory=list)
-    """The differentiable tensors that the unit before hands over: `x/U`; their gradients are `dx/U`."""
-    handed_over: list[int] = field(default_factory=list)
-    """How often each of these had been written to when the unit before was done."""
-    shared: list[torch.Tensor] = field(default_factory=list)
-    """Those that it hands over for later units too; they and their gradients are part of `shared`."""
-    read: list[torch.Tensor] = field(default_factory=list)
-    """All leaves that a block reads, whoever made them."""
-    roots: list[Root] = field(default_factory=list)
-    glue: list[Root] = field(default_factory=list)
-    """Differentiable work of the model between two blocks: its results and the leaves that the block sees."""
-    call: tuple[Callable[..., Any], list[object], Callable[[Sequence[object]], tuple[tuple, dict]]] | None = None
-    """To run a block again: its forward, what it was given, flat, and what nests it."""
-    versions: list[int] = field(default_factory=list)
-    """Of the tensors among these, how often each had been written to."""
-    result: tuple[list[object], HandBack] | None = None
-    """What a block returned, flat, and what hands it back; held only where a unit between blocks is run again."""
-    rng: tuple[torch.Tensor, ...] | None = None
-    values: PlainState | None = None
-    chosen: Mapping[str, object] = field(default_factory=dict)
-
 
 _NO_LOSS = torch.tensor(torch.nan)
 
@@ -272,7 +243,7 @@ class MicroBatchRun:
         lent = Lent(self.units[index].name, args, kwargs)
         log = None if noted is None else OperationLog(noted, block.buffers())
         targets = set(wanted)
-        with self._rerunning(index, inputs, addresses(given), wanted, makes_output) as recreator:
+        with self._rerunning(index, inputs, given, wanted, makes_output) as recreator:
             recreator.on_saved = log.saved if log else lambda k, t: None
             with log or nullcontext():
                 out = call(*args, **kwargs)
@@ -298,7 +269,7 @@ class MicroBatchRun:
             return hand_back(flat, args, kwargs)
 
         inputs = [*self.runs[index].leaves, *self.runs[index].shared]
-        with self._rerunning(index, inputs, set(), wanted, makes_output) as recreator, self.hooks.of(echo):
+        with self._rerunning(index, inputs, (), wanted, makes_output) as recreator, self.hooks.of(echo):
             recreator.is_on = index == 0
             self.forward()
 
@@ -307,14 +278,14 @@ class MicroBatchRun:
         self,
         index: int,
         inputs: Sequence[torch.Tensor],
-        given: set[int],
+        given: Sequence[object],
         wanted: dict[int, SavedStorage],
         makes_output: bool,
     ) -> Iterator[Recreator]:
         """Inside, what the unit's forward did is done again, with its random numbers, until all wanted is made; `given`
-        are the addresses of what else it gets."""
+        is what else it gets."""
         recreator = Recreator(
-            self._params_of(index), inputs, self.external.keys() | given, wanted=wanted, runs_to_end=makes_output
+            self._params_of(index), inputs, self._outside(index, given), wanted=wanted, runs_to_end=makes_output
         )
         now = self.device.rng_state()
         self.device.set_rng_state(self.runs[index].rng or now)
@@ -393,7 +364,7 @@ class MicroBatchRun:
         run.recorder = self._recorder = Recorder(
             self._params_of(index),
             leaves,
-            self.external.keys() | addresses(flat),
+            self._outside(index, flat),
             device=self.device.torch_device,
             recomputed=frozenset(spec.recomputed),
             moved=frozenset(spec.moved),
@@ -415,10 +386,19 @@ class MicroBatchRun:
         unit = self.units[index]
         return [part for u in (unit, *(u for u in self.units if u.name == unit.shares)) for part in u.parts]
 
+    def _away_before(self, index: int) -> dict[str, Sequence[torch.Tensor]]:
+        return {self.units[k].name: self.runs[k].leaves for k in self.flow.inputs_away if k < index}
+
+    def _outside(self, index: int, given: Sequence[object]) -> set[int]:
+        """Addresses of what the unit has not made: of the batch, of buffers, and of what it is given. Outside of
+        blocks that is all that units before it were handed, as far as nobody takes it away."""
+        there = self.flow.inputs_there if not given else ()
+        return self.external.keys() | addresses((given, [self.runs[k].leaves for k in there if k < index]))
+
     def _check_cut(self, index: int, roots: Sequence[Root]) -> None:
         """Looks once where a unit's graph ends, since each step is alike."""
         if roots and (index, len(roots)) not in self.hooks.checked:
-            check_cut(self.units[index].name, roots, (root for run in self.runs for root in (*run.roots, *run.glue)))
+            check_cut(self.units[index].name, roots, self.runs, self._away_before(index))
             self.hooks.checked.add((index, len(roots)))
 
     def block(self, index: int, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -453,8 +433,7 @@ class MicroBatchRun:
         if index in self._again:
             run.call, run.versions = (original, flat, nested), [t._version for t in tensors_in(flat)]
         run.read = list({id(t): t for t in (*leaves, *run.leaves)}.values())
-        away = {self.units[k].name: self.runs[k].leaves for k in self.flow.inputs_away if k < index}
-        check_read(self.units[index].name, run.read, away)
+        check_read(self.units[index].name, run.read, self._away_before(index))
         lent = Lent(self.units[index].name, own_args, own_kwargs)
         self._open(index, run.read, flat)
         before = self.hooks.values_of(index) if self.is_first_of_two else None

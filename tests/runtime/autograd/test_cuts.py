@@ -1,0 +1,84 @@
+"""What a model does across the cuts between its units: plain training's numbers, or a refusal by name."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.runtime.models import VOCABULARY, make_batches
+from tests.runtime.test_trainer import CPU, machine
+from tests.toys import uniform_plan
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import UnitPlan
+from tierplan.planner.policies import decide
+from tierplan.runtime.autograd.units import ModelError
+from tierplan.runtime.reference import same_weights, train_plainly
+from tierplan.runtime.tracing.trace import trace_module
+from tierplan.runtime.trainer import train
+from tierplan.sim.schedule import Schedule
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+class OfBlocks(nn.Module):
+    """Blocks in a row, between a table and a head that reads what all of them give, or the last one alone."""
+
+    def __init__(self, kind: type[nn.Module] = Block, *, reads: str = "last") -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed, self.head, self.reads = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY), reads
+        self.layers = nn.ModuleList(kind() for _ in range(3))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x, all_of_them = self.embed(input_ids), []
+        for layer in self.layers:
+            all_of_them.append(x := layer(x))
+        last = torch.stack(all_of_them).sum(0) if self.reads == "sum" else x
+        loss = nn.functional.cross_entropy(self.head(last).flatten(0, 1), labels.flatten())
+        return loss + sum(h.square().mean() for h in all_of_them) if self.reads == "squares" else loss
+
+
+def check(model: nn.Module, schedule: Schedule, nvme_dir: Path) -> None:
+    """Three steps on the schedule, and plainly."""
+    batches, plain = make_batches(3), copy.deepcopy(model)
+    result = train(schedule, model, batches, steps=3, nvme_dir=nvme_dir)
+    assert list(result.losses) == train_plainly(plain, batches, steps=3)
+    assert same_weights(model, plain)
+
+
+@pytest.mark.parametrize("reads", ["sum", "squares"])
+@pytest.mark.parametrize("place", ["keep", "host", "nvme"])
+def test_what_the_head_reads_of_earlier_blocks_does_not_leave_the_device(
+    reads: str, place: str, tmp_path: Path
+) -> None:
+    """As a mixture of all hidden states does; refused by name, where its bytes would be gone."""
+    model = OfBlocks(reads=reads)
+    workload = trace_module(copy.deepcopy(model), make_batches(1)[0], CPU)
+    schedule = lower(uniform_plan(workload, UnitPlan(input=place)), workload, machine())  # type: ignore[arg-type]
+    if place == "keep":
+        check(model, schedule, tmp_path)
+        return
+    with pytest.raises(ModelError, match=r"'head' reads what 'L[12]' has as its input, which the plan takes off"):
+        train(schedule, model, make_batches(3), steps=3, nvme_dir=tmp_path)
+
+
+@pytest.mark.parametrize("reads", ["sum", "squares"])
+def test_what_the_head_reads_of_earlier_blocks_is_not_made_again(reads: str, tmp_path: Path) -> None:
+    model = OfBlocks(reads=reads)
+    workload = trace_module(copy.deepcopy(model), make_batches(1)[0], CPU)
+    schedule = lower(decide("full-recompute", workload, machine(), {"every": 2}), workload, machine())
+    with pytest.raises(ModelError, match=r"'head' reads what 'L[12]' has as its input, which the plan takes off"):
+        train(schedule, model, make_batches(3), steps=3, nvme_dir=tmp_path)
