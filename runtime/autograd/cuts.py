@@ -5,6 +5,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
@@ -71,6 +74,50 @@ def cut(flat: Sequence[object], roots: list[Root], leaf_of: Leaves, *, is_passed
                 leaf_of[id(t)] = (weakref.ref(t), new[id(t)])
         out.append(new[id(t)])
     return out
+
+
+class Layouts:
+    """How the gradients of a micro-batch's leaves lie when autograd has made them.
+
+    For a leaf autograd copies what lies otherwise than that; without the cut, what made the leaf gets it as it lies,
+    and adds up in that order.
+    """
+
+    def __init__(self, known: set[object]) -> None:
+        """`known` are leaves that need no look, of all micro-batches: they and their gradients are contiguous."""
+        self._known = known
+        self._found: list[tuple[weakref.ref[torch.Tensor], tuple[int, ...] | None]] = []
+
+    def watch(self, cut: object, roots: Sequence[Root]) -> None:
+        """Notes how the gradients will lie that these roots get; `cut` says where in the model they are."""
+        for k, (_, leaf) in enumerate(roots):
+            if leaf.requires_grad and (key := (cut, k, leaf.shape)) not in self._known:
+                leaf.register_hook(partial(self._note, key if leaf.is_contiguous() else None, weakref.ref(leaf)))
+
+    def _note(self, key: object, leaf: weakref.ref[torch.Tensor], gradient: torch.Tensor) -> None:
+        is_contiguous = gradient.is_contiguous()
+        if key is not None and is_contiguous:
+            self._known.add(key)
+        else:
+            self._found.append((leaf, None if is_contiguous else gradient.stride()))
+
+    def restore(self) -> None:
+        """Lays what autograd has just made as it lay, where its values have memory of their own."""
+        for own, stride in self._found:
+            if (leaf := own()) is None or (gradient := leaf.grad) is None:
+                continue
+            if stride is None:
+                leaf.grad = gradient.contiguous()
+            elif gradient.stride() != stride and _is_dense(gradient.shape, stride):
+                leaf.grad = gradient.new_empty_strided(gradient.shape, stride).copy_(gradient)
+        self._found.clear()
+
+
+def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether such a tensor fills its memory, each value at a place of its own."""
+    own = sorted((step, length) for step, length in zip(stride, shape, strict=True) if length != 1)
+    steps = accumulate((length for _, length in own), mul, initial=1)
+    return all(step == wanted for (step, _), wanted in zip(own, steps, strict=False))
 
 
 def check_cut(

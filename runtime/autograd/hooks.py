@@ -55,6 +55,8 @@ class ModelHooks:
         """What units of which nothing moves have saved, by shapes: so they do in every micro-batch of these."""
         self.checked: set[tuple[int, int]] = set()
         """Units, with their number of outputs, whose graphs are known to end at the boundary to the unit before."""
+        self.laid_alike = set[object]()
+        """Cuts where gradients lie as autograd keeps them (`Layouts`)."""
         inside = {module for unit in units if unit.block is not None for module in unit.block.modules()}
         self._outside = PlainValues(module for module in model.modules() if module not in inside)
         self._values = [self._outside if unit.block is None else PlainValues(unit.block.modules()) for unit in units]

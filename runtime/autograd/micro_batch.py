@@ -25,7 +25,17 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from tierplan.hwmodels.names import COMPUTE
 from tierplan.runtime.autograd.absent import Absent, refuse_count, refuse_more, results_alone
 from tierplan.runtime.autograd.containers import Lent
-from tierplan.runtime.autograd.cuts import Leaves, Root, UnitRun, backward_from, check_cut, check_read, cut, handed_over
+from tierplan.runtime.autograd.cuts import (
+    Layouts,
+    Leaves,
+    Root,
+    UnitRun,
+    backward_from,
+    check_cut,
+    check_read,
+    cut,
+    handed_over,
+)
 from tierplan.runtime.autograd.flow import Flow
 from tierplan.runtime.autograd.hooks import ModelHooks, chosen_around
 from tierplan.runtime.autograd.nests import addresses, flatten, form_of, shapes_of, tensors_in
@@ -78,6 +88,7 @@ class MicroBatchRun:
         self._goes_on: Callable[[], bool] | None = None
         self._coroutine: Coroutine | None = None
         """The model's forward, where it has a thread of its own."""
+        self._layouts = Layouts(self.hooks.laid_alike)
         self._absent = Absent(draws_alike=self.seed is not None) if self.own.start else None
 
     # ---- called by the thread that executes the compute stream ----
@@ -139,10 +150,12 @@ class MicroBatchRun:
         run.roots = []
         if edges:
             backward_from(edges, gradients)
+            self._layouts.restore()
         del gradients
         glue = [(edge, leaf.grad) for edge, leaf in run.glue if leaf.grad is not None]
         if glue:
             backward_from([edge for edge, _ in glue], [gradient for _, gradient in glue])
+            self._layouts.restore()
         self.runs[index] = UnitRun(leaves=run.leaves)  # drops the graph; `dx` is in the leaves
 
     def hand_over(self, index: int, size_bytes: int) -> list[torch.Tensor]:
@@ -397,6 +410,7 @@ class MicroBatchRun:
 
     def _check_cut(self, index: int, roots: Sequence[Root]) -> None:
         """Looks once where a unit's graph ends, since each step is alike."""
+        self._layouts.watch((index, roots is self.runs[index].glue), roots)
         if roots and (index, len(roots)) not in self.hooks.checked:
             check_cut(self.units[index].name, roots, self.runs, self._away_before(index))
             self.hooks.checked.add((index, len(roots)))

@@ -82,3 +82,35 @@ def test_what_the_head_reads_of_earlier_blocks_is_not_made_again(reads: str, tmp
     schedule = lower(decide("full-recompute", workload, machine(), {"every": 2}), workload, machine())
     with pytest.raises(ModelError, match=r"'head' reads what 'L[12]' has as its input, which the plan takes off"):
         train(schedule, model, make_batches(3), steps=3, nvme_dir=tmp_path)
+
+
+class Turned(nn.Module):
+    """A block that gives a view of what lies the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.inner(x)).transpose(0, 1).contiguous().transpose(0, 1)
+
+
+class Convolved(nn.Module):
+    """A block that begins by turning what it gets, whose gradient so lies the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Conv1d(16, 16, 3, padding=1), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(self.inner(x.transpose(1, 2)).transpose(1, 2))
+
+
+@pytest.mark.parametrize("kind", [Turned, Convolved])
+@pytest.mark.parametrize("acts", ["keep", "recompute", "host"])
+def test_gradients_lie_as_in_plain_training(kind: type[nn.Module], acts: str, tmp_path: Path) -> None:
+    """Else a bias, whose gradient is a sum over them, has other last bits."""
+    model = OfBlocks(kind)
+    workload = trace_module(copy.deepcopy(model), make_batches(1)[0], CPU)
+    choice = UnitPlan(acts=acts, input="keep" if acts == "keep" else "host")  # type: ignore[arg-type]
+    check(model, lower(uniform_plan(workload, choice), workload, machine()), tmp_path)
