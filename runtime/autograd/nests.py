@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from math import prod
 from operator import itemgetter
 from typing import Any
@@ -28,6 +29,11 @@ def addresses(values: object) -> set[int]:
 def shapes_of(values: Iterable[object]) -> tuple[tuple[torch.Size, torch.dtype], ...]:
     """Shapes and types of the tensors among some values."""
     return tuple((t.shape, t.dtype) for t in values if isinstance(t, torch.Tensor))
+
+
+def in_order(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a tensor whose values lie one after the other, also along a dimension of one."""
+    return (*accumulate(shape[:0:-1], lambda step, length: step * max(1, length), initial=1),)[::-1][: len(shape)]
 
 
 def form_of(args: tuple[object, ...], kwargs: Mapping[str, object]) -> tuple[object, ...]:

@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.autograd.graph import Node
 from torch.utils import checkpoint
 
-from tierplan.runtime.autograd.nests import Forms, forms_of, tensors_in
+from tierplan.runtime.autograd.nests import Forms, forms_of, in_order, tensors_in
 from tierplan.runtime.memory.arena import Block
 from tierplan.runtime.tracing.record import ExpertsOnFakes, ReadRecorder
 from tierplan.sim.workloads.optimizers import in_flat_order
@@ -348,11 +348,11 @@ def first_trained(units: Sequence[ModelUnit]) -> int:
 @torch.enable_grad()
 def uses_of(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, object]) -> Uses:
     """What a run on fake tensors shows. Raises `ModelError` where a schedule would not have what is used."""
-    strided = (name for name, p in model.named_parameters() if not (p.is_contiguous() or is_placeholder(p)))
-    if (first := next(strided, None)) is not None:
+    own = ((name, p) for name, p in model.named_parameters() if not is_placeholder(p))
+    if (first := next((name for name, p in own if p.stride() != in_order(p.shape)), None)) is not None:
         raise ModelError(
-            f"parameter {first!r} is not contiguous, as a transposed one is, but a schedule keeps parameters one after "
-            "the other, where kernels add up in another order; make it so: p.data = p.data.contiguous()"
+            f"parameter {first!r} is not contiguous, as a transposed one or channels_last, but a schedule has it so, "
+            "and kernels add up in another order; set p.data = p.data.clone(memory_format=torch.contiguous_format)"
         )
     _refuse_shared_memory(model)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -364,17 +364,20 @@ def uses_of(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, object]
     owners = {name: having.get(id(p), []) for name, p in twin.named_parameters()}
     recorder = ReadRecorder(memory := {p.untyped_storage()._cdata: name for name, p in twin.named_parameters()})
     recorder.place, ended = 0, itertools.count(1)
-    cuts: list[tuple[str, torch.Tensor, Node]] = []
+    cuts, given = list[tuple[str, torch.Tensor, Node]](), list[torch.Tensor]()
 
     def cut(what: str, values: object) -> None:
         cuts.extend((what, t, t.grad_fn) for t in tensors_in(values) if t.grad_fn is not None)
 
     def enter(name: str, module: nn.Module, args: object, kwargs: object) -> None:
-        recorder.place = name
+        recorder.place, given[:] = name, [t for t in tensors_in((args, kwargs)) if t.requires_grad]
         cut(f"an input of block {name!r}", (args, kwargs))
 
     def leave(name: str, module: nn.Module, args: object, out: object) -> None:
         recorder.place = next(ended)
+        results = [t for t in tensors_in(out) if t.requires_grad]
+        if results and all(any(t is own for own in given) for t in results):
+            raise ModelError(f"block {name!r} gives back what it is given; leave it out, or let it return x.clone()")
         cut(f"an output of block {name!r}", out)
 
     for name in blocks:
@@ -482,7 +485,14 @@ def fake_twin(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
             memo[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=p.requires_grad)
         for b in model.buffers():
             memo[id(b)] = torch.empty(b.shape, dtype=b.dtype)
-    return copy.deepcopy(model, memo)
+    try:
+        return copy.deepcopy(model, memo)
+    except RuntimeError as error:
+        raise ModelError(
+            f"the model cannot be copied: {str(error).partition('.')[0]}. Where a module holds a tensor with a graph, "
+            "such as a loss of its last forward, detach it, or set it to None; weight_norm and spectral_norm are to be "
+            "those of torch.nn.utils.parametrizations"
+        ) from error
 
 
 def fake_batch(batch: Mapping[str, object]) -> dict[str, Any]:

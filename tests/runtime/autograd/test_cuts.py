@@ -15,11 +15,12 @@ from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.planner.policies import decide
-from tierplan.runtime.autograd.units import ModelError
+from tierplan.runtime.autograd.units import ModelError, split_model
 from tierplan.runtime.reference import same_weights, train_plainly
 from tierplan.runtime.tracing.trace import trace_module
 from tierplan.runtime.trainer import train
 from tierplan.sim.schedule import Schedule
+from tierplan.sim.workloads.workload import WorkloadError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -114,3 +115,47 @@ def test_gradients_lie_as_in_plain_training(kind: type[nn.Module], acts: str, tm
     workload = trace_module(copy.deepcopy(model), make_batches(1)[0], CPU)
     choice = UnitPlan(acts=acts, input="keep" if acts == "keep" else "host")  # type: ignore[arg-type]
     check(model, lower(uniform_plan(workload, choice), workload, machine()), tmp_path)
+
+
+class Skipped(nn.Module):
+    """A block that somebody has switched off."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Kept(Block):
+    """A block that holds what it has computed last."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = super().forward(x)
+        return self.last
+
+
+class Deep(nn.Module):
+    """A block with a kernel for each channel, which lies along its channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(16, 16, 3, padding=1, groups=16).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x.mT.unflatten(-1, (4, 4))).flatten(2).mT  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (Skipped, "block 'layers.0' gives back what it is given"),
+        (Kept, r"the model cannot be copied: .* holds a tensor with a graph"),
+        (Deep, r"parameter 'layers.0.inner.weight' is not contiguous.*channels_last.*torch.contiguous_format"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_so_is_refused_by_name(kind: type[nn.Module], says: str) -> None:
+    model, batch = OfBlocks(kind), make_batches(1)[0]
+    if kind is Kept:
+        model(**batch)
+    with pytest.raises(ModelError, match=says):
+        split_model(model, batch)
+    with pytest.raises(WorkloadError, match=says):
+        trace_module(model, batch, CPU)
