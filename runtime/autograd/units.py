@@ -34,7 +34,7 @@ from torch.utils import checkpoint
 
 from tierplan.runtime.autograd.nests import Forms, forms_of, in_order, tensors_in
 from tierplan.runtime.memory.arena import Block
-from tierplan.runtime.tracing.record import ExpertsOnFakes, ReadRecorder
+from tierplan.runtime.tracing.record import ExpertsOnFakes, ReadRecorder, says_looks
 from tierplan.sim.workloads.optimizers import in_flat_order
 
 _BINDING = threading.Lock()
@@ -389,7 +389,7 @@ def uses_of(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, object]
     except ModelError:
         raise
     except LOOKS as error:
-        raise ModelError(f"it looks at the values of its inputs ({error}), which a plan does not know") from error
+        raise ModelError(f"it {says_looks(error)}") from error
     except Exception as error:
         raise ModelError(
             f"{type(model).__name__} could not be run on fake tensors, to see which parameters its embedding and its "

@@ -184,6 +184,14 @@ class UnitRecorder(Recording, TorchDispatchMode):
         return out
 
 
+def says_looks(error: Exception) -> str:
+    """What is wrong with a forward that asks for values, as fake tensors say it."""
+    return (
+        f"looks at the values of its inputs ({error}), which a plan does not know; where it is a mask of its own, as "
+        "in some models of `transformers`, give it one (attention_mask)"
+    )
+
+
 def only_looks(func: Any, known: Collection[int], outs: Sequence[torch.Tensor]) -> bool:
     """Whether an operation on `known` storages computes nothing: it gives other views of them, or no tensor."""
     return all(t.untyped_storage()._cdata in known for t in outs) and not (outs and func._schema.is_mutable)

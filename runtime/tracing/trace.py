@@ -43,7 +43,7 @@ from tierplan.runtime.execution.device import TORCH_DTYPES
 from tierplan.runtime.reference import loss_of, without_cache
 from tierplan.runtime.tracing.backend import as_made_before, backend_rules, behind_autocast
 from tierplan.runtime.tracing.models import experts_of, refusals_of_transformers, refuse_untrained
-from tierplan.runtime.tracing.record import UnitRecorder
+from tierplan.runtime.tracing.record import UnitRecorder, says_looks
 from tierplan.sim.workloads.families.slices import with_other_sizes
 from tierplan.sim.workloads.fused import with_fused
 from tierplan.sim.workloads.models import check_settings, read_config
@@ -135,17 +135,16 @@ def _traced(
             with _without_gradients(model) if loss is not None else nullcontext(), without_checkpoints():
                 tracer.run(lambda: loss_of(twin, fakes, loss), model)
     except LOOKS as error:
-        raise WorkloadError(
-            f"{name} looks at the values of its inputs ({error}), which a plan does not know"
-        ) from error
+        raise WorkloadError(f"{name} {says_looks(error)}") from error
     except ModelError as error:
         raise WorkloadError(f"{name}: {error}") from error
     except RuntimeError as error:
         if "backward through the graph a second time" not in str(error):
             raise
         raise WorkloadError(
-            f"{name} uses what it gave to a block again behind it, such as a residual that is added outside of the "
-            "blocks, or inputs of each layer (Gemma 3n and 4), which no plan can say; let blocks of your own do that"
+            f"{name} uses what it gave to a block again behind it, or what is inside of one: a residual that is added "
+            "outside of the blocks, inputs of each layer (Gemma 3n and 4), or losses of routers (set "
+            "output_router_logits=False), which no plan can say; let blocks of your own do that"
         ) from error
     return tracer
 

@@ -110,6 +110,18 @@ def test_what_cannot_be_traced_says_why() -> None:
         trace_module(make_model("gpt2", dtype="bf16"), batch, CPU)
 
 
+def test_losses_of_routers_and_masks_of_a_model_s_own_are_named() -> None:
+    mixtral, batch = make_model("mixtral"), make_batches(1)[0]
+    mixtral.config.output_router_logits = True  # type: ignore[union-attr]
+    with pytest.raises(WorkloadError, match=r"losses of routers \(set output_router_logits=False"):
+        trace_module(mixtral, batch, CPU)
+    sizes = {f"decoder_{name}": 2 for name in ("layers", "attention_heads", "ffn_dim")}
+    decoder = hf.BartForCausalLM(hf.BartConfig(vocab_size=VOCABULARY, d_model=32, **sizes))
+    with pytest.raises(WorkloadError, match=r"looks at the values.*a mask of its own.*attention_mask"):
+        trace_module(decoder, batch, CPU)
+    assert trace_module(decoder, {**batch, "attention_mask": torch.ones_like(batch["labels"])}, CPU).training.padded
+
+
 def test_a_block_that_runs_several_times_is_named() -> None:
     config = hf.AlbertConfig(
         vocab_size=64, hidden_size=32, embedding_size=16, intermediate_size=64, num_hidden_layers=3,
