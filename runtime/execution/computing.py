@@ -50,6 +50,13 @@ def _by_kind(contents: Iterable[Content]) -> dict[type[Content], list[tuple[int,
     return positions
 
 
+OF_PADDED = (
+    "a batch in which nothing is padded has no mask in attention, and may save other tensors than a padded one, which "
+    "the schedule is for: where that keeps some of a block's and moves others or makes them again, it fits padded "
+    "batches alone. Pad each batch somewhere, or choose a plan that treats a block's alike (in-memory, full-recompute)"
+)
+
+
 @dataclass(eq=False)
 class Computing:
     """The ops of a model's units: forward, recompute and backward of micro-batches on their way."""
@@ -169,12 +176,14 @@ class Computing:
             raise
 
     def _other_batch(self, batch_run: MicroBatchRun) -> str:
-        """What is to be said of a batch with no tensor of as many rows as the schedule's micro-batches have."""
+        """What is to be said of a batch with no tensor of as many rows as the schedule's micro-batches have, or which
+        may be one without padding among padded ones."""
         assert self.schedule.step is not None
-        planned = self.schedule.step.training.per_device_train_batch_size
+        training = self.schedule.step.training
+        planned = training.per_device_train_batch_size
         rows = [shape[0] for shape, _ in batch_run.shapes if shape]
         if not rows or planned in rows:
-            return ""
+            return OF_PADDED if training.padded else ""
         return (
             f"a batch of {rows[0]} sequences was given, and the schedule is of micro-batches of {planned}, into which "
             f"its plan may have cut those that were asked for. Give it batches of {planned}, as its step.training says"

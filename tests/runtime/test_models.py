@@ -27,6 +27,7 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.planner.policies import decide
 from tierplan.runtime.autograd.units import ModelError, split_model
+from tierplan.runtime.execution.values import SizeError
 from tierplan.runtime.tracing.trace import trace_config, trace_module
 from tierplan.runtime.trainer import train
 from tierplan.sim.step import Action
@@ -55,6 +56,17 @@ def test_padded_batches(family: str, acts: str, tmp_path: Path) -> None:
         batch["attention_mask"] = mask
         batch["labels"] = batch["labels"].masked_fill(mask == 0, -100)
     check(make_model(family, num_blocks=2, dropout=0.1), batches, tmp_path, acts)
+
+
+def test_a_batch_without_padding_in_a_plan_that_divides_a_block_s_activations_says_so(tmp_path: Path) -> None:
+    """Grouped heads of attention without a mask save other tensors."""
+    model, (batch, _) = make_model("llama", num_blocks=2), make_batches(2)
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    workload = trace_module(model, batch, CPU)
+    one_by_one = UnitPlan(acts=tuple("host" if k == 12 else "keep" for k in range(len(workload.units[1].saved))))
+    schedule = lower(uniform_plan(workload, one_by_one), workload, machine())
+    with pytest.raises(SizeError, match=r"a batch in which nothing is padded .* may save other tensors"):
+        train(schedule, model, [batch], steps=1, nvme_dir=tmp_path)
 
 
 class Gate(nn.Module):
