@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.runtime.models import bind_all, make_batches, make_model, micro_batch, observed_workload
+from tests.runtime.models import VOCABULARY, bind_all, make_batches, make_model, micro_batch, observed_workload
 from tests.runtime.test_trainer import CPU, machine
 from tests.toys import uniform_plan
 from tierplan.hwmodels.names import COMPUTE
