@@ -23,7 +23,7 @@ from tierplan.sim.schedule import Buffer, Op, Schedule, validate
 from tierplan.sim.trace import MemoryEvent, Span, Trace, peaks
 
 COLLECTIVES = ("gather", "reduce", "all_reduce")
-"""Kinds of op that all devices do together."""
+"""Kinds of op that all devices do together. Their places here are their numbers where work is divided."""
 SEND = "send"
 """What two of them do together, in a pipeline: each executes its own stage."""
 TIMES = ("free_ns", "ready_ns", "start_ns", "end_ns", "granted_ns")

@@ -27,10 +27,9 @@ from tierplan.planner.several_devices.dividing import NONE, Dividing, SharingNum
 from tierplan.planner.several_devices.kinds import Kinds, kinds_of
 from tierplan.sim.columns import BufferLabel, Labels, Lists, OpLabel, ScheduleColumns, Works
 from tierplan.sim.contents import buffer_name, copy_key, device_name, micro_batch_name, op_key, parse_content
+from tierplan.sim.ranks import COLLECTIVES
 
 KEEPS = {"nothing": dividing.KEEPS_NOTHING, "ends": dividing.KEEPS_ENDS, "all": dividing.KEEPS_ALL}
-COLLECTIVES = ("gather", "reduce", "all_reduce")
-"""By their numbers."""
 GRAINS = {"exact": 0, "page": PAGE_BYTES, "power-of-two": -1}
 SHARDED = (dividing.PARAMS, dividing.GRADS, dividing.STATES)
 """Kinds of buffers that are cut into shards."""
