@@ -45,6 +45,13 @@ def bytes_touched(t: torch.Tensor) -> int:
     return min(t.numel() * t.element_size(), t.untyped_storage().nbytes())
 
 
+def takes_mask(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a kernel of attention gets a mask as a tensor, and so computes the whole square of scores."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    return any(given.get(name) is not None for name in ("attn_mask", "attn_bias"))
+
+
 def work_of(
     func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object, lora: str = ""
 ) -> dict[str, float]:
@@ -52,10 +59,11 @@ def work_of(
     for thin products beside adapters (`is_thin`)."""
     ins, outs = tensors_in((args, kwargs)), tensors_in(out)
     kind = next((dtype_name(t.dtype) for t in (*ins, *outs) if t.dtype in DTYPE_NAMES), "fp32")
+    attention = f"{'masked_' * takes_mask(func, args, kwargs)}attention"
     if func is CPU_FLASH:
-        return {f"attention_{kind}_flops": sdpa_flop_count(*(t.shape for t in args[:3]))}
+        return {f"{attention}_{kind}_flops": sdpa_flop_count(*(t.shape for t in args[:3]))}
     if func is CPU_FLASH_BACKWARD:
-        return {f"attention_{kind}_flops": sdpa_backward_flop_count(*(t.shape for t in args[:4]))}
+        return {f"{attention}_{kind}_flops": sdpa_backward_flop_count(*(t.shape for t in args[:4]))}
     if func is GROUPED_MM:  # one product per expert, over the tokens that it gets: together those of all tokens
         return {f"matmul_{kind}_flops": 2 * args[0].numel() * args[1].shape[-1]}
     if func is DECODED:
@@ -64,7 +72,7 @@ def work_of(
         return {"elementwise_bytes": format_of(base).coding_bytes(wide.numel(), wide.element_size(), wide.shape[0])}
     formula = flop_registry.get(func.overloadpacket)
     if formula is not None:
-        what = "attention" if "attention" in func.overloadpacket.__name__ else "matmul"
+        what = attention if "attention" in func.overloadpacket.__name__ else "matmul"
         work: dict[str, float] = {f"{what}_{kind}_flops": formula(*args, **kwargs, out_val=out)}
         if func is aten.mm.default and is_thin(lora, *args[0].shape, args[1].shape[1]):
             work["elementwise_bytes"] = sum(map(bytes_touched, (*ins, *outs)))

@@ -123,3 +123,16 @@ def test_a_card_computes_alike_wherever_it_is_chosen(name: str) -> None:
 
 FITTED = {"fuyou-4090": "rtx-4090", "roundpipe-8x4090": "rtx-4090", "ssdtrain-a100": "a100-pcie-40gb"}
 """Machines that have a card fitted to one system's steps, or with a locked clock: their file says so."""
+
+
+@pytest.mark.parametrize("name", catalog_names("gpus"))
+def test_attention_that_skips_nothing_is_no_quicker_than_the_peak(name: str) -> None:
+    """Rates of attention count the full square, of which causal kernels compute half: that of an RTX 4090 is 237
+    TFLOP/s, and its peak 165."""
+    machine = load_machine("desktop-4090", [f"gpu.part={name}"])
+    rates = machine.stream("gpu0.compute").rates
+    for dtype in ("bf16", "fp16", "fp32"):
+        if peak := load_part("gpu", name).number(f"gpu.peak_{dtype}"):
+            fastest = max(per_s for _, per_s in rates[f"masked_attention_{dtype}_flops"].points)
+            assert fastest <= peak
+            assert 2 * fastest == max(per_s for _, per_s in rates[f"attention_{dtype}_flops"].points)

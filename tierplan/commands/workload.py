@@ -168,7 +168,7 @@ def attention_text(workload: Workload) -> str:
     """Which attention the work is of: a class that is traced may have no fused one, whatever was asked for."""
     asked = workload.training.attention
     is_known = asked == "plain" or "s" in workload.units[0].forward
-    if is_known or any(kind.startswith("attention_") for unit in workload.units for kind in unit.forward):
+    if is_known or any("attention_" in kind for unit in workload.units for kind in unit.forward):
         return f"{asked} attention"
     return "attention in matrix products (no fused one for this model)"
 
