@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-import random
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.runtime.models import make_batches, make_model
+from tests.runtime.checkpoint.test_commits import kill_often
+from tests.runtime.models import make_batches, make_model, schedule_for
 from tests.runtime.test_trainer import CPU, check, machine
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
@@ -144,24 +142,14 @@ def test_a_run_killed_at_random_moments_ends_as_plain_training(family: str, whic
 
 
 def die_often(family: str, which: str, num_kills: int, folder: str) -> None:
-    """In a process of its own: forks runs, kills each at a random moment, and lets a last one run to its end.
-
-    Each goes on from the last commit, one at least from one that is there; when one ends before it is killed, the
-    next begins anew.
-    """
+    """In a process of its own; one run at least goes on from a commit that is there."""
     torch.set_num_threads(1)
-    rng, batches, resumed = random.Random(num_kills), make_batches(STEPS), Path(folder) / "resumed"
-    workload = trace_module(adapted(family), batches[0], replace(CPU, dtype="bf16"))
-    schedule = lower(uniform_plan(workload, PLANS[which]), workload, machine())
+    batches, resumed = make_batches(STEPS), Path(folder) / "resumed"
+    schedule = schedule_for(adapted(family), PLANS[which], replace(CPU, dtype="bf16"), traced=batches[0])
+    settings: dict[str, Any] = {"optimizer": OptimizerSettings(lr=1e-2), "checkpoint_every": 1, "resume": True}
 
     def train(path: Path) -> None:
-        kept: dict[str, Any] = {
-            "nvme_dir": path / "nvme",
-            "out_dir": path / "out",
-            "checkpoint_every": 1,
-            "resume": True,
-        }
-        with Trainer(schedule, adapted(family), optimizer=OptimizerSettings(lr=1e-2), **kept) as trainer:
+        with Trainer(schedule, adapted(family), nvme_dir=path / "nvme", out_dir=path / "out", **settings) as trainer:
             if trainer.num_steps_done:
                 resumed.touch()
             trainer.run(batches, STEPS - trainer.num_steps_done)
@@ -169,17 +157,4 @@ def die_often(family: str, which: str, num_kills: int, folder: str) -> None:
             weights = [p.detach() for p in trainer.model.parameters()]
             torch.save({"losses": trainer.result().losses, "weights": weights}, Path(folder) / "found.pt")
 
-    kills, attempt = 0, 0
-    while kills < num_kills or not resumed.exists():
-        child = os.fork()
-        if child == 0:
-            train(Path(folder) / str(attempt))
-            os._exit(0)
-        time.sleep(rng.uniform(0.0, 0.5 + 0.1 * kills))
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        if os.WIFSIGNALED(status):
-            kills += 1
-        else:
-            attempt += 1
-    train(Path(folder) / str(attempt))
+    train(kill_often(num_kills, train, Path(folder), most_s=lambda kills: 0.5 + 0.1 * kills, is_enough=resumed.exists))

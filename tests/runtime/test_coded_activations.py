@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.random_plans import random_plan
-from tests.runtime.models import make_batches, make_model
+from tests.runtime.models import make_batches, make_model, schedule_for
 from tests.runtime.test_trainer import CPU, STEPS, machine
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
@@ -204,8 +204,7 @@ def test_other_formats_and_schedules_that_code_nothing_are_refused(tmp_path: Pat
     with pytest.raises(WorkloadError, match="activation_format is 'nf4'; choose one of fp8, or none"):
         replace(CPU, activation_format="nf4")
     model = make_model("gpt2")
-    workload = trace_module(model, make_batches(1)[0], FP8)
-    schedule = lower(uniform_plan(workload, UnitPlan(acts="host")), workload, machine())
+    schedule = schedule_for(model, UnitPlan(acts="host"), FP8, traced=make_batches(1)[0])
     assert schedule.step is not None
     stripped = replace(schedule, step=replace(schedule.step, training=CPU))
     with pytest.raises(TrainingError, match="codes 1 buffers in format ''; executed are fp8"):

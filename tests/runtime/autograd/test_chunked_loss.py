@@ -81,9 +81,8 @@ def test_a_schedule_gives_the_numbers_of_plain_training_in_chunks(family: str, a
         schedule = schedule_for(model, choice, replace(CPU, loss_chunks=3))
     with loss_in_chunks(plain, 3):
         losses = train_plainly(plain, batches, steps=3)
-    result = train(schedule, model, batches, steps=3, nvme_dir=tmp_path)
-    assert result.losses == tuple(losses)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert train(schedule, model, batches, steps=3, nvme_dir=tmp_path).losses == tuple(losses)
+    assert same_weights(model, plain)
     assert model.eval()(**batches[0]).logits.shape[-1] == model.config.vocab_size, "whole again behind the run"
 
 
@@ -119,8 +118,7 @@ def test_a_loss_function_that_uses_the_logits_is_refused(of_logits: Callable[[An
     def loss(output: Any, batch: object) -> Any:
         return output.loss + of_logits(output.logits)
 
-    workload = trace_module(model, batches[0], training)
-    schedule = lower(uniform_plan(workload, UnitPlan()), workload, machine())
+    schedule = schedule_for(model, training=training, traced=batches[0])
     with pytest.raises(ModelError, match=r"a loss function uses them; leave out --loss-chunks"):
         train(schedule, model, batches, steps=1, nvme_dir=tmp_path, loss=loss)
     with pytest.raises(WorkloadError, match=r"a loss function uses them"):
@@ -165,9 +163,8 @@ def test_the_trainer_of_transformers_gives_the_number_of_tokens(accumulation: in
     from tierplan.runtime.hf_trainer import ScheduleTrainer
 
     training = replace(CPU, loss_chunks=3, gradient_accumulation_steps=accumulation)
-    workload = trace_module(make_model("llama", num_blocks=2), make_batches(1)[0], training)
     choice = UnitPlan(params="host", grads="host", states="host", acts="recompute")
-    schedule = lower(uniform_plan(workload, choice), workload, machine())
+    schedule = schedule_for(make_model("llama", num_blocks=2), choice, training, traced=make_batches(1)[0])
     data, models, losses = examples(10 * accumulation), [], []
     for k, example in enumerate(data):
         example["labels"] = example["labels"].clone()

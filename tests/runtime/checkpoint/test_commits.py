@@ -289,26 +289,39 @@ def test_killed_at_many_random_moments(choice: str, tmp_path: Path) -> None:
 
 
 def die_often(choice: str, num_kills: int, folder: str) -> None:
-    """In a process of its own: forks runs, kills each at a random moment, and lets a last one run to its end.
+    """In a process of its own."""
+    torch.set_num_threads(1)
+    schedule, path = schedule_for(choice), Path(folder)
+    left = kill_often(num_kills, lambda run: train_on(run, schedule), path)
+    torch.save(train_on(left, schedule), path / "weights.pt")
+
+
+def kill_often(
+    num_kills: int,
+    train: Callable[[Path], object],
+    folder: Path,
+    *,
+    most_s: Callable[[int], float] = lambda kills: 0.35,
+    is_enough: Callable[[], bool] = lambda: True,
+) -> Path:
+    """Forks runs, and kills each within so many seconds: the folder of the one that is left to run to its end.
 
     Each run starts with what the last one has committed; when one ends too early, it is begun anew.
     """
-    torch.set_num_threads(1)
-    rng, schedule, path = random.Random(num_kills), schedule_for(choice), Path(folder)
-    kills, attempt = 0, 0
-    while kills < num_kills:
+    rng, kills, attempt = random.Random(num_kills), 0, 0
+    while kills < num_kills or not is_enough():
         child = os.fork()
         if child == 0:
-            train_on(path / str(attempt), schedule)
+            train(folder / str(attempt))
             os._exit(0)
-        time.sleep(rng.uniform(0.0, 0.35))
+        time.sleep(rng.uniform(0.0, most_s(kills)))
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         if os.WIFSIGNALED(status):
             kills += 1
         else:
             attempt += 1
-    torch.save(train_on(path / str(attempt), schedule), path / "weights.pt")
+    return folder / str(attempt)
 
 
 def test_a_run_is_not_overwritten_by_accident(tmp_path: Path) -> None:
