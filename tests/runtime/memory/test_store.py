@@ -23,6 +23,12 @@ def noise(size: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
+def read(store: Store, extent: Extent) -> torch.Tensor:
+    found = torch.empty(extent.size_bytes, dtype=torch.uint8)
+    store.read(extent, found)
+    return found
+
+
 @pytest.mark.parametrize(("num_folders", "weights"), [(1, ()), (2, ()), (3, (3.0, 1.0, 2.0))])
 def test_extents_hold_what_was_written(tmp_path: Path, num_folders: int, weights: tuple[float, ...]) -> None:
     rng = random.Random(1)
@@ -41,10 +47,7 @@ def test_extents_hold_what_was_written(tmp_path: Path, num_folders: int, weights
         store.write(extent, expected[extent])
     ranges = sorted((e.offset_bytes, e.offset_bytes + e.size_bytes) for e in expected)
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ranges))
-    for extent, data in expected.items():
-        found = torch.empty_like(data)
-        store.read(extent, found)
-        assert torch.equal(found, data)
+    assert all(read(store, extent).equal(data) for extent, data in expected.items())
     store.sync()
     store.close(remove=True)
     assert not any(any((tmp_path / f"drive{k}").iterdir()) for k in range(num_folders))
@@ -78,9 +81,7 @@ def test_known_extents_can_be_taken_again(tmp_path: Path) -> None:
     assert kept[0] not in fresh
     assert kept[2] not in fresh
     for k in (2, 0):
-        found = torch.empty(5000, dtype=torch.uint8)
-        again.read(kept[k], found)
-        assert torch.equal(found, noise(5000, k))
+        assert read(again, kept[k]).equal(noise(5000, k))
     past_the_end = Extent(fresh[-1].offset_bytes, 1 << 20)
     for taken in (kept[0], past_the_end):
         with pytest.raises(StoreError, match="overlaps one that is in use"):
@@ -123,9 +124,7 @@ def test_without_direct_access_it_says_so_and_works(tmp_path: Path) -> None:
     assert "does not take O_DIRECT" in store.notes[0]
     extent = store.allocate(123_456)
     store.write(extent, noise(123_456, 1))
-    found = torch.empty(123_456, dtype=torch.uint8)
-    store.read(extent, found)
-    assert torch.equal(found, noise(123_456, 1))
+    assert read(store, extent).equal(noise(123_456, 1))
     store.close()
 
 
@@ -156,9 +155,7 @@ def test_short_transfers_are_completed(tmp_path: Path, num_folders: int, most_by
 
     with mock.patch("tierplan.runtime.memory.files.os.pwritev", short):
         store.write(extent, noise(5_000_000, 1))
-    found = torch.empty(5_000_000, dtype=torch.uint8)
-    store.read(extent, found)
-    assert torch.equal(found, noise(5_000_000, 1))
+    assert read(store, extent).equal(noise(5_000_000, 1))
     store.close()
 
 
@@ -216,9 +213,7 @@ def test_data_is_found_by_the_round_that_it_was_written_with(tmp_path: Path) -> 
     store.close()
     again = Store(folders, weights=(1.0, 1.0), pattern=pattern)
     again.allocate_at(extent, checksum)
-    found = torch.empty(7 << 20, dtype=torch.uint8)
-    again.read(extent, found)
-    assert torch.equal(found, noise(7 << 20, 1))
+    assert read(again, extent).equal(noise(7 << 20, 1))
     again.close()
     with pytest.raises(StoreError, match="the same folders in the same order"):
         Store(folders[:1], pattern=pattern)
