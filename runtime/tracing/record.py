@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -90,6 +91,9 @@ class UnitRecorder(Recording, TorchDispatchMode):
     """Names of the model's parameters, by the address of their storage."""
     training: Training
     scope: Callable[[], str] = str
+    elsewhere: Collection[int] | None = None
+    """Of a unit outside of blocks, storages that others hold; it saves what else it uses, such as a mask that the model
+    has made in front of its blocks and reads behind them. A block has what it gets from others."""
     parameters_used: dict[str, None] = field(default_factory=dict)
     outside: dict[int, int] = field(default_factory=dict)
     """Bytes of the storages from outside that forward reads."""
@@ -140,7 +144,8 @@ class UnitRecorder(Recording, TorchDispatchMode):
         if storage.nbytes() == 0:
             return t
         number = self.number(t)
-        if number in self.own:
+        is_outside = number not in self.own and number not in self.input_numbers
+        if number in self.own or (is_outside and self.elsewhere is not None and storage._cdata not in self.elsewhere):
             self.note_saved(number, storage.nbytes(), dtype_name(t.dtype))
         elif number in self.input_numbers:
             self.saves_input = True
@@ -244,3 +249,17 @@ class ExpertsOnFakes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _grouped_mm(func, args, kwargs or {}) if func is GROUPED_MM else func(*args, **(kwargs or {}))
+
+
+def block_likeness(block: nn.Module) -> object:
+    """Equal for blocks that compute the same: same classes, shapes and settings, whatever their index."""
+    features: list[object] = []
+    for name, module in block.named_modules():
+        plain = sorted(
+            (k, v)
+            for k, v in vars(module).items()
+            if isinstance(v, (bool, int, float, str)) and not k.startswith("_") and k not in ("layer_idx", "layer_id")
+        )
+        features.append((name, type(module), tuple(plain)))
+    features.append(tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in block.named_parameters()))
+    return tuple(features)

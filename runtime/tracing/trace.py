@@ -43,7 +43,7 @@ from tierplan.runtime.execution.device import TORCH_DTYPES
 from tierplan.runtime.reference import loss_of, without_cache
 from tierplan.runtime.tracing.backend import as_made_before, backend_rules, behind_autocast
 from tierplan.runtime.tracing.models import experts_of, refusals_of_transformers, refuse_untrained
-from tierplan.runtime.tracing.record import UnitRecorder, says_looks
+from tierplan.runtime.tracing.record import UnitRecorder, block_likeness, says_looks
 from tierplan.sim.workloads.families.slices import with_other_sizes
 from tierplan.sim.workloads.fused import with_fused
 from tierplan.sim.workloads.models import check_settings, read_config
@@ -132,6 +132,8 @@ def _traced(
         with mode, backend_rules(training), loss_in_chunks(twin, training.loss_chunks):
             fakes = fake_batch(batch)
             tracer = _Tracer(twin, training, [block for _, block in find_blocks(twin)], refuses_glue)
+            of_model = (*twin.buffers(), *model.parameters(), *model.buffers())  # a loss function may use the model's
+            tracer.elsewhere.update(t.untyped_storage()._cdata for t in (*tensors_in(fakes), *of_model))
             with _without_gradients(model) if loss is not None else nullcontext(), without_checkpoints():
                 tracer.run(lambda: loss_of(twin, fakes, loss), model)
     except LOOKS as error:
@@ -198,6 +200,8 @@ class _Tracer:
     known: dict[object, _Part] = field(default_factory=dict)
     cuts: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     """By identity of a tensor that blocks get: the tensor, and the leaf that stands for it."""
+    elsewhere: set[int] = field(default_factory=set)
+    """Storages that live outside of all units, or are inputs of some: the batch, buffers, and what blocks get."""
     candidates: dict[int, tuple[torch.UntypedStorage, int]] = field(default_factory=dict)
     shared: dict[int, int] = field(default_factory=dict)
 
@@ -308,16 +312,17 @@ class _Tracer:
         for t in tensors:  # what the block gets becomes leaves: the cut between units
             if id(t) not in self.cuts:
                 self.cuts[id(t)] = (t, t.detach().requires_grad_(t.requires_grad) if t.is_floating_point() else t)
+                self.elsewhere.update({t.untyped_storage()._cdata} if t.requires_grad else ())
         cut = [self.cuts[id(x)][1] if isinstance(x, torch.Tensor) else x for x in leaves]
         self._note_more(f"L{i}", (t for t in tensors_in(cut) if t.requires_grad))
         mine = [as_made_before(x) if isinstance(x, torch.Tensor) else x for x in cut]
         new_args, new_kwargs = nested(mine)
         strides = tuple(() if t.is_contiguous() else t.stride() for t in tensors_in(mine))
-        key = (_block_likeness(block), form_of(new_args, new_kwargs), strides)
+        key = (block_likeness(block), form_of(new_args, new_kwargs), strides)
         part = self.known.get(key)
         if part is None:
             self.prefix = f"{self.names[id(block)]}."
-            self._start(input_tensors=tensors_in(cut)[:1])
+            self._start(input_tensors=tensors_in(cut)[:1], in_block=True)
             lent = Lent(self.names[id(block)], new_args, new_kwargs)
             out = forward(*new_args, **new_kwargs)
             out_leaves, hand_back = lent.outcome(out)
@@ -346,8 +351,9 @@ class _Tracer:
 
     # ---- one part ----
 
-    def _start(self, *, input_tensors: list[torch.Tensor]) -> None:
-        self.recorder = UnitRecorder(self.parameters, self.training, self._scope)
+    def _start(self, *, input_tensors: list[torch.Tensor], in_block: bool = False) -> None:
+        elsewhere = None if in_block else self.elsewhere
+        self.recorder = UnitRecorder(self.parameters, self.training, self._scope, elsewhere)
         self.given = input_tensors
         self.recorder.input_numbers.update(map(self.recorder.number, input_tensors))
         self.recording.enter_context(self.recorder)
@@ -483,17 +489,3 @@ def _look(x: object, position: Mapping[int, int]) -> _Look:
         return lambda inputs: torch.empty(shape, dtype=dtype, requires_grad=requires_grad)
     stride = x.stride()
     return lambda inputs: torch.empty_strided(shape, stride, dtype=dtype, requires_grad=requires_grad)
-
-
-def _block_likeness(block: nn.Module) -> object:
-    """Equal for blocks that compute the same: same classes, shapes and settings, whatever their index."""
-    features: list[object] = []
-    for name, module in block.named_modules():
-        plain = sorted(
-            (k, v)
-            for k, v in vars(module).items()
-            if isinstance(v, (bool, int, float, str)) and not k.startswith("_") and k not in ("layer_idx", "layer_id")
-        )
-        features.append((name, type(module), tuple(plain)))
-    features.append(tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in block.named_parameters()))
-    return tuple(features)

@@ -159,3 +159,31 @@ def test_a_model_that_cannot_be_cut_so_is_refused_by_name(kind: type[nn.Module],
         split_model(model, batch)
     with pytest.raises(WorkloadError, match=says):
         trace_module(model, batch, CPU)
+
+
+class Masked(OfBlocks):
+    """A model that makes a mask in front of its blocks, and weighs its loss by it; its blocks may read it, too."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        mask = (input_ids > VOCABULARY // 4).float()
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x) if self.reads == "last" else layer(x, mask.unsqueeze(-1))
+        losses = nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), reduction="none")
+        return (losses * mask.flatten()).sum() / mask.sum()
+
+
+class Weighed(Block):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x) * (1 + mask)
+
+
+@pytest.mark.parametrize(("kind", "reads"), [(Block, "last"), (Weighed, "mask")])
+@pytest.mark.parametrize("acts", ["keep", "host", "recompute"])
+def test_what_is_made_in_front_of_blocks_may_be_used_behind_them(
+    kind: type[nn.Module], reads: str, acts: str, tmp_path: Path
+) -> None:
+    """As a mask of the loss: the head saves it for its backward."""
+    model = Masked(kind, reads=reads)
+    workload = trace_module(copy.deepcopy(model), make_batches(1)[0], CPU)
+    check(model, lower(uniform_plan(workload, UnitPlan(acts=acts)), workload, machine()), tmp_path)  # type: ignore[arg-type]
