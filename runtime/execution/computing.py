@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from tierplan.runtime.autograd.absent import refuse_count
 from tierplan.runtime.autograd.cuts import check_input
 from tierplan.runtime.autograd.flow import Flow, flow_of
@@ -176,12 +178,19 @@ class Computing:
             raise
 
     def _other_batch(self, batch_run: MicroBatchRun) -> str:
-        """What is to be said of a batch with no tensor of as many rows as the schedule's micro-batches have, or which
-        may be one without padding among padded ones."""
+        """What is to be said of a batch with no tensor of as many rows as the schedule's micro-batches have, whose
+        tokens are in rows of another length, or which may be one without padding among padded ones."""
         assert self.schedule.step is not None
         training = self.schedule.step.training
         planned = training.per_device_train_batch_size
         rows = [shape[0] for shape, _ in batch_run.shapes if shape]
+        lengths = {shape[1] for shape, dtype in batch_run.shapes if len(shape) == 2 and dtype == torch.int64}
+        if planned in rows and len(lengths) == 1 and training.sequence_length not in lengths:
+            return (
+                f"a batch of sequences of {lengths.pop()} tokens was given, and the schedule is for "
+                f"{training.sequence_length}: pad all of them to so many (padding='max_length'), or plan for those of "
+                "the batch (sequence_length)"
+            )
         if not rows or planned in rows:
             return OF_PADDED if training.padded else ""
         return (

@@ -69,6 +69,19 @@ def test_a_batch_without_padding_in_a_plan_that_divides_a_block_s_activations_sa
         train(schedule, model, [batch], steps=1, nvme_dir=tmp_path)
 
 
+@pytest.mark.parametrize("length", [12, 20])
+def test_a_batch_of_another_length_is_named(length: int, tmp_path: Path) -> None:
+    """As those of a collator that pads to the longest sequence of each batch."""
+    model, (batch,) = make_model("llama", num_blocks=2), make_batches(1)
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    workload = trace_module(model, batch, CPU)
+    schedule = lower(uniform_plan(workload, UnitPlan(acts="recompute")), workload, machine())
+    (other,) = make_batches(1, length=length)
+    other["attention_mask"] = torch.ones_like(other["input_ids"])
+    with pytest.raises(SizeError, match=rf"a batch of sequences of {length} tokens was given, .* is for 16: pad all"):
+        train(schedule, model, [other], steps=1, nvme_dir=tmp_path)
+
+
 class Gate(nn.Module):
     """A block with two inputs that both need gradients, a constant, and a dropout."""
 
