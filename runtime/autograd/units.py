@@ -306,11 +306,6 @@ def split_model(model: nn.Module, batch: Mapping[str, object]) -> list[ModelUnit
             continue
         places = [at for at in outside if name in used.get(at, ())] or [last]
         outside[places[0]].append((name, p))
-        if places[0] and places[1:]:
-            raise ModelError(
-                f"parameter {name!r} is used both in front of block {places[0]} and behind it; only those of the "
-                "embedding may be used again"
-            )
         sharing.update(places[1:])
     units = [_unit("embed", None, outside[0])]
     for i, (name, block) in enumerate(blocks):
@@ -395,7 +390,7 @@ def uses_of(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, object]
             f"{type(model).__name__} could not be run on fake tensors, to see which parameters its embedding and its "
             f"head use: {error}; pass a batch of the form that training uses"
         ) from error
-    used: dict[int, set[str]] = {}
+    used = {place: set(names) for place, names in recorder.reads.items() if isinstance(place, int)}
     for place, names in recorder.reads.items():
         for name in names:
             if not owners[name] and not isinstance(place, int):
@@ -409,8 +404,13 @@ def uses_of(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, object]
                     f"parameter {name!r} of block {owners[name][0]!r} is also used {where}, where a schedule need not "
                     "have it; use it in its block alone (the optimizer decays weights, without a term of the loss)"
                 )
-        if isinstance(place, int):
-            used[place] = set(names)
+    for at in sorted(used):
+        later = set[str]().union(*(own for k, own in used.items() if k > at)) - used.get(0, set())
+        if again := sorted(used[at] & later):
+            raise ModelError(
+                f"{again[0]!r} is used both in front of block {at} and behind it; only those of the embedding may be "
+                "used again"
+            )
     if (changed := next((what for what, t, node in cuts if t.grad_fn is not node), None)) is not None:
         raise ModelError(
             f"{changed} is changed in place behind the end of a unit, where autograd's graph is cut; make a new tensor "

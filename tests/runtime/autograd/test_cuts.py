@@ -143,6 +143,22 @@ class Deep(nn.Module):
         return x + self.inner(x.mT.unflatten(-1, (4, 4))).flatten(2).mT  # type: ignore[no-any-return]
 
 
+class Supervised(OfBlocks):
+    """A model with a loss behind each block."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x, losses = self.embed(input_ids), []
+        for layer in self.layers:
+            x = layer(x)
+            losses.append(nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()))
+        return torch.stack(losses).sum()
+
+
+def test_a_head_that_is_used_between_blocks_too_is_refused_while_it_is_traced() -> None:
+    with pytest.raises(WorkloadError, match=r"'head.bias' is used both in front of block 1 and behind it"):
+        trace_module(Supervised(), make_batches(1)[0], CPU)
+
+
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
