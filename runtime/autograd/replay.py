@@ -180,8 +180,8 @@ class Recipe:
     """Of each run that was timed: before the first call and behind each, an event or the clock in nanoseconds."""
 
     def __post_init__(self) -> None:
-        made = {number for call in self.calls for number in call.results}
-        read = [self.sources[n] for n in self.last if n not in made]
+        own = {number for call in self.calls for number in call.results}
+        read = [self.sources[n] for n in self.last if n not in own]
         saved = tuple(k for kind, k in (s for s in read if not isinstance(s, torch.Tensor)) if kind == "saved")
         object.__setattr__(self, "saved", saved)
 

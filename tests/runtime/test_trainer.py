@@ -275,7 +275,7 @@ def test_over_budget_is_an_error_before_the_allocation(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "what"),
-    [({"length": 32}, "^"), ({"batch": 4}, "^a batch of 4 .* of micro-batches of 2, .* of 2, as .*: ")],
+    [({"length": 32}, "^a batch .* of 32 .* 16: .*: "), ({"batch": 4}, "^a batch of 4 .* of 2, .* of 2, as .*: ")],
 )
 def test_other_shapes_than_planned_are_refused(shape: dict[str, int], what: str, tmp_path: Path) -> None:
     model = make_model("gpt2")
