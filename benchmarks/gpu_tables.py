@@ -32,7 +32,7 @@ from tierplan.hwmodels.curves import SHAPES, SMALL, BlockShape
 from tierplan.hwmodels.description import Basis, Description, Points, Quantity
 from tierplan.hwmodels.importers.reading import ImportedFileError
 from tierplan.hwmodels.machine import Rate
-from tierplan.hwmodels.records import decode
+from tierplan.hwmodels.values.records import decode
 from tierplan.sim.trace import write_atomically
 
 Row = Mapping[str, Any]

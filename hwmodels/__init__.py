@@ -1,12 +1,8 @@
 """Machines: what hardware can do, from a catalog, from other tools' output, or measured here. In reading order:
 
 names        names of tiers and streams: made and parsed in one place
-extras       which extra of the installation brings a package that is not there
-shown        how things show themselves in a notebook
+values       what goes in and out of every room: amounts, records and arguments are read and checked, results shown
 machine      tiers, streams with rates, shared limits, and what an op costs: all that simulator and planner need
-units        amounts with units as people write them: "256 GiB", "6.5 GB/s"
-records      records in files, read strictly, with the place and the value in errors
-arguments    arguments of public functions, checked against their annotations
 description  a machine's keys and the parts it has, every number with its source; read and written as TOML
 build        turns a description into a machine
 scaling      machines like a given one, with more memory or other rates

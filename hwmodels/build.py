@@ -41,7 +41,7 @@ from tierplan.hwmodels.names import (
     ring,
 )
 from tierplan.hwmodels.scaling import scaled
-from tierplan.hwmodels.units import format_amount
+from tierplan.hwmodels.values.units import format_amount
 
 DTYPES = ("fp32", "bf16", "fp16")
 CAUSAL_FRAC = 0.5

@@ -15,7 +15,7 @@ import tomli_w
 
 from tierplan.hwmodels.description import Description, Quantity, find_key, parse_quantity
 from tierplan.hwmodels.machine import MachineError
-from tierplan.hwmodels.records import Count, RecordError, decode
+from tierplan.hwmodels.values.records import Count, RecordError, decode
 
 FORMAT, VERSION = "tierplan-community", 1
 SHARED = ("measured", "calibrated")

@@ -25,8 +25,8 @@ import tomli_w
 
 from tierplan.hwmodels.machine import MachineError
 from tierplan.hwmodels.names import device_index, parse_stream
-from tierplan.hwmodels.records import Amount, RecordError, decode
-from tierplan.hwmodels.units import Unit, format_amount, leading_number, parse_amount
+from tierplan.hwmodels.values.records import Amount, RecordError, decode
+from tierplan.hwmodels.values.units import Unit, format_amount, leading_number, parse_amount
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import Any
 from tierplan.hwmodels.catalog import catalog_names, load_description
 from tierplan.hwmodels.description import Quantity, Switch
 from tierplan.hwmodels.importers.nvidia_smi import HOW, known_part, read_nvidia_smi, read_nvidia_topo, switch_groups
-from tierplan.hwmodels.units import parse_amount
+from tierplan.hwmodels.values.units import parse_amount
 
 COMMANDS: Mapping[str, str] = {
     "nvidia-smi": HOW,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import exp, inf, isfinite, log
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from tierplan.hwmodels.shown import Shown
+from tierplan.hwmodels.values.shown import Shown
 
 if TYPE_CHECKING:
     import numpy as np

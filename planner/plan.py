@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, field
 from typing import ClassVar, Literal
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.records import Count, Whole, check_record
 from tierplan.hwmodels.scaling import Part
-from tierplan.hwmodels.shown import Shown
+from tierplan.hwmodels.values.records import Count, Whole, check_record
+from tierplan.hwmodels.values.shown import Shown
 from tierplan.planner.plan_rules import (
     Divided,
     InputAction,

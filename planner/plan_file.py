@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.records import RecordError, decode
+from tierplan.hwmodels.values.records import RecordError, decode
 from tierplan.planner.plan import KINDS, Plan
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.results import PlanResult

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, get_args
 
-from tierplan.hwmodels.records import check_record
+from tierplan.hwmodels.values.records import check_record
 from tierplan.sim.step import Action
 from tierplan.sim.workloads.models import sizes_of
 from tierplan.sim.workloads.workload import Training, Unit, Workload

@@ -14,7 +14,7 @@ from textwrap import shorten
 
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.hwmodels.names import NVME_READ, NVME_WRITE, parts_used
-from tierplan.hwmodels.shown import Shown
+from tierplan.hwmodels.values.shown import Shown
 from tierplan.planner.lowering import Lowering
 from tierplan.planner.plan import Plan, other_numbers
 from tierplan.planner.plan_rules import PlanError

@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from math import inf
 from typing import Literal
 
-from tierplan.hwmodels.shown import Shown
+from tierplan.hwmodels.values.shown import Shown
 from tierplan.planner.plan import Plan
 from tierplan.planner.prediction import Prediction
 from tierplan.sim.analysis.steady import SteadyState

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from tierplan.hwmodels.arguments import check_annotated
 from tierplan.hwmodels.names import COMPUTE, DEVICE, HOST
+from tierplan.hwmodels.values.arguments import check_annotated
 from tierplan.runtime.autograd.chunked_loss import loss_in_chunks
 from tierplan.runtime.autograd.cuts import absent_at_loss, check_loss
 from tierplan.runtime.autograd.hooks import ModelHooks

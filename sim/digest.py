@@ -13,7 +13,7 @@ from dataclasses import replace
 import msgspec
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.records import plain
+from tierplan.hwmodels.values.records import plain
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Workload
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from tierplan.hwmodels.machine import Rounding, Size, held_bytes
 from tierplan.hwmodels.names import on_devices
-from tierplan.hwmodels.records import Amount, Whole, check_record
+from tierplan.hwmodels.values.records import Amount, Whole, check_record
 from tierplan.sim.step import StepSpec
 
 MOST_BYTES = 1 << 60

@@ -11,7 +11,7 @@ import os
 from dataclasses import asdict, fields
 from typing import Any
 
-from tierplan.hwmodels.records import load_record, parse_json, plain, schema_of
+from tierplan.hwmodels.values.records import load_record, parse_json, plain, schema_of
 from tierplan.sim.schedule import Buffer, Op, Schedule, ScheduleError, Tier, validate
 from tierplan.sim.trace import write_atomically
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tierplan.hwmodels.records import Whole
+from tierplan.hwmodels.values.records import Whole
 from tierplan.sim.workloads.workload import Training, Unit
 
 Action = Literal["keep", "recompute", "host", "nvme"]

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tierplan.hwmodels.names import parse_stream
-from tierplan.hwmodels.records import Amount, Count, RecordError, decode, load_record
-from tierplan.hwmodels.shown import Shown
+from tierplan.hwmodels.values.records import Amount, Count, RecordError, decode, load_record
+from tierplan.hwmodels.values.shown import Shown
 from tierplan.sim.contents import split_step
 
 FORMAT = "tierplan-trace"

@@ -19,7 +19,7 @@ from tierplan.cli import command_parser, for_reader, main, message_of
 from tierplan.commands import COMMANDS
 from tierplan.commands.options.scenario import read_point
 from tierplan.commands.options.terminal import progress_bar, say, working
-from tierplan.hwmodels.extras import EXTRAS
+from tierplan.hwmodels.values.extras import EXTRAS
 from tierplan.studies.study import ALIKE, KEYS, Point
 
 NO_JSON: dict[str, str] = {}

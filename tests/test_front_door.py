@@ -19,7 +19,7 @@ import tierplan as tp
 from tests.toys import toy_machine, toy_workload
 from tierplan.cli import main
 from tierplan.commands import COMMANDS
-from tierplan.hwmodels.arguments import ArgumentError
+from tierplan.hwmodels.values.arguments import ArgumentError
 from tierplan.sim.schedule import ScheduleError
 
 

@@ -8,7 +8,7 @@ from html import escape
 import tierplan as tp
 from tests.toys import toy_machine, toy_workload
 from tierplan.hwmodels.scaling import with_capacity
-from tierplan.hwmodels.shown import SHOWN_ROWS, Shown
+from tierplan.hwmodels.values.shown import SHOWN_ROWS, Shown
 from tierplan.planner.prediction import predict
 from tierplan.sim.trace import Trace
 from tierplan.validation.comparison.compare import compare

@@ -93,7 +93,7 @@ def __getattr__(name: str) -> object:
     module, attribute = _EXPORTS[name]
     value = getattr(importlib.import_module(f"tierplan.{module}"), attribute)
     if inspect.isfunction(value):  # the package itself calls it as it is
-        from tierplan.hwmodels.arguments import checked
+        from tierplan.hwmodels.values.arguments import checked
 
         value = checked(value, f"tierplan.{name}", dict if name == "validate" else _checks)
     globals()[name] = value

@@ -21,7 +21,7 @@ from tierplan.commands.options.arguments import add_json, check_apart
 from tierplan.commands.options.help import Formatter
 from tierplan.commands.options.not_yet import nearest
 from tierplan.commands.options.terminal import STDOUT
-from tierplan.hwmodels.extras import words_of_missing
+from tierplan.hwmodels.values.extras import words_of_missing
 from tierplan.sim.output.text import wrapped
 from tierplan.sim.trace import name_in_errors
 

@@ -15,7 +15,7 @@ from math import sqrt
 
 from tierplan.hwmodels.description import KEYS, Quantity
 from tierplan.hwmodels.importers.reading import ImportedFileError, json_number, json_object
-from tierplan.hwmodels.units import parse_amount
+from tierplan.hwmodels.values.units import parse_amount
 
 HOW = "fio --output-format=json --output=FILE job.fio"
 DEFAULT_BLOCK_BYTES = 4096.0

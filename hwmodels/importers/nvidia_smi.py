@@ -21,7 +21,7 @@ from importlib.resources import files
 
 from tierplan.hwmodels.description import Quantity
 from tierplan.hwmodels.importers.reading import ImportedFileError
-from tierplan.hwmodels.units import LINK_FRAC, parse_amount
+from tierplan.hwmodels.values.units import LINK_FRAC, parse_amount
 
 HOW = "nvidia-smi --query-gpu=name,memory.total,power.limit,pcie.link.gen.max,pcie.link.width.max --format=csv"
 UNITS = {"MiB": 2**20, "GiB": 2**30, "W": 1, "": 1}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from tierplan.hwmodels.records import RecordError, parse_json
+from tierplan.hwmodels.values.records import RecordError, parse_json
 from tierplan.planner.training_files.keys import AUTO
 from tierplan.sim.workloads.workload import Training, WorkloadError
 

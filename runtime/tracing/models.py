@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from tierplan.hwmodels.extras import words_of_missing
+from tierplan.hwmodels.values.extras import words_of_missing
 from tierplan.runtime.autograd.chunked_loss import set_loss_chunks
 from tierplan.runtime.autograd.coded import code_base
 from tierplan.runtime.execution.device import TORCH_DTYPES

@@ -20,7 +20,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from tierplan.hwmodels.records import RecordError, parse_json
+from tierplan.hwmodels.values.records import RecordError, parse_json
 from tierplan.sim.workloads.adapters import read_adapters
 from tierplan.sim.workloads.families import bert, gpt2, llama, opt, qwen
 from tierplan.sim.workloads.families.slices import with_other_sizes

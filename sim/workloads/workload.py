@@ -13,8 +13,8 @@ from typing import Annotated, Literal, get_args
 
 import msgspec
 
-from tierplan.hwmodels.records import Count, check_record, made_plain
-from tierplan.hwmodels.shown import Shown
+from tierplan.hwmodels.values.records import Count, check_record, made_plain
+from tierplan.hwmodels.values.shown import Shown
 from tierplan.sim.contents import part_ranges
 from tierplan.sim.workloads.adapters import read_adapters
 from tierplan.sim.workloads.formats import FORMATS, act_formats, bases

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tierplan.hwmodels import MachineError, load_description, load_machine
 from tierplan.hwmodels.build import build_machine
 from tierplan.hwmodels.description import KEYS, Description, Quantity, parse_description, write_description
-from tierplan.hwmodels.units import format_amount, parse_amount
+from tierplan.hwmodels.values.units import format_amount, parse_amount
 from tierplan.planner.several_devices.collectives import collective_work
 from tierplan.sim.sharing import max_min_speeds
 

@@ -60,7 +60,7 @@ from tierplan.hwmodels.detect import ask_system, propose
 from tierplan.hwmodels.importers import ds_io, fio, nccl_tests, nvbandwidth, nvidia_smi
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.hwmodels.names import DEVICE_PREFIX
-from tierplan.hwmodels.units import format_amount
+from tierplan.hwmodels.values.units import format_amount
 from tierplan.sim.output.text import columns, wrapped
 from tierplan.sim.trace import write_atomically
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from tierplan.commands.options.arguments import existing_file, new_folder, option, whole
 from tierplan.commands.options.terminal import tell
-from tierplan.hwmodels.extras import words_of_missing
+from tierplan.hwmodels.values.extras import words_of_missing
 from tierplan.sim.output.text import columns, digits, format_s
 from tierplan.studies.study import Study, load_study
 

@@ -8,9 +8,9 @@ from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import Literal
 
-from tierplan.hwmodels.extras import what_brings
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import COMPUTE, CORES_LIMIT
+from tierplan.hwmodels.values.extras import what_brings
 from tierplan.sim.workloads.models import read_config, workload_of
 from tierplan.sim.workloads.workload import NotCovered, Training, Workload
 

@@ -6,9 +6,9 @@ import io
 from html import escape
 from typing import Any
 
-from tierplan.hwmodels.extras import words_of_missing
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.scaling import own_limits, with_capacity, with_faster
+from tierplan.hwmodels.values.extras import words_of_missing
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.plan_rules import PLANNER
 from tierplan.planner.planning import plan

@@ -33,7 +33,7 @@ from typing import Any
 from tqdm import tqdm
 
 import tierplan
-from tierplan.hwmodels.extras import words_of_missing
+from tierplan.hwmodels.values.extras import words_of_missing
 from tierplan.sim.compiled.compiler import is_kept
 from tierplan.sim.compiled.rules import execute
 from tierplan.sim.trace import name_in_errors, write_atomically

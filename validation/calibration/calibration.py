@@ -17,8 +17,8 @@ from typing import get_args, get_type_hints
 
 from tierplan.hwmodels.machine import Machine, PredictionBasis, Stream
 from tierplan.hwmodels.names import COMPUTE, compute, on_first_device, parse_stream
-from tierplan.hwmodels.records import Count, NotNegative, Positive, Whole, load_record, shown
 from tierplan.hwmodels.scaling import with_ample_memory, with_capacity, with_demand, with_rate_factors
+from tierplan.hwmodels.values.records import Count, NotNegative, Positive, Whole, load_record, shown
 from tierplan.sim.analysis.explain import stream_times
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.digest import digest

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median, stdev
 from typing import Any
 
-from tierplan.hwmodels.records import load_record
+from tierplan.hwmodels.values.records import load_record
 from tierplan.sim.trace import write_atomically
 from tierplan.validation.campaign.spec import CampaignError
 

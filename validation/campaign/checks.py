@@ -7,10 +7,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from tierplan.hwmodels.arguments import checked
 from tierplan.hwmodels.catalog import load_machine
 from tierplan.hwmodels.machine import MachineError
 from tierplan.hwmodels.scaling import with_ample_memory, with_capacity
+from tierplan.hwmodels.values.arguments import checked
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.plan_rules import PLANNER, PlanError
 from tierplan.planner.planning import plan

@@ -16,7 +16,7 @@ from math import inf
 from pathlib import Path
 from typing import Literal
 
-from tierplan.hwmodels.records import Count, Positive, RecordError, Whole, decode
+from tierplan.hwmodels.values.records import Count, Positive, RecordError, Whole, decode
 
 LEVELS = ("tight", "middle", "roomy")
 

@@ -23,7 +23,7 @@ from statistics import fmean
 import numpy as np
 
 from tierplan.hwmodels.names import on_first_device
-from tierplan.hwmodels.shown import Shown
+from tierplan.hwmodels.values.shown import Shown
 from tierplan.sim.analysis.explain import StreamTime
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.trace import Trace

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from tierplan.hwmodels.records import shown
+from tierplan.hwmodels.values.records import shown
 from tierplan.planner.plan_file import MACHINE_KEY
 from tierplan.sim.digest import PLAN_KEY, SEAL_KEY
 from tierplan.sim.schedule import Schedule

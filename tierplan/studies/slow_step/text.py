@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from tierplan.hwmodels.names import HOST_ADAM, alike_name
-from tierplan.hwmodels.units import format_amount
+from tierplan.hwmodels.values.units import format_amount
 from tierplan.sim.output.text import columns, digits, format_count, format_frac, format_s, in_short, wrapped
 from tierplan.studies.answer import limited_text
 from tierplan.studies.slow_step.explain import Explanation

@@ -8,7 +8,7 @@ from html import escape
 from itertools import islice
 from typing import Any
 
-from tierplan.hwmodels.extras import words_of_missing
+from tierplan.hwmodels.values.extras import words_of_missing
 
 SHOWN_ROWS = 12
 

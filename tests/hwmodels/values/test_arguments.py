@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import pytest
 
-from tierplan.hwmodels.arguments import ArgumentError, check_annotated, checked
+from tierplan.hwmodels.values.arguments import ArgumentError, check_annotated, checked
 
 
 class Speaker(Protocol):

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 import pytest
 
-from tierplan.hwmodels.records import Amount, Count, RecordError, Whole, decode, load_record
+from tierplan.hwmodels.values.records import Amount, Count, RecordError, Whole, decode, load_record
 
 
 class Row(NamedTuple):

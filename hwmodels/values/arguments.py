@@ -15,7 +15,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 
 import numpy as np
 
-from tierplan.hwmodels.records import WORDS, shown
+from tierplan.hwmodels.values.records import WORDS, shown
 
 P = ParamSpec("P")
 R = TypeVar("R")
