@@ -199,11 +199,13 @@ class Ratios:
 
     @property
     def over_busiest(self) -> list[float]:
-        return [a / b for a, b in zip(self.step_s, self.busy_s[self.busiest], strict=True)]
+        """Of steps in which it did something: all that it does for a short one may fall into the step before."""
+        return [a / b for a, b in zip(self.step_s, self.busy_s[self.busiest], strict=True) if b]
 
     @property
     def over_drive(self) -> list[float]:
-        return [a / b for a, b in zip(self.step_s, self.drive_s, strict=True)]
+        """As `over_busiest`."""
+        return [a / b for a, b in zip(self.step_s, self.drive_s, strict=True) if b]
 
     def record(self) -> Record:
         total_s = sum(self.step_s)

@@ -52,12 +52,12 @@ def test_a_span_across_a_steps_end_counts_in_both_steps() -> None:
 
 
 def test_a_record_has_the_median_of_steps_and_the_whole() -> None:
-    ratios = Ratios(step_s=[2, 2, 8], busy_s={"nvme.read": [2, 1, 2]}, drive_s=[2, 2, 2])
+    ratios = Ratios(step_s=[2, 2, 8, 1], busy_s={"nvme.read": [2, 1, 2, 0]}, drive_s=[2, 2, 2, 0])
     record = ratios.record()
     assert record["over_busiest"] == 2
-    assert record["over_busiest_whole"] == 12 / 5
+    assert record["over_busiest_whole"] == 13 / 5
     assert record["over_drive"] == 1
-    assert record["over_drive_whole"] == 2
+    assert record["over_drive_whole"] == 13 / 6
 
 
 def test_a_step_ends_with_its_last_op_and_not_before_earlier_steps() -> None:
