@@ -151,9 +151,10 @@ def _checked(campaign: Campaign, where: str) -> Campaign:
             f"{where}: {campaign.steps} steps in {campaign.turns} turns leave no step to count after "
             f"{campaign.warmup_steps} of warm-up, and one in each later turn; give more steps or fewer turns"
         )
-    (name, count), *_ = Counter(campaign.run_names).most_common(1)
-    if count > 1:
-        raise CampaignError(f"{where} lists run {name!r} twice")
+    for what, names in (("group", [group.name for group in campaign.groups]), ("run", campaign.run_names)):
+        (name, count), *_ = Counter(names).most_common(1)
+        if count > 1:
+            raise CampaignError(f"{where} lists {what} {name!r} twice")
     return campaign
 
 

@@ -93,6 +93,14 @@ def test_a_campaign_with_a_mistake_names_it(tmp_path: Path, change: tuple[str, s
         load_campaign(path)
 
 
+def test_two_groups_of_one_name_are_refused(tmp_path: Path) -> None:
+    """Their runs go by the group's name: one would have the other's model."""
+    path = tmp_path / "c.toml"
+    path.write_text(CAMPAIGN + CAMPAIGN[CAMPAIGN.index("[[group]]") :].replace("blocks = 4", "blocks = 5"))
+    with pytest.raises(CampaignError, match="lists group 'gpt2-64' twice"):
+        load_campaign(path)
+
+
 def test_an_empty_campaign_says_what_it_lacks(tmp_path: Path) -> None:
     path = tmp_path / "empty.toml"
     path.write_text("name = 'empty'")
