@@ -127,11 +127,11 @@ def test_the_clock_ends_only_searches_whose_time_somebody_has_limited(
 def test_what_is_used_in_full_is_no_part_of_the_answer(tmp_path: Path) -> None:
     """A quotient of two rates may be a little below 1."""
     best = best_plan(question(random.Random(1), tmp_path / "0"))
-    parts = (("gpu0", "capacity", 1 - 1e-9), ("host", "capacity", 0.5))
+    parts = (("gpu0", "capacity", 1 - 1e-9), ("nvme", "capacity", 0.5))
     plan = replace(best.result.plan, parts=parts)  # type: ignore[call-arg]
     result = replace(best.result, prediction=replace(best.result.prediction, plan=plan))
     told = [line.split(maxsplit=2)[-1] for line in answer_lines(replace(best, result=result)) if "uses only" in line]
-    assert told == ["50 % of host (capacity)"]
+    assert told == ["50 % of nvme (capacity)"]
 
 
 def test_policies_are_shown_in_the_division_that_suits_each(tmp_path: Path) -> None:
