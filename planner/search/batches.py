@@ -3,8 +3,8 @@
 Divisions of long chains are racers for one budget, as shapes of plans are in the search of one division: those that
 find more get more of it, and what one has found is a start for the others. A micro-batch is not cut into smaller ones
 then, for these are a division of their own; and plans with one micro-batch after the other join where they are not far
-behind. While all are far from the bound the race goes on, for much less than a division alone does then. So one alone
-may end a few percent better. Up to `SEARCHED_TO_THE_END` none races.
+behind. While all are far from the bound the race goes on, for less than a division alone does then. So one alone
+may end a few percent better. Up to `SEARCHED_TO_THE_END` none races, nor where there is one only.
 
 None is searched any longer once all that is left of it has a bound above what is found.
 """
@@ -109,7 +109,7 @@ def plan_sequences(
 
     one_by_one = make(1, sequences)
     refuse_lacking(one_by_one, machine)
-    budget = budget_of(time_limit_s, by_clock=by_clock, is_of_several=True)
+    budget = budget_of(time_limit_s, by_clock=by_clock, num_devices=num, divides=True)
     question = (digest(one_by_one), sequences, budget.num_ops, *asked.values())
     known = known_of_lesser(one_by_one, machine, question, planned_for, known)
     if known is not None:
@@ -125,7 +125,7 @@ def plan_sequences(
             workload = make(batch, own)
             to_the_end = not races(cut)
             own_known = known if known is not None and (known.batch, known.accumulation) == (batch, own) else None
-            own_budget = budget_of(time_limit_s, by_clock=by_clock, is_of_several=num > 1) if to_the_end else budget
+            own_budget = budget_of(time_limit_s, by_clock=by_clock, num_devices=num) if to_the_end else budget
             search = Search(workload, machine, semantics, own_budget, seed, kind, write_limit, beat_s, own_known)
             if compared:
                 search.beat_s = min(beat_s, *(s.best_s for s in searches))
@@ -148,7 +148,8 @@ def plan_sequences(
         """Whether it races with others for one budget."""
         return cut.batches != "shared" and is_long
 
-    ranked, is_long = _cuts(sequences, num), len(one_by_one.units) > SEARCHED_TO_THE_END
+    ranked = _cuts(sequences, num)
+    is_long = len(one_by_one.units) > SEARCHED_TO_THE_END and len(ranked) > 1
     known_cut = [] if known is None else [c for c in ranked if c[:2] == (known.batch, known.accumulation)]
     likely = list(dict.fromkeys(c.batch for c in ranked))[: 1 if num == 2 else 2]
     # packs take long: in other divisions they are searched where policies do better there

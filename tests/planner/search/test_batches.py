@@ -165,7 +165,7 @@ def test_far_from_the_bound_the_race_goes_on(seed: int, monkeypatch: pytest.Monk
     machine = random_machine(rng, make(4, 1))
 
     def found(more_times: float, **asked: Any) -> tuple[float, int]:
-        monkeypatch.setattr(budget, "MORE_TIMES_OF_SEVERAL", more_times)
+        monkeypatch.setattr(budget, "MORE_TIMES_OF_DIVISIONS", more_times)
         division = plan_sequences(make, machine, sequences=4, **asked)
         answers.append(Known.of(machine, division.workload, division.result))
         return division.result.step_s, division.result.num_simulated
@@ -184,6 +184,18 @@ def test_far_from_the_bound_the_race_goes_on(seed: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(batches, "FAR", 0.0)
     monkeypatch.setattr(batches, "known_of_lesser", lambda *asked: answers[0])
     assert found(2.0) == found(0.0)
+
+
+@pytest.mark.parametrize("seed", [9, 11])
+def test_the_only_division_is_asked_as_by_itself(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a long chain, too, which has more to spend alone than in a race."""
+    monkeypatch.setattr(budget, "DEFAULT_OPS", 20_000)
+    monkeypatch.setattr(budget, "WAIT_TIMES", 1e9)
+    monkeypatch.setattr(batches, "SEARCHED_TO_THE_END", 0)
+    make = question(rng := random.Random(seed))
+    machine = random_machine(rng, make(1, 1))
+    alone, result = plan(make(1, 1), machine), plan_sequences(make, machine, sequences=1).result
+    assert (result.step_s, result.num_simulated) == (alone.step_s, alone.num_simulated)
 
 
 class Counting:
