@@ -45,7 +45,7 @@ from tierplan.hwmodels.values.units import format_amount
 
 DTYPES = ("fp32", "bf16", "fp16")
 CAUSAL_FRAC = 0.5
-"""What a causal kernel computes of the full square of scores, which its rate counts; one that takes a mask, all."""
+"""What a causal kernel computes of the full square of scores, which its rate counts; any other, all."""
 Taker = tuple[str, str, float]
 """A stream, a kind of its work, and how much of a limit one unit of that work takes."""
 
@@ -288,7 +288,7 @@ def _gpu(draft: _Draft, index: int) -> None:
             rates[attention] = Rate.constant(fastest * draft.number("gpu.attention_frac"))
         if attention in rates:
             rates[attention] = scaled(rates[attention], draft.number("gpu.attention_scale"))
-            rates[f"masked_{attention}"] = scaled(rates[attention], CAUSAL_FRAC)
+            rates[f"noncausal_{attention}"] = scaled(rates[attention], CAUSAL_FRAC)
     if draft.has("gpu.elementwise"):
         rates["elementwise_bytes"] = draft.rate("gpu.elementwise")
     else:

@@ -46,11 +46,11 @@ def bytes_touched(t: torch.Tensor) -> int:
     return min(t.numel() * t.element_size(), t.untyped_storage().nbytes())
 
 
-def takes_mask(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a kernel of attention gets a mask as a tensor, and so computes the whole square of scores."""
+def is_causal(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a kernel of attention knows that it may leave out half of the square of scores. One that takes a mask as
+    a tensor does not, whatever the mask says."""
     names = [argument.name for argument in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | dict(kwargs)
-    return any(given.get(name) is not None for name in ("attn_mask", "attn_bias"))
+    return (dict(zip(names, args, strict=False)) | dict(kwargs)).get("is_causal") is True
 
 
 def work_of(
@@ -60,7 +60,7 @@ def work_of(
     for thin products beside adapters (`is_thin`)."""
     ins, outs = tensors_in((args, kwargs)), tensors_in(out)
     kind = next((dtype_name(t.dtype) for t in (*ins, *outs) if t.dtype in DTYPE_NAMES), "fp32")
-    attention = f"{'masked_' * takes_mask(func, args, kwargs)}attention"
+    attention = "attention" if is_causal(func, args, kwargs) else "noncausal_attention"
     if func is CPU_FLASH:
         return {f"{attention}_{kind}_flops": sdpa_flop_count(*(t.shape for t in args[:3]))}
     if func is CPU_FLASH_BACKWARD:

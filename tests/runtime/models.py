@@ -34,7 +34,7 @@ CPU = Training(per_device_train_batch_size=2, sequence_length=16, dtype="fp32", 
 
 def machine(device_bytes: int = 1 << 30, host_bytes: int = 1 << 30) -> Machine:
     kinds = ("bytes", "parameters", "elementwise_bytes")
-    products = ("matmul", "attention", "masked_attention")
+    products = ("matmul", "attention", "noncausal_attention")
     flops = (f"{what}_{dtype}_flops" for what in products for dtype in ("fp32", "bf16"))
     rates = {kind: Rate.constant(1e9) for kind in (*kinds, *flops)}
     sizes = {"gpu0": device_bytes, "host": host_bytes, "nvme": 1 << 30}

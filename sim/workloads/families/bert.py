@@ -16,7 +16,8 @@ def block(tape: Tape, config: Config, x: Value) -> Value:
     tape.scope = "attention"
     q, k, v = (linear(tape, x, width, name) for name in ("query", "key", "value"))
     drops = config.fraction("attention_probs_dropout_prob", DROPOUT) > 0
-    attended = fused_attention(tape, q, k, v, heads=config.heads, head_dim=width // config.heads, drops=drops)
+    sizes = {"heads": config.heads, "head_dim": width // config.heads}
+    attended = fused_attention(tape, q, k, v, **sizes, drops=drops, causal=False)
     del q, k, v
     attended = closed(tape, config, attended, x)
     tape.scope = "ffn"

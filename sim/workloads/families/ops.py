@@ -308,7 +308,7 @@ def rotate_half(tape: Tape, x: Value) -> Value:
 
 
 def fused_attention(
-    tape: Tape, q: Value, k: Value, v: Value, *, heads: int, head_dim: int, drops: bool = False
+    tape: Tape, q: Value, k: Value, v: Value, *, heads: int, head_dim: int, drops: bool = False, causal: bool = True
 ) -> Value:
     """Attention that keeps q, k, v, its output and a log-sum-exp per row. q is (B, S, heads * head_dim).
 
@@ -318,7 +318,8 @@ def fused_attention(
     """
     batch, length = q.shape[:2]
     on_cpu, wide = tape.training.backend == "cpu", q.dtype == "fp32" or head_dim > WIDEST_HEAD
-    work, flops = f"attention_{q.dtype}_flops", 4 * batch * heads * length * length * head_dim
+    work = f"{'' if causal else 'noncausal_'}attention_{q.dtype}_flops"
+    flops = 4 * batch * heads * length * length * head_dim
     wanted = q.needs_grad or k.needs_grad or v.needs_grad
     saved = list(tape.save(k, q, v)) if wanted else []
     out = tape.empty((batch, length, heads * head_dim), q.dtype)

@@ -419,10 +419,17 @@ def test_experts_take_no_memory_while_a_model_is_made(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
-@pytest.mark.parametrize(("window", "padded"), [(None, False), (None, True), (8, False)])
-def test_attention_with_a_mask_has_a_rate_of_its_own(backend: str, window: int | None, padded: bool) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "window", "padded"),
+    [("mistral", None, False), ("mistral", None, True), ("mistral", 8, False), ("bert", None, False)],
+)
+def test_attention_that_is_not_causal_has_a_rate_of_its_own(
+    model_type: str, backend: str, window: int | None, padded: bool
+) -> None:
     """It was as quick as a causal kernel's, which skips half of the square."""
-    raw = {**config_of("llama"), "model_type": "mistral", "sliding_window": window}
+    kind = {"model_type": model_type, "attention_probs_dropout_prob": 0.0}
+    raw = {**config_of("llama"), **kind, "sliding_window": window}
     block = trace_config("x", raw, training_of("bf16", backend=backend, padded=padded)).blocks[0]
     kinds = [{kind for kind in work if "attention" in kind} for work in (block.forward, block.backward)]
-    assert kinds == [{"masked_attention_bf16_flops" if window or padded else "attention_bf16_flops"}] * 2
+    is_whole = window or padded or model_type == "bert"
+    assert kinds == [{"noncausal_attention_bf16_flops" if is_whole else "attention_bf16_flops"}] * 2
