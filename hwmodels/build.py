@@ -92,7 +92,7 @@ class _Draft:
     def has(self, name: str) -> bool:
         return self.description.quantity(name) is not None
 
-    def demand(self, names: Collection[str]) -> None:
+    def require(self, names: Collection[str]) -> None:
         """Raises `MachineError` that names all of these that are not given."""
         if missing := [name for name in names if not self.has(name)]:
             what = "; ".join(f"{name} ({KEYS[name].meaning})" for name in missing)
@@ -103,7 +103,7 @@ class _Draft:
 
     def given(self, name: str) -> Quantity:
         """Raises `MachineError` where there is none."""
-        self.demand([name])
+        self.require([name])
         return cast(Quantity, self.description.quantity(name))
 
     def is_of_no_drive(self, stream: str) -> bool:
@@ -133,7 +133,7 @@ def build_machine(description: Description) -> Machine:
     draft = _Draft(description)
     needed = [key.name for key in KEYS.values() if key.required]
     needed += [] if draft.has("gpu.elementwise") else ["gpu.memory_bandwidth"]
-    draft.demand(needed + list(OF_DRIVES if description.number("nvme.drives") else ()))
+    draft.require(needed + list(OF_DRIVES if description.number("nvme.drives") else ()))
     num_gpus, num_drives = int(draft.number("gpu.count")), int(draft.number("nvme.drives"))
     if num_gpus < 1:
         raise MachineError(f"gpu.count of machine {description.name!r} is {num_gpus}; it must be 1 or more")
