@@ -43,6 +43,12 @@ from tierplan.sim.contents import (
 from tierplan.sim.ranks import Turn, is_pipeline, turns
 from tierplan.sim.schedule import Schedule
 
+OF_PADDED = (
+    "a batch in which nothing is padded has no mask in attention, and may save other tensors than a padded one, which "
+    "the schedule is for: where that keeps some of a block's and moves others or makes them again, it fits padded "
+    "batches alone. Pad each batch somewhere, or choose a plan that treats a block's alike (in-memory, full-recompute)"
+)
+
 
 def _by_kind(contents: Iterable[Content]) -> dict[type[Content], list[tuple[int, Content]]]:
     """By kind, the positions and the contents of it."""
@@ -50,13 +56,6 @@ def _by_kind(contents: Iterable[Content]) -> dict[type[Content], list[tuple[int,
     for k, content in enumerate(contents):
         positions.setdefault(type(content), []).append((k, content))
     return positions
-
-
-OF_PADDED = (
-    "a batch in which nothing is padded has no mask in attention, and may save other tensors than a padded one, which "
-    "the schedule is for: where that keeps some of a block's and moves others or makes them again, it fits padded "
-    "batches alone. Pad each batch somewhere, or choose a plan that treats a block's alike (in-memory, full-recompute)"
-)
 
 
 @dataclass(eq=False)

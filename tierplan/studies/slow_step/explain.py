@@ -80,6 +80,11 @@ CAUSES: Mapping[str, tuple[Cause, ...]] = {
     ),
     PEERS: (Cause("GPUs that exchange through host memory, without peer-to-peer access", 4),),
 }
+OF_TRACES = (
+    (LINKS, ("h2d", "d2h"), "copies between host and GPU"),
+    (PEERS, ("p2p",), "collectives, or copies between GPUs"),
+)
+"""What a trace has of parts of a machine that a setup may leave alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,13 +282,6 @@ def _always(machine: Machine, setup: Setup, expected: Prediction) -> tuple[str, 
     return tuple(lines)
 
 
-_TRACED = (
-    (LINKS, ("h2d", "d2h"), "copies between host and GPU"),
-    (PEERS, ("p2p",), "collectives, or copies between GPUs"),
-)
-"""What a trace has of parts of a machine that a setup may leave alone."""
-
-
 def _hints(explanation: Explanation) -> tuple[str, ...]:
     """What else than a slow part may be behind the figure."""
     measured, setup, expected_s = explanation.measured, explanation.setup, explanation.expected_s
@@ -308,7 +306,7 @@ def _hints(explanation: Explanation) -> tuple[str, ...]:
             "Python, or drives"
         )
     simulated = _busy(explanation.expected)
-    for part, kinds, what in _TRACED:
+    for part, kinds, what in OF_TRACES:
         traced_s = max(measured.busy_s.get(kind, 0.0) for kind in kinds)
         if part not in simulated and traced_s > 0.05 * measured.step_s:
             lines.append(f"the trace has {traced_s:.3g} s of {what}, and this setup has none: is it what was run?")
