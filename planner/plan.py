@@ -274,6 +274,11 @@ class Packs:
     kept: tuple[int, ...] = ()
     """In stages that stay: blocks whose activations wait for backward, by number; others are made again from their
     inputs."""
+    host_states: tuple[int, ...] = ()
+    """In stages that stay: units, by number, whose optimizer states are in host memory. The host updates them: their
+    gradients go there after the last micro-batch, and new parameters come back."""
+    updates_here: tuple[int, ...] = ()
+    """Units of these that their device updates: in the end their states come, and go back."""
     sums_tied: bool = False
     """In stages that stay: a tied head's gradients of all micro-batches are added up before they are sent to the
     embedding's, once a step (Megatron's). Else each is, as in plain training."""
@@ -298,8 +303,8 @@ class PackPlan:
     """Packs of units visit one or several devices in turn, which share the micro-batches (Harmony).
 
     Parameters, gradients and optimizer states live in host memory. A pack is updated as soon as its gradients are
-    there, or all are in the end (`hold_updates`). Stages that stay on their devices have everything there, and are
-    updated in the end.
+    there, or all are in the end (`hold_updates`). Stages that stay on their devices have everything there but what
+    `host_states` says, and are updated in the end.
     """
 
     policy: str
@@ -356,6 +361,13 @@ class PackPlan:
                 f"plan {self.policy!r} keeps the activations of units {packs.kept} in packs of form "
                 f"{packs.form!r}; only blocks, in form 'resident', can keep theirs ({len(blocks)} of "
                 f"{len(workload.units)} units are blocks)"
+            )
+        of_host = range(len(workload.units) if packs.stays else 0)
+        if not set(of_host) >= set(packs.host_states) >= set(packs.updates_here):
+            raise PlanError(
+                f"plan {self.policy!r} has the states of units {packs.host_states} in host memory and updates "
+                f"{packs.updates_here} of them on devices, in packs of form {packs.form!r}; name some of the "
+                f"{len(workload.units)} units, in form 'resident'"
             )
         if packs.stays:
             each, at_home = divmod(len(packs.backward), packs.devices)

@@ -11,7 +11,7 @@ from typing import Any
 
 from tierplan.hwmodels.names import DEVICE
 from tierplan.planner.infeasible import InfeasiblePlan, logits_note
-from tierplan.planner.plan import PackPlan, PagedPlan, Plan, UnitwisePlan, other_numbers
+from tierplan.planner.plan import PackPlan, Packs, PagedPlan, Plan, UnitwisePlan, other_numbers
 from tierplan.planner.plan_rules import Divided
 from tierplan.planner.prediction import Prediction
 from tierplan.planner.questions.endurance import life_text, written_bytes
@@ -260,6 +260,7 @@ def devices_rows(plan: Plan) -> list[tuple[str, str]]:
                 ("devices", f"each of {packs.devices} has {has}; they share the micro-batches"),
                 ("  units", ", ".join(str(b - a) for a, b in packs.backward)),
                 ("  blocks", f"{len(packs.kept)} keep their activations, any others are made again"),
+                *([("  states", _states_of(packs))] if packs.host_states else []),
             ]
         case PackPlan(packs=packs) if packs.devices > 1:
             how = "go round" if packs.form == "pipeline" else "visit each of"
@@ -273,6 +274,12 @@ def devices_rows(plan: Plan) -> list[tuple[str, str]]:
             return [("devices", f"{devices}, {DIVIDED[sharing.divided]}")]
         case _:
             return []
+
+
+def _states_of(packs: Packs) -> str:
+    here, there = len(packs.updates_here), len(packs.host_states) - len(packs.updates_here)
+    who = ((here, "come to their devices for the update"), (there, "the host updates"))
+    return f"of {len(packs.host_states)} units in host memory: " + ", ".join(f"{n} {what}" for n, what in who if n)
 
 
 _OWN = "each with micro-batches of its own and"

@@ -419,15 +419,15 @@ class PackLowering(Builder):
                 reads, after = self._arrived(task, unit)
                 self.norms.append(self.buffer((Norm, unit.name), HOST, NORM_BYTES, "work"))
                 work = {"elementwise_bytes": unit.num_trained * self.training.grad_bytes}
-                key, writes = self._key_on(task.device, (op_key, "norm", unit.name)), self.norms[-1:]
-                stream = self._updates_on(task.device)
+                stream = self._updates_on(task.device, unit)
+                key, writes = self._key_on(task.device, (op_key, "norm", unit.name), stream), self.norms[-1:]
                 self.op(key, stream, "norm", work=work, reads=reads[:1], writes=writes, after=after, unit=unit.name)
 
     def _coefficients(self) -> None:
         """The coefficient of exact clipping, from the norms of all units."""
         for d in range(self.num_memories):
             self.coefficients.append(self.buffer(Clip(), HOST, NORM_BYTES, "work"))
-            key, writes = self._key_on(d, op_key(Clip())), self.coefficients[-1:]
+            key, writes = self._key_on(d, op_key(Clip()), HOST_ADAM), self.coefficients[-1:]
             self.op(key, HOST_ADAM, "clip", work={}, reads=self.norms, writes=writes)
 
     def _update(self, task: Task) -> None:
@@ -436,25 +436,36 @@ class PackLowering(Builder):
             if not unit.num_trained:
                 continue
             reads, after = self._arrived(task, unit)
-            writes = list[int]()
-            for homes in (self.params_home, self.states_home):
-                if unit.name in homes:
-                    reads.append(homes[unit.name])
-                    homes[unit.name] = self.over(homes[unit.name])
-                    writes.append(homes[unit.name])
+            old, new = self._params_to_update(unit)
+            reads, writes = [*reads, *old], [new]
+            if (states := self.states_home.get(unit.name)) is not None:
+                reads.append(states)
+                self.states_home[unit.name] = self.over(states)
+                writes.append(self.states_home[unit.name])
             if self.coefficients:
                 reads.append(self.coefficients[task.device % self.num_memories])
-            stream, key = self._updates_on(task.device), self._key_on(task.device, _update_key(unit))
+            stream = self._updates_on(task.device, unit)
+            key = self._key_on(task.device, _update_key(unit), stream)
             work = (self.training.host_work if stream == HOST_ADAM else self.training.update_work)(unit)
             self.op(key, stream, "update", work=work, reads=reads, writes=writes, after=after, unit=unit.name)
+            self._updated(unit, new)
 
-    def _updates_on(self, device: int) -> str:
-        """The stream of updates, and of what they wait for."""
+    def _params_to_update(self, unit: Unit) -> tuple[list[int], int]:
+        """What an update reads of a unit's parameters, and what it writes."""
+        old = self.params_home[unit.name]
+        self.params_home[unit.name] = self.over(old)
+        return [old], self.params_home[unit.name]
+
+    def _updated(self, unit: Unit, params: int) -> None:
+        """These are a unit's new parameters."""
+
+    def _updates_on(self, device: int, unit: Unit) -> str:
+        """The stream of a unit's update, and of what that waits for."""
         return HOST_ADAM
 
-    def _key_on(self, device: int, key: Said) -> Said:
+    def _key_on(self, device: int, key: Said, stream: str) -> Said:
         """What the host does for a device: said where each has host memory of its own."""
-        return key if self.num_memories == 1 else (device_name, key, device)
+        return key if self.num_memories == 1 or stream != HOST_ADAM else (device_name, key, device)
 
     def _update_late(self, tasks: list[Task]) -> None:
         """Applies the gradients of the step before, in host memory, and makes new parameters beside those in use.

@@ -5,7 +5,9 @@ stages than devices, device d has every n-th, and micro-batches go round in grou
 stage more than that comes home to the first device, which goes forward and backward there whenever a micro-batch has
 come. A stage keeps the inputs of its blocks; their activations it keeps, too, or makes again. Borders go to the
 neighbour by its link, or through the host at the rate of a ring of two; compute waits for what it sends. Every device
-updates its own stages in the end.
+updates its own stages in the end. States in host memory come to the device for that, one unit's after the other's and
+behind all that is there, and go back; or the host updates its units, in the order in which their gradients have come,
+and the new parameters come back.
 
 A tied head has a copy of the embedding's parameters: its share of their gradient goes to the first device with every
 micro-batch, whose sums are then those of plain training, or their sum goes there once a step (`sums_tied`, Megatron's);
@@ -19,13 +21,13 @@ from functools import lru_cache
 from itertools import product, zip_longest
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.names import compute, device
+from tierplan.hwmodels.names import HOST, HOST_ADAM, compute, d2h, device, h2d
 from tierplan.planner.plan import PackPlan, facts_of
 from tierplan.planner.several_devices.packs.task import Task
 from tierplan.planner.several_devices.packs.unitwise import Pipeline
 from tierplan.sim.builder import Said
 from tierplan.sim.columns import ScheduleColumns
-from tierplan.sim.contents import Clip, KeptActs, Params, RecomputedActs, Shared, States, copy_key, device_name, op_key
+from tierplan.sim.contents import Gradients, KeptActs, Params, RecomputedActs, Shared, States, copy_key, op_key
 from tierplan.sim.step import StepSpec, unit_spec
 from tierplan.sim.workloads.workload import Unit, Workload
 
@@ -96,6 +98,9 @@ class _Resident(Pipeline):
         self.kept: dict[tuple[str, int], list[int | None]] = {}  # unit, micro-batch -> its input, and what it has saved
         self.shared: dict[tuple[int, int], int] = {}
         self.kept_blocks = frozenset(self.packs.kept)
+        at_home, away = self.packs.updates_here, self.packs.host_states
+        self.comes, self.host_has = ({self.units[u].name for u in some} for some in (at_home, away))
+        self.left: list[int] = []  # units that the host updates, in the order in which their gradients leave
 
     def _declare_homes(self) -> None:
         own = {unit.name: d for unit, d in zip(self.units, self.own, strict=True)}
@@ -104,7 +109,8 @@ class _Resident(Pipeline):
             if (size := self.training.params_bytes(unit)) and (is_lent or own[unit.name] == d):
                 self.homes[d][unit.name] = self.home((Params, unit.name), device(d), size, "params")
             if (size := self.training.states_bytes(unit)) and own[unit.name] == d:
-                self.states_home[unit.name] = self.home((States, unit.name), device(d), size, "states")
+                tier, owner = (HOST, d) if unit.name in self.host_has else (device(d), None)
+                self.states_home[unit.name] = self.home((States, unit.name), tier, size, "states", owner=owner)
 
     def step(self) -> StepSpec:
         units = tuple(unit_spec(u, "keep" if self._keeps(k) else "recompute") for k, u in enumerate(self.units))
@@ -120,13 +126,15 @@ class _Resident(Pipeline):
             for self.at, own in enumerate(turns):
                 if own and self._is_ready(*own[0]):
                     self._stage(*own.popleft())
-        tasks = [Task("bwd", u, (unit,), self.own[u]) for u, unit in enumerate(self.units) if unit.num_trained]
+        tasks = {u: Task("bwd", u, (unit,), self.own[u]) for u, unit in enumerate(self.units) if unit.num_trained}
         if self.training.max_grad_norm is not None:
-            for task in tasks:
+            for task in tasks.values():
                 self._norms(task)
             self._coefficients()
-        for task in tasks:
-            self._update(task)
+        else:  # what has come first is updated first, and else what is needed first
+            tasks = {u: tasks[u] for u in dict.fromkeys((*self.left, *tasks))}
+        for u in sorted(tasks, key=lambda u: self.units[u].name in self.comes):
+            self._update(tasks[u])
 
     def _keeps(self, u: int) -> bool:
         """Whether a unit's activations stay until its backward."""
@@ -171,6 +179,10 @@ class _Resident(Pipeline):
             again, work = [*params, x, dy if u + 1 == self.stages[self.at_stage].stop else None], unit.recompute
             _, _, acts = self._run("recompute", u, m, again, work=work, saved=RecomputedActs, hands_over=False)
         _, dx = self._unit_backward(u, m, [*params, x, acts, dy])
+        if unit.num_trained and self._is_updated_there(unit) and m + 1 == self.training.gradient_accumulation_steps:
+            key = copy_key, "offload", (Gradients, unit.name)
+            self.grads[unit.name] = self._to_host(key, self.grads[unit.name], u)
+            self.left.append(u)
         owner = next((v for v, other in enumerate(self.units) if other.name == unit.shares), u)
         tied = self.units[owner].name, m
         if self.own[owner] != self.at and tied in self.tied:
@@ -185,14 +197,48 @@ class _Resident(Pipeline):
 
     # ---- updates ----
 
-    def _updates_on(self, device: int) -> str:
-        return compute(device)
+    def _is_updated_there(self, unit: Unit) -> bool:
+        """Whether the host updates it."""
+        return unit.name in self.host_has and unit.name not in self.comes
+
+    def _updates_on(self, device: int, unit: Unit) -> str:
+        return HOST_ADAM if self._is_updated_there(unit) else compute(device)
 
     def _arrived(self, task: Task, unit: Unit) -> tuple[list[int], list[int]]:
         return [self.grads[unit.name]], []
 
-    def _key_on(self, device: int, key: Said) -> Said:
-        return device_name(str(key), device) if key == op_key(Clip()) else key
+    def _update(self, task: Task) -> None:
+        (unit,) = task.units
+        name, d, states = unit.name, task.device, States(unit.name)
+        if home := self.states_home.get(name) if name in self.comes else None:
+            self.states_home[name] = self.copy((copy_key, "fetch", states), h2d(d), home, device(d))
+        super()._update(task)
+        if home:
+            updated = self.states_home[name]
+            self.states_home[name] = self.copy((copy_key, "offload", states), d2h(d), updated, HOST, over=home)
+
+    def _params_to_update(self, unit: Unit) -> tuple[list[int], int]:
+        if not self._is_updated_there(unit):
+            return super()._params_to_update(unit)
+        old = self.params_home[unit.name]
+        d, size = self.owner(old), self.sizes_bytes[old]
+        assert d is not None
+        if self.training.has_master:  # by which they are made anew
+            return [], self.buffer((Params, unit.name), HOST, size, "params", owner=d)
+        there = self.copy((copy_key, "offload", _to_update(unit)), d2h(d), old, HOST, owner=d)
+        return [there], self.over(there)
+
+    def _updated(self, unit: Unit, params: int) -> None:
+        if self._is_updated_there(unit):
+            home, key = self.params_home[unit.name], (copy_key, "fetch", _to_update(unit))
+            d = self.owner(home)
+            assert d is not None
+            self.params_home[unit.name] = self.copy(key, h2d(d), params, device(d), over=home)
 
     def _new_params(self, unit: Unit, d: int) -> Said:
         return Params, unit.name
+
+
+def _to_update(unit: Unit) -> Said:
+    """Parameters that go for an update, and come from it."""
+    return op_key, (Params, unit.name), "update"

@@ -1,27 +1,33 @@
-"""Stages that stay on their devices: which units each has, and the blocks whose activations it keeps.
+"""Stages that stay on their devices: which units each has, what its blocks keep, and which states the host has.
 
 Megatron's stages have as many blocks each, and make all activations again. But the ends of the chain have embedding
 and head beside their blocks, a device near the first is ahead by more micro-batches, and what is kept need not be made
-again. So units move from stage to stage while an estimate falls (1F1B as a recurrence), each stage keeps the
-activations of as many blocks as it has room for, and what the estimate ranks first is simulated.
+again. Where optimizer states have no room, or something else is worth more there, some are in host memory. The host
+updates units of the last stages while the first ones still go backward; others' states come to their device for that,
+since each has a link of its own. So units move from stage to stage, and states to the host's memory and back, while an
+estimate falls (1F1B as a recurrence), each stage keeps the activations of as many blocks as it has room for, and what
+the estimate ranks first is simulated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache, partial
-from itertools import permutations, product
+from itertools import chain, permutations, product
 from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
-from tierplan.hwmodels.names import COMPUTE, DEVICE, HOPS, collective, p2p, ring
-from tierplan.planner.milp.rates import seconds_alone
+from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.names import COMPUTE, DEVICE, HOPS, HOST, HOST_ADAM, collective, d2h, h2d, p2p, ring
+from tierplan.planner.milp.rates import limit_seconds, seconds_alone
 from tierplan.planner.plan import PackPlan, Packs
 from tierplan.planner.plan_rules import PLANNER, Runs
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.incumbents import Incumbents, step_s_of
+from tierplan.planner.several_devices.alike import first_for_all
 from tierplan.planner.several_devices.packs.resident import StageTurn, turns_of
 from tierplan.planner.several_devices.packs.search import Ends, balanced, runs_to
 from tierplan.sim.columns import Float64, Int64
@@ -42,7 +48,22 @@ MOST_STAGES = 3
 """Of one device."""
 SHIFTS = (1, 2)
 """Units that move from a stage to another at a time."""
+SAME_FRAC = 0.0001
+"""By so much less, steps are the same."""
 NO_TURN = (-1, -1, -1)
+
+
+class Stages(NamedTuple):
+    """What is searched: the rest follows."""
+
+    ends: Ends
+    away: tuple[int, ...]
+    """By device: units whose states are in host memory, beyond those that have no room."""
+    here: tuple[int, ...]
+    """By device: of the units whose states are there, how many it updates itself."""
+
+
+Move = Callable[[Stages], Stages | None]
 Estimate = tuple[float, float]
 """What stages lack in bytes, and seconds of a step: those that lack less are better."""
 
@@ -64,8 +85,16 @@ class Share(NamedTuple):
     forward_s: list[float]
     backward_s: list[float]
     update_s: float
-    kept: tuple[int, ...]
+    host_update_s: float
+    """What the host takes for its units."""
+    kept: Collection[int]
     """Blocks whose activations wait for backward."""
+    host_states: Collection[int]
+    """Units whose states are in host memory."""
+    updates_here: Collection[int]
+    """Those of them that it updates itself."""
+    host_bytes: int
+    """What these need there."""
     lacking_bytes: float
     """Beyond the device's memory, where it keeps none."""
 
@@ -77,8 +106,10 @@ def search_stages(incumbents: Incumbents, simulate_plan: PlanSimulator, *, num_o
     enough = min(workload.training.gradient_accumulation_steps, len(workload.blocks))
     if incumbents.batches == "each" or not 1 < num <= enough:
         return
-    capacity_bytes = simulate_plan.machine.tier(DEVICE).capacity_bytes
-    if sum(_held_bytes(u, workload) for u in workload.units) > num * capacity_bytes:
+    devices_bytes = num * simulate_plan.machine.tier(DEVICE).capacity_bytes
+    least = ((_held_bytes(u, workload, is_lent=True), _held_bytes(u, workload)) for u in workload.units)
+    without_states, with_states = map(sum, zip(*least, strict=True))
+    if without_states > devices_bytes or with_states > devices_bytes + _host_bytes(simulate_plan.machine):
         return
     budget = simulate_plan.budget
     search = _Search(simulate_plan, end_frac=(budget.spent_ops + SHARE * num_ops) / budget.num_ops)
@@ -107,31 +138,48 @@ class StageEstimate:
         ]
         """Of what a unit saves, in seconds that a byte spares."""
         self.update_s = [compute_s(training.update_work(u)) if u.num_trained else 0.0 for u in units]
+        self.states_bytes = [training.states_bytes(u) for u in units]
+        self.host_bytes, self.host_update_s = _host_bytes(self.machine), [0.0] * len(units)
+        self.here_update_s = self.update_s
+        """Where states come from host memory, of all devices at once."""
+        if self.host_bytes:
+            host_s = partial(seconds_alone, self.machine, HOST_ADAM)
+            norm = training.grad_bytes if training.max_grad_norm is not None else 0
+            norms_s = [host_s({"elementwise_bytes": norm * u.num_trained}) for u in units]
+            self.host_update_s = [
+                norm_s + host_s(training.host_work(u)) if u.num_trained else 0.0
+                for u, norm_s in zip(units, norms_s, strict=True)
+            ]
+            first = first_for_all(self.machine, self.machine.num_devices) or self.machine
+            moved_s = [_both_ways_s(first, size_bytes) for size_bytes in self.states_bytes]
+            self.here_update_s = [max(pair) for pair in zip(moved_s, self.update_s, strict=True)]
         self.share = cache(self._share)
-        """Of a device with stages from units to others, of so many stages in all."""
-        self.turns = cache(self._turns)
+        """Of a device with stages from units to others, of so many stages in all, with states of so many more units in
+        host memory than have no room."""
+        self.needed_bytes, self.turns = cache(self._needed_bytes), cache(self._turns)
         self.send_s = cache(self._send_s)
         tied = [u for u in units if u.name in {v.shares for v in units if v.adds_to_shared}]
         self.tied_s = sum(self.send_s(u.num_trained * training.grad_bytes) for u in tied)
         """Of the gradient that a tied head makes of the embedding."""
         self.new_s = sum(self.send_s(u.num_trained * training.param_bytes) for u in tied)
         self.of = cache(self._of)
-        """By where stages end."""
 
-    def shares(self, ends: Ends) -> list[Share]:
-        runs, num = runs_to(ends), self.machine.num_devices
-        return [self.share(d, runs[d::num], len(runs)) for d in range(num)]
+    def shares(self, stages: Stages) -> list[Share]:
+        num, runs = self.machine.num_devices, runs_to(stages.ends)
+        return [self.share(d, runs[d::num], len(runs), stages.away[d], stages.here[d]) for d in range(num)]
 
-    def _of(self, ends: Ends) -> Estimate:
-        shares, training, num = self.shares(ends), self.workload.training, self.machine.num_devices
+    def _of(self, stages: Stages) -> Estimate:
+        shares, training, num = self.shares(stages), self.workload.training, self.machine.num_devices
+        ends = stages.ends
         forward_s = np.array([shares[stage % num].forward_s[stage // num] for stage in range(len(ends))])
         backward_s = np.array([shares[stage % num].backward_s[stage // num] for stage in range(len(ends))])
-        update_s = np.array([share.update_s for share in shares])
+        updates = np.array([(share.update_s, share.host_update_s) for share in shares])
         sends_s = np.array([self.send_s(self.workload.units[end].input_bytes) for end in ends[:-1]])
         is_home = len(ends) % num == 1
-        times = forward_s, backward_s, update_s, sends_s, *((0.0, 0.0) if is_home else (self.tied_s, self.new_s))
+        times = forward_s, backward_s, updates, sends_s, *((0.0, 0.0) if is_home else (self.tied_s, self.new_s))
         step_s = _step_s(*times, self.turns(len(ends)).of_devices, training.max_grad_norm is not None)
-        return sum(share.lacking_bytes for share in shares), float(step_s)
+        lacking_bytes = max(0, sum(share.host_bytes for share in shares) - self.host_bytes)
+        return lacking_bytes + sum(share.lacking_bytes for share in shares), float(step_s)
 
     def _turns(self, num_stages: int) -> StageTurns:
         num, total = self.machine.num_devices, self.workload.training.gradient_accumulation_steps
@@ -144,35 +192,63 @@ class StageEstimate:
         padded = np.array([[*own, *[NO_TURN] * (longest - len(own))] for own in turns], np.int64)
         return StageTurns(padded, ahead, sums)
 
-    def _share(self, d: int, runs: Runs, num_stages: int) -> Share:
-        workload, numbers = self.workload, [range(first, end) for first, end in runs]
-        turns = self.turns(num_stages)
+    def _share(self, d: int, runs: Runs, num_stages: int, num_away: int, num_here: int) -> Share:
+        units, training = self.workload.units, self.workload.training
+        numbers, turns = [range(first, end) for first, end in runs], self.turns(num_stages)
         ahead = dict(zip(numbers, turns.ahead[d].values(), strict=True))
-        units = [workload.units[k] for stage in numbers for k in stage]
-        names = {u.name for u in units}
-        lent = [u for u in workload.units if u.name not in names and any(v.shares == u.name for v in units)]
-        shared = {u.shares for u in workload.units}
+        free = self.capacity_bytes - self.needed_bytes(tuple(ahead.items()), turns.waiting_sums)
+        own, states_bytes, away = [k for stage in numbers for k in stage], self.states_bytes, list[int]()
+        for k in reversed(own):  # gradients of the last come first
+            if self.host_update_s[k] and (free < 0 or num_away):
+                num_away -= free >= 0
+                free += states_bytes[k]
+                away.append(k)
+        here, stay = away[max(0, len(away) - num_here) :], [k for k in own if k not in away]
+        lacking, kept = max(0.0, -free), set[int]()
+        if here:  # when gradients of all others have gone
+            at_end = sum(training.params_bytes(u) for u in [*(units[k] for k in own), *self._lent(own)])
+            at_end += sum(states_bytes[k] for k in stay)
+            at_end += sum(units[k].num_trained * training.grad_bytes for k in here)
+            lacking = max(lacking, at_end + max(states_bytes[k] for k in here) - self.capacity_bytes)
+        blocks = {k: batches for stage, batches in ahead.items() for k in stage if units[k].kind == "block"}
+        for k in sorted(blocks, key=lambda k: (-self.worth[k] / blocks[k], -k)):
+            if (needed := blocks[k] * units[k].saved_bytes) <= free:
+                free -= needed
+                kept.add(k)
+        forward_s, back_s, again_s = self.seconds.T.tolist()
+        return Share(
+            forward_s=[sum(forward_s[k] for k in stage) for stage in numbers],
+            backward_s=[sum(back_s[k] + (0.0 if k in kept else again_s[k]) for k in stage) for stage in numbers],
+            update_s=sum(self.update_s[k] for k in stay) + sum(self.here_update_s[k] for k in here),
+            host_update_s=sum(self.host_update_s[k] for k in away if k not in here),
+            kept=kept,
+            host_states=away,
+            updates_here=here,
+            host_bytes=sum(_held_bytes(units[k], self.workload) for k in away),
+            lacking_bytes=lacking,
+        )
+
+    def _needed_bytes(self, ahead: Sequence[tuple[range, int]], waiting_sums: int) -> int:
+        """Of a device whose stages are ahead by so many micro-batches, where no block keeps its activations."""
+        workload = self.workload
+        units, shared = [workload.units[k] for stage, _ in ahead for k in stage], {u.shares for u in workload.units}
         held = sum(_held_bytes(u, workload) for u in units) + max(map(_works_bytes, units))
+        lent = self._lent([k for stage, _ in ahead for k in stage])
         held += sum(_held_bytes(u, workload, is_lent=True) for u in lent)
         sums_bytes = sum(u.num_trained * workload.training.grad_bytes for u in units if u.name in shared)
-        held += turns.waiting_sums * sums_bytes  # come sooner than its backward
-        held += max(ahead.values()) * workload.shared_bytes
-        for stage, batches in ahead.items():
+        held += waiting_sums * sums_bytes  # come sooner than its backward
+        held += max(batches for _, batches in ahead) * workload.shared_bytes
+        for stage, batches in ahead:
             own = [workload.units[k] for k in stage]
             waiting = sum(u.input_bytes + (u.saved_bytes if u.kind != "block" else 0) for u in own)
             held += batches * waiting + 2 * (own[0].input_bytes + own[-1].output_bytes)
-        free = self.capacity_bytes - held
-        blocks = {k: batches for stage, batches in ahead.items() for k in stage if workload.units[k].kind == "block"}
-        lacking, kept = max(0.0, -free), set[int]()
-        for k in sorted(blocks, key=lambda k: (-self.worth[k] / blocks[k], -k)):
-            if (needed := blocks[k] * workload.units[k].saved_bytes) <= free:
-                free -= needed
-                kept.add(k)
-        forward_s = [float(self.seconds[stage.start : stage.stop, 0].sum()) for stage in numbers]
-        again_s = [0.0 if k in kept else self.seconds[k, 2] for k in range(len(self.seconds))]
-        backward_s = [float(sum(self.seconds[k, 1] + again_s[k] for k in stage)) for stage in numbers]
-        update_s = sum(self.update_s[k] for stage in numbers for k in stage)
-        return Share(forward_s, backward_s, update_s, tuple(sorted(kept)), lacking)
+        return held
+
+    def _lent(self, own: Collection[int]) -> list[Unit]:
+        """Units of other devices, whose parameters these use."""
+        units = self.workload.units
+        used = {units[k].shares for k in own} - {units[k].name for k in own}
+        return [u for u in units if u.name in used]
 
     def _send_s(self, size_bytes: float) -> float:
         """From one device to another."""
@@ -188,6 +264,20 @@ def _most(turns: Sequence[StageTurn], begins: tuple[bool, int], ends: tuple[bool
         waiting += ((goes_back, stage) == begins) - ((goes_back, stage) == ends)
         most = max(most, waiting)
     return most
+
+
+def _both_ways_s(machine: Machine, size_bytes: int) -> float:
+    """To the first device and back, one after the other's way back."""
+    taken, work = Counter[str](), {"bytes": float(size_bytes)}
+    for stream in (h2d(0), d2h(0)) if size_bytes else ():
+        taken.update({**limit_seconds(machine, stream, work), stream: seconds_alone(machine, stream, work)})
+    return max(taken.values(), default=0.0)
+
+
+def _host_bytes(machine: Machine) -> int:
+    """Of host memory; 0 where the host updates nothing."""
+    has_rate = any(s.name == HOST_ADAM for s in machine.streams)
+    return sum(t.capacity_bytes for t in machine.tiers if t.name == HOST) if has_rate else 0
 
 
 def _held_bytes(unit: Unit, workload: Workload, *, is_lent: bool = False) -> int:
@@ -214,15 +304,25 @@ class _Search:
 
     def found(self, *, than_s: float) -> Candidate[PackPlan] | None:
         """The best of those that the estimate ranks first; None where none fits, or none seems to be that quick."""
-        met = {ends for start in self._starts() for ends in self._descended(start)}
-        ranked = sorted((*self.estimate.of(ends), ends) for ends in met)
-        worth = [ends for lacking_bytes, step_s, ends in ranked if not lacking_bytes and step_s < PROMISING * than_s]
+        starts, none, every = [*self._starts()], (0,) * self.num, (len(self.held_bytes),) * self.num
+        met = {stages for ends in starts for stages in self._descended(Stages(ends, none, none))}
+        if self.estimate.host_bytes:
+            met |= {*self._descended(min(met, key=self.estimate.of)._replace(here=every))}
+        ranked = sorted((*self.estimate.of(stages), stages) for stages in met)
+        able = [stages for lacking, step_s, stages in ranked if not lacking and step_s < PROMISING * than_s]
+        firsts: dict[tuple[Ends, bool], Stages] = {}
+        for stages in able:
+            firsts.setdefault(self._kind_of(stages), stages)
         best, budget = None, self.simulate_plan.budget
-        for ends in worth[:SIMULATED]:
+        for stages in [*firsts.values()][:SIMULATED]:
             if best is not None and (budget.is_out_of_time or budget.spent_frac > self.end_frac):
                 break
-            best = min((found for found in (best, self._simulated(ends)) if found), key=step_s_of)
+            best = min((found for found in (best, self._simulated(stages)) if found), key=step_s_of)
         return best if step_s_of(best) < inf else None
+
+    def _kind_of(self, stages: Stages) -> tuple[Ends, bool]:
+        """Of each kind, the quickest by the estimate is enough."""
+        return stages.ends, any(share.updates_here for share in self.estimate.shares(stages))
 
     def _starts(self) -> Iterator[Ends]:
         """As many units each, as long, as large: one stage on a device or several; and one more for a tied head."""
@@ -236,44 +336,74 @@ class _Search:
                         yield ends
             each += 1 if workload.training.gradient_accumulation_steps % self.num == 0 else MOST_STAGES
 
-    def _descended(self, ends: Ends) -> Iterator[Ends]:
-        """All that are met on the way down the estimate."""
-        yield ends
-        is_less = True
-        while is_less:
-            least, is_less = self.estimate.of(ends), False
-            for near in _neighbours(ends, self.num):
+    def _descended(self, stages: Stages) -> Iterator[Stages]:
+        """All that are met on the way down the estimate, move by move."""
+        yield stages
+        lacking, step_s = self.estimate.of(stages)
+        waiting = deque(moves := self._moves(len(stages.ends)))
+        while waiting:
+            move = waiting.popleft()
+            if (near := move(stages)) is not None:
                 yield near
-                if is_less := self.estimate.of(near) < least:
-                    ends = near
-                    break
+                if self.estimate.of(near) < (lacking, step_s * (1 - SAME_FRAC)):
+                    stages, (lacking, step_s) = near, self.estimate.of(near)
+                    at = moves.index(move)
+                    waiting = deque((*moves[at:], *moves[:at]))
 
-    def _simulated(self, ends: Ends) -> Candidate[PackPlan]:
-        runs = runs_to(ends)
-        kept = tuple(sorted(k for share in self.estimate.shares(ends) for k in share.kept))
-        packs = Packs(form="resident", devices=self.num, forward=runs[:-1], backward=runs, kept=kept)
+    def _moves(self, num_stages: int) -> list[Move]:
+        """To other borders, or to one unit's states more or less in host memory, or brought from there."""
+        moves: list[Move] = []
+        for (giving, taking), number in product(permutations(range(num_stages), 2), SHIFTS):
+            if giving % self.num != taking % self.num and (number == 1 or num_stages <= self.num + 1):
+                moves.append(partial(_shifted, giving=giving, taking=taking, number=number))
+        if self.estimate.host_bytes:
+            changes = product(range(self.num), ((1, 0), (-1, 0), (0, 1), (0, -1)))
+            moves += [partial(_with_states, d=d, away=away, here=here) for d, (away, here) in changes]
+        return moves
+
+    def _simulated(self, stages: Stages) -> Candidate[PackPlan]:
+        runs, shares = runs_to(stages.ends), self.estimate.shares(stages)
+        kept, away, here = (
+            tuple(sorted(chain(*of_devices)))
+            for of_devices in zip(*((s.kept, s.host_states, s.updates_here) for s in shares), strict=True)
+        )
+        packs = Packs(
+            form="resident",
+            devices=self.num,
+            forward=runs[:-1],
+            backward=runs,
+            kept=kept,
+            host_states=away,
+            updates_here=here,
+        )
         tried = self.simulate_plan(PackPlan(policy=PLANNER, packs=packs))
         if tried.step_s is None and (short_gb := -tried.room_gb.get("device", 0.0)) > 0:
             self.short_bytes = min(self.short_bytes or inf, short_gb * 1e9)
         return tried
 
 
-def _neighbours(ends: Ends, num_devices: int) -> Iterator[Ends]:
-    """Where one stage has fewer units and another one more; those between have as many as before."""
-    for (giving, taking), number in product(permutations(range(len(ends)), 2), SHIFTS):
-        if giving % num_devices == taking % num_devices or (number > 1 and len(ends) > num_devices + 1):
-            continue
-        low, high, shift = min(giving, taking), max(giving, taking), number if taking < giving else -number
-        moved = (*ends[:low], *(end + shift for end in ends[low:high]), *ends[high:])
-        if all(a < b for a, b in runs_to(moved)):
-            yield moved
+def _shifted(stages: Stages, *, giving: int, taking: int, number: int) -> Stages | None:
+    """One stage has fewer units and another one more; those between have as many as before."""
+    low, high, shift = min(giving, taking), max(giving, taking), number if taking < giving else -number
+    ends = stages.ends
+    moved = (*ends[:low], *(end + shift for end in ends[low:high]), *ends[high:])
+    return stages._replace(ends=moved) if all(a < b for a, b in runs_to(moved)) else None
+
+
+def _with_states(stages: Stages, *, d: int, away: int, here: int) -> Stages | None:
+    """A device has the states of so many more units in host memory, or updates so many more of these itself."""
+    numbers = stages.away[d] + away, stages.here[d] + here
+    if min(numbers) < 0:
+        return None
+    of_all = ((*some[:d], n, *some[d + 1 :]) for some, n in zip(stages[1:], numbers, strict=True))
+    return Stages(stages.ends, *of_all)
 
 
 @compiled
 def _step_s(
     forward_s: Float64,
     backward_s: Float64,
-    update_s: Float64,
+    updates: Float64,
     sends_s: Float64,
     tied_s: float,
     new_s: float,
@@ -281,9 +411,9 @@ def _step_s(
     holds: bool,
 ) -> float:
     """From the end of a step to that of the next, after the first few, of stages that take so long for a micro-batch
-    each way and to send to the next one, on devices that take so long for their update; the last sends the first the
-    gradient of what it shares, and gets it back. Updates wait for the gradients of all where it `holds`."""
-    num, last = len(update_s), len(forward_s) - 1
+    each way and to send to the next one, on devices that take so long for their update, and the host for theirs; the
+    last sends the first the gradient of what it shares, and gets it back. Where it `holds`, updates wait for all."""
+    num, last = len(updates), len(forward_s) - 1
     num_turns = np.array([(own[:, 1] >= 0).sum() for own in turns])
     num_batches = num_turns.sum() // (2 * len(forward_s))
     free_s, end_s, end_before_s, sent_s = np.zeros(num), 0.0, 0.0, 0.0
@@ -313,7 +443,11 @@ def _step_s(
         free_s[0] = max(free_s[0], sent_s)
         if holds:
             free_s[:] = free_s.max()
-        free_s += update_s
+        host_s = 0.0
+        for d in np.argsort(free_s):
+            if updates[d, 1]:
+                host_s = max(host_s, free_s[d]) + updates[d, 1]
+            free_s[d] = max(free_s[d] + updates[d, 0], host_s if updates[d, 1] else 0.0)
         free_s[last % num] = max(free_s[last % num], free_s[0] + new_s)
         end_before_s, end_s = end_s, free_s.max()
     return end_s - end_before_s

@@ -392,6 +392,14 @@ def test_one_forward_one_backward_takes_as_long_as_the_papers_say() -> None:
     for wrong in (replace(keeping.packs, form="pipeline"), replace(keeping.packs, kept=(0,))):
         with pytest.raises(PlanError, match=r"only blocks, in form 'resident', can keep theirs \(4 of 6 units"):
             replace(plan, packs=wrong).check(workload)
+    states = {"host_states": (1, 4), "updates_here": (4,)}
+    for wrong in (
+        replace(plan.packs, form="pipeline", **states),
+        replace(plan.packs, host_states=(6,)),
+        replace(plan.packs, updates_here=(1,)),
+    ):
+        with pytest.raises(PlanError, match=r"on devices, in packs of form .*; name some of the 6 units, in form 'res"):
+            replace(plan, packs=wrong).check(workload)
 
 
 def test_a_round_of_mobius_begins_when_the_one_before_has_left() -> None:

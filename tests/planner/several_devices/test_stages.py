@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from itertools import combinations
+from itertools import chain, combinations, product
 
 import pytest
 
@@ -21,7 +21,7 @@ from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.planner.search.incumbents import Incumbents
 from tierplan.planner.search.local.moves import untied as untied_plans
 from tierplan.planner.several_devices.packs.search import runs_to
-from tierplan.planner.several_devices.packs.stages import StageEstimate, search_stages
+from tierplan.planner.several_devices.packs.stages import StageEstimate, Stages, search_stages
 from tierplan.sim.ranks import SEND
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.models import load_workload
@@ -48,10 +48,11 @@ def devices(num: int, capacity_bytes: int) -> Machine:
     return with_device_bytes(load_machine("fsdp-qlora-6000-ada", [f"gpu.count={num}"]), capacity_bytes)
 
 
-def resident(num: int, ends: tuple[int, ...], kept: tuple[int, ...] = ()) -> PackPlan:
+def resident(num: int, ends: tuple[int, ...], kept: tuple[int, ...] = (), **states: tuple[int, ...]) -> PackPlan:
+    """`states` says where those are, and where they are updated, that do not stay."""
     runs = runs_to(ends)
     packs = Packs(form="resident", devices=num, forward=runs[:-1], backward=runs, kept=kept)
-    return PackPlan(policy="t", packs=packs)
+    return PackPlan(policy="t", packs=replace(packs, **states))
 
 
 def simulator(workload: Workload, machine: Machine) -> PlanSimulator:
@@ -67,7 +68,7 @@ def searched(workload: Workload, machine: Machine) -> float | None:
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(n, marks=pytest.mark.nightly) for n in range(3, 6))])
 def test_hardly_any_stages_are_quicker(seed: int) -> None:
     """Of all borders, with one stage more than devices too, and all sets of blocks that keep their activations, which
-    may be of any size."""
+    may be of any size; what is found may have states in host memory, too."""
     workload, num = unequal(seed, clip=0.5 if seed % 3 == 0 else None), 2 + seed % 2
     machine = devices(num, (1500 + 400 * seed) * MIB)
     simulate_plan, units = simulator(workload, machine), len(workload.units)
@@ -80,8 +81,29 @@ def test_hardly_any_stages_are_quicker(seed: int) -> None:
     ]
     best_s = min((step_s for step_s in steps if step_s is not None), default=None)
     found_s = searched(workload, machine)
+    assert best_s is None or (found_s is not None and found_s <= 1.02 * best_s)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("mib", [1100, 1400, 1800])
+def test_hardly_any_places_of_states_are_quicker(mib: int, clip: float | None) -> None:
+    """Of all borders and sets of blocks that keep their activations, with each unit's states on its device, or in host
+    memory and updated there or here."""
+    workload, machine = unequal(1, num_blocks=2, accumulation=4, clip=clip), devices(2, mib * MIB)
+    simulate_plan, units = simulator(workload, machine), range(4)
+    steps = []
+    for places in product(("stays", "host", "here"), repeat=4):
+        away = tuple(k for k in units if places[k] != "stays")
+        states = {"host_states": away, "updates_here": tuple(k for k in away if places[k] == "here")}
+        steps += [
+            simulate_plan(resident(2, (*ends, 4), kept, **states)).step_s
+            for ends in [(1,), (2,), (3,), (1, 2), (1, 3), (2, 3)]
+            for kept in [(), (1,), (2,), (1, 2)]
+        ]
+    best_s = min((step_s for step_s in steps if step_s is not None), default=None)
+    found_s = searched(workload, machine)
     assert (found_s is None) == (best_s is None)
-    assert found_s is None or best_s is None or best_s <= found_s <= 1.02 * best_s
+    assert found_s is None or best_s is None or best_s <= found_s <= 1.05 * best_s
 
 
 @pytest.mark.parametrize(("num", "at_home"), [(2, False), (3, False), (2, True), (3, True)])
@@ -95,11 +117,46 @@ def test_the_estimate_is_what_is_simulated(num: int, at_home: bool) -> None:
     estimate = StageEstimate(simulate_plan, machine.tier("gpu0").capacity_bytes)
     for _ in range(8):
         ends = (*sorted(rng.sample(range(1, len(workload.units)), num - 1 + at_home)), len(workload.units))
-        kept = tuple(sorted(k for share in estimate.shares(ends) for k in share.kept))
+        stages = Stages(ends, away=(0,) * num, here=(0,) * num)
+        kept = tuple(sorted(k for share in estimate.shares(stages) for k in share.kept))
         assert kept == tuple(range(1, len(workload.units) - 1)), "there is room for all"
-        lacking_bytes, step_s = estimate.of(ends)
+        lacking_bytes, step_s = estimate.of(stages)
         assert not lacking_bytes
         assert simulate_plan(resident(num, ends, kept)).step_s == pytest.approx(step_s, rel=0.003)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_the_estimate_is_about_what_is_simulated_where_states_leave(clip: float | None) -> None:
+    """To about a tenth: what the host updates is copied, which is left out, and states that come do so earlier."""
+    training = Training(gradient_accumulation_steps=32, sequence_length=1024, dtype="bf16", backend="cuda")
+    workload = load_workload("gpt-13b", replace(training, max_grad_norm=clip))
+    simulate_plan = simulator(workload, load_machine("roundpipe-8x4090"))
+    estimate = StageEstimate(simulate_plan, simulate_plan.machine.tier("gpu0").capacity_bytes)
+    for here in (0, 1, 9):
+        stages = Stages((6, 11, 16, 21, 26, 31, 36, 42), away=(1,) * 8, here=(here,) * 8)
+        kept, away, updated = (
+            tuple(sorted(chain(*units)))
+            for units in zip(*((s.kept, s.host_states, s.updates_here) for s in estimate.shares(stages)), strict=True)
+        )
+        tried = simulate_plan(resident(8, stages.ends, kept, host_states=away, updates_here=updated))
+        assert (len(away) - len(updated) > 0) == (here < 9)
+        assert tried.step_s == pytest.approx(estimate.of(stages)[1], rel=0.12)
+
+
+def test_stages_whose_states_have_no_room_are_quicker_than_what_was_published() -> None:
+    """13B on eight GPUs of 24 GB, which hold its parameters and gradients: packs that go round, as Harmony's and
+    RoundPipe's do, leave all updates to the host."""
+    training = Training(gradient_accumulation_steps=64, sequence_length=1024, dtype="bf16", backend="cuda")
+    workload, machine = load_workload("gpt-13b", training), load_machine("roundpipe-8x4090")
+    found = plan(workload, machine, batches="shared", time_limit_s=0.5)
+    assert isinstance(found.plan, PackPlan)
+    assert found.plan.packs.stays
+    assert set(found.plan.packs.updates_here) <= set(found.plan.packs.host_states)
+    assert found.plan.packs.host_states
+    for name in ("roundpipe-sync", "harmony-pp"):
+        published = predict(name, workload, machine).step_s
+        assert published is None or found.step_s < 0.7 * published
+    assert found.step_s >= found.lower_bound_s
 
 
 @pytest.mark.parametrize("accumulation", [4, 12])

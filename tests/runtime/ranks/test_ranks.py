@@ -84,7 +84,8 @@ class Case:
         if self.policy == "stages":
             found = decide("megatron-pp", workload, several(num))
             assert isinstance(found, PackPlan)
-            packs = replace(found.packs, kept=self.options["kept"], sums_tied=False)
+            stay = {name: self.options.get(name, ()) for name in ("kept", "host_states", "updates_here")}
+            packs = replace(found.packs, sums_tied=False, **stay)
             if "ends" in self.options:
                 runs = tuple(pairwise((0, *self.options["ends"])))  # type: ignore[misc]
                 packs = replace(packs, forward=runs[:-1], backward=runs)
@@ -109,7 +110,8 @@ class Case:
         pipeline, what one rank sends waits on the other for as long as that is busy with something else.
         """
         names = ("ddp", "zero-1", "zero-2", "zero-3", "fsdp", "megatron-pp", "stages", "harmony-dp")
-        return self.policy in names and not {"host", "off"} & set(self.options.values())
+        leaves = {"host", "off"} & set(self.options.values()) or self.options.get("host_states")
+        return self.policy in names and not leaves
 
     @property
     def is_pipeline(self) -> bool:
@@ -275,6 +277,8 @@ PAIR = [
     Case("megatron-pp", accumulation=3, clip=0.5),
     Case("stages", {"kept": (1, 4), "ends": (2, 3, 4, 6)}, accumulation=4, clip=0.5),
     Case("stages", {"kept": (2, 4), "ends": (1, 2, 4, 5, 6)}, dtype="bf16", accumulation=4),
+    Case("stages", {"kept": (1,), "host_states": (0, 2, 4, 5)}, accumulation=3, clip=0.5),
+    Case("stages", {"host_states": (0, 1, 4, 5), "updates_here": (1, 4), "ends": (2, 3, 4, 6)}, "llama", "bf16", 4),
     Case.random(0),
     Case("planned", {"device_bytes": 240_000}, family="llama", dtype="bf16", accumulation=2, clip=0.5),
 ]
@@ -305,6 +309,8 @@ EVERY = [
     Case("stages", {"kept": (2, 3, 4)}, family="llama", dtype="bf16", accumulation=3),
     Case("stages", {"kept": (3,), "ends": (1, 2, 4, 6)}, family="llama", dtype="bf16", accumulation=4),
     Case("stages", {"kept": (1, 3), "ends": (2, 5, 6)}, accumulation=3, clip=0.5),
+    Case("stages", {"host_states": tuple(range(6)), "ends": (1, 2, 4, 5, 6)}, accumulation=4, clip=0.5),
+    Case("stages", {"host_states": tuple(range(6)), "updates_here": tuple(range(6))}, dtype="bf16", accumulation=4),
     Case("planned", {"device_bytes": 400_000}, accumulation=2),
 ]  # fmt: skip
 
@@ -359,7 +365,7 @@ def train_every(ranks: Ranks, folder: Path, cases: Sequence[Case], wanted: int) 
 
 MOVED = [
     Case("zero-3", family="llama", dtype="bf16", accumulation=4),
-    Case("stages", {"kept": ()}, accumulation=4),
+    Case("stages", {"host_states": (0, 2, 3, 5), "updates_here": (0, 3)}, accumulation=4),
     Case("parts", accumulation=4),
 ]
 MOVED_TOO = [*MOVED, Case("zero-2", accumulation=4), Case("harmony-pp", {**OWN_MEMORY, "pack": 1}, accumulation=4)]
