@@ -405,11 +405,8 @@ class PackLowering(Builder):
 
     def _clean_up(self, task: Task) -> None:
         """Ends the turn: the pack's parameters are freed, and in backward its gradients have left."""
-        waits = task.phase == "bwd" and not self.packs.streams
-        after, key = (
-            [task.computes[-1], *(task.sent if waits else [])],
-            (op_key, "leave", task.phase, self.name(task)),
-        )
+        waits, key = task.phase == "bwd" and not self.packs.streams, (op_key, "leave", task.phase, self.name(task))
+        after = [task.computes[-1], *(task.sent if waits else [])]
         task.gone = self.op(key, compute(task.device), "leave", work=self.leaving, reads=task.params, after=after)
 
     def _norms(self, task: Task) -> None:
@@ -448,16 +445,12 @@ class PackLowering(Builder):
             key = self._key_on(task.device, _update_key(unit), stream)
             work = (self.training.host_work if stream == HOST_ADAM else self.training.update_work)(unit)
             self.op(key, stream, "update", work=work, reads=reads, writes=writes, after=after, unit=unit.name)
-            self._updated(unit, new)
 
     def _params_to_update(self, unit: Unit) -> tuple[list[int], int]:
         """What an update reads of a unit's parameters, and what it writes."""
         old = self.params_home[unit.name]
         self.params_home[unit.name] = self.over(old)
         return [old], self.params_home[unit.name]
-
-    def _updated(self, unit: Unit, params: int) -> None:
-        """These are a unit's new parameters."""
 
     def _updates_on(self, device: int, unit: Unit) -> str:
         """The stream of a unit's update, and of what that waits for."""

@@ -100,6 +100,7 @@ class _Resident(Pipeline):
         self.kept_blocks = frozenset(self.packs.kept)
         at_home, away = self.packs.updates_here, self.packs.host_states
         self.comes, self.host_has = ({self.units[u].name for u in some} for some in (at_home, away))
+        self.made_there: dict[str, int] = {}  # of a unit that the host has updated: its new parameters there
         self.left: list[int] = []  # units that the host updates, in the order in which their gradients leave
 
     def _declare_homes(self) -> None:
@@ -210,10 +211,11 @@ class _Resident(Pipeline):
     def _update(self, task: Task) -> None:
         (unit,) = task.units
         name, d, states = unit.name, task.device, States(unit.name)
-        if home := self.states_home.get(name) if name in self.comes else None:
+        home = self.states_home.get(name) if name in self.comes else None
+        if home is not None:
             self.states_home[name] = self.copy((copy_key, "fetch", states), h2d(d), home, device(d))
         super()._update(task)
-        if home:
+        if home is not None:
             updated = self.states_home[name]
             self.states_home[name] = self.copy((copy_key, "offload", states), d2h(d), updated, HOST, over=home)
 
@@ -224,16 +226,19 @@ class _Resident(Pipeline):
         d, size = self.owner(old), self.sizes_bytes[old]
         assert d is not None
         if self.training.has_master:  # by which they are made anew
-            return [], self.buffer((Params, unit.name), HOST, size, "params", owner=d)
-        there = self.copy((copy_key, "offload", _to_update(unit)), d2h(d), old, HOST, owner=d)
-        return [there], self.over(there)
+            reads, new = [], self.buffer((Params, unit.name), HOST, size, "params", owner=d)
+        else:
+            reads = [self.copy((copy_key, "offload", _to_update(unit)), d2h(d), old, HOST, owner=d)]
+            new = self.over(reads[0])
+        self.made_there[unit.name] = new
+        return reads, new
 
-    def _updated(self, unit: Unit, params: int) -> None:
-        if self._is_updated_there(unit):
-            home, key = self.params_home[unit.name], (copy_key, "fetch", _to_update(unit))
-            d = self.owner(home)
-            assert d is not None
-            self.params_home[unit.name] = self.copy(key, h2d(d), params, device(d), over=home)
+    def _send_params(self, task: Task) -> None:
+        for unit in task.units:
+            if (made := self.made_there.get(unit.name)) is not None:
+                key, home, d = (copy_key, "fetch", _to_update(unit)), self.params_home[unit.name], task.device
+                self.params_home[unit.name] = self.copy(key, h2d(d), made, device(d), over=home)
+        super()._send_params(task)
 
     def _new_params(self, unit: Unit, d: int) -> Said:
         return Params, unit.name

@@ -255,6 +255,10 @@ class Pipeline(_UnitwiseLowering):
     def _update(self, task: Task) -> None:
         self.params_home = self.homes[task.device]
         super()._update(task)
+        self._send_params(task)
+
+    def _send_params(self, task: Task) -> None:
+        """To all others that compute with what has been updated."""
         for unit in task.units:
             for d, homes in enumerate(self.homes):
                 if d != task.device and unit.name in homes:
