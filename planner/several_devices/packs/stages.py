@@ -36,7 +36,7 @@ from tierplan.sim.workloads.workload import Unit, Workload
 
 STEPS = 3
 """In a row, of which the last one counts: the next begins where devices fall idle."""
-SHARE = 0.2
+SHARE = 0.4
 """Of the budget, what this search may take."""
 SIMULATED = 6
 """Of what the estimate ranks first, at most so many are simulated."""
