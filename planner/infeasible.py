@@ -84,11 +84,12 @@ def lacking_in_all(workload: Workload, machine: Machine) -> tuple[Shortage, ...]
 def spares_no_drives(num_plans: int, gentlest: str, least_s: float) -> str:
     """Why none of so many plans lets the drives live as long as was asked, where this is what the gentlest of them does
     and no plan's step could be shorter than `least_s`, in seconds."""
+    none = f"no plan that spares them has a step of less than {format_s(least_s)}"
+    none = none if least_s < inf else "no plan in such micro-batches spares them"
     return (
-        f"the gentlest of {num_plans} plans {gentlest}. By the bound, no plan that spares them has a step of less than "
-        f"{format_s(least_s)}; micro-batches that are accumulated make steps longer without writing more "
-        "(--accumulation). Or use more drives, or ones rated for more (--set nvme.drives=, nvme.endurance=), "
-        "or ask for a shorter lifetime"
+        f"the gentlest of {num_plans} plans {gentlest}. By the bound, {none}; micro-batches that are accumulated make "
+        "steps longer without writing more (--accumulation). Or use more drives, or ones rated for more (--set "
+        "nvme.drives=, nvme.endurance=), or ask for a shorter lifetime"
     )
 
 
@@ -114,6 +115,7 @@ class InfeasiblePlan(PlanError):
     """Whether memory may do for some that was left out, since its bound is above the step that is known."""
     semantics: Semantics | None = None
     """That were asked for."""
+    write_limit_bytes_per_s: float = inf
 
     @cached_property
     def largest_batch(self) -> LargestBatch:
@@ -121,7 +123,7 @@ class InfeasiblePlan(PlanError):
         training = self.workload.training  # in steps of one, all sequences of a step may be in it
         below = training.per_device_train_batch_size * training.gradient_accumulation_steps
         make = partial(with_batch, self.workload)
-        return largest_batch(make, self.machine, below=below, semantics=self.semantics)
+        return largest_batch(make, self.machine, self.semantics, self.write_limit_bytes_per_s, below=below)
 
     @property
     def what(self) -> str:
@@ -129,6 +131,7 @@ class InfeasiblePlan(PlanError):
         if self.endurance:
             return f"no plan for {self.workload.name!r} spares the drives of {self.machine.name!r}: {self.endurance}"
         of_what = f"{self.workload.name!r} into the memory of {self.machine.name!r}"
+        of_what += " and spares its drives as was asked" * (self.write_limit_bytes_per_s < inf)
         if self.not_found:
             return f"no plan that fits {of_what} was found {self.not_found}"
         lines = [f"no plan fits {of_what}"]
@@ -168,14 +171,20 @@ def logits_note(workload: Workload, of_bytes: int, *, parts: int = 1) -> str:
     return f"{note}, and so does a loss in chunks (--loss-chunks {8 * chunks})" if chunks < 64 else note
 
 
-def has_room(workload: Workload, machine: Machine, semantics: Semantics | None = None) -> bool:
+def has_room(
+    workload: Workload,
+    machine: Machine,
+    semantics: Semantics | None = None,
+    write_limit_bytes_per_s: float = inf,
+) -> bool:
     """Whether a plan may fit, by the bounds: where not, there is none; of several devices, none of units."""
     if lacking_in_all(workload, machine):
         return False
     training = workload.training
     batch = training.per_device_train_batch_size
     parts: set[tuple[Order, int]] = {("vertical", t) for t in (*SUB_BATCHES, batch) if batch % t == 0}
-    posed = partial(problem, workload, machine, semantics=semantics or plain_semantics(training))
+    updates, limit = semantics or plain_semantics(training), write_limit_bytes_per_s
+    posed = partial(problem, workload, machine, semantics=updates, write_limit_bytes_per_s=limit)
     whole = [posed(order=order, sub_batches=t) for order, t in (("horizontal", 1), *parts)]
     in_shards = (sharded(p, machine.num_devices, "nothing") for p in whole if machine.num_devices > 1)
     return any(lower_bound(p, beat_s=0.0).feasible for p in (*in_shards, *whole))
@@ -198,7 +207,7 @@ def found_shortly(
     starts = Compared(workload, machine, semantics, None, simulate_plan).plans(TRIED)
     if any(simulate_plan(start).fits for _, start, _ in starts):
         return True
-    if not has_room(workload, machine, semantics):
+    if not has_room(workload, machine, semantics, write_limit_bytes_per_s):
         return False
     budget = Budget(TRY_S, TRY_OPS)
     search = Search(workload, machine, semantics, budget, seed=0, write_limit_bytes_per_s=write_limit_bytes_per_s)
@@ -208,19 +217,24 @@ def found_shortly(
 
 
 def largest_batch(
-    make: Callable[[int], Workload], machine: Machine, *, below: int, semantics: Semantics | None = None
+    make: Callable[[int], Workload],
+    machine: Machine,
+    semantics: Semantics | None = None,
+    write_limit_bytes_per_s: float = inf,
+    *,
+    below: int,
 ) -> LargestBatch:
     """The largest micro-batch, up to `below` and `MANY`, that a plan was found for.
 
     Bit by bit from the highest: what fits does not always with one sequence less, which cannot be cut as evenly.
     """
-    if not has_room(make(1), machine, semantics):
+    if not has_room(make(1), machine, semantics, write_limit_bytes_per_s):
         return LargestBatch(0)  # nor have more sequences, however they are cut
     largest, is_cut = 0, False
     below = min(below, MANY)
     for bit in reversed(range(below.bit_length())):
         batch = largest + 2**bit
-        fits = batch <= below and found_shortly(make(batch), machine, semantics)
+        fits = batch <= below and found_shortly(make(batch), machine, semantics, write_limit_bytes_per_s)
         is_cut = is_cut or fits is None
         if fits:
             largest = batch

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.scaling import parts_of
@@ -472,10 +473,8 @@ class Search:
         nearest = max(failed, key=lambda c: min(c.room_gb.values(), default=-inf), default=None)
         reason = "" if lacking or nearest is None else nearest.reason
         others = tuple(name for name, result in self.compared.items() if result(is_best=False).step_s is not None)
-        asked = self.asked_semantics
-        return InfeasiblePlan(
-            self.workload, self.machine, lacking, reason, may_fit=may_fit, others=others, semantics=asked
-        )
+        asked: Any = {"semantics": self.asked_semantics, "write_limit_bytes_per_s": self.write_limit_bytes_per_s}
+        return InfeasiblePlan(self.workload, self.machine, lacking, reason, may_fit=may_fit, others=others, **asked)
 
     def _result(self, best: Candidate[Plan], bound: Bound, status: Status) -> PlanResult:
         assert best.step_s is not None

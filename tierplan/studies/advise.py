@@ -383,25 +383,22 @@ def largest_model_of(point: Point) -> dict[str, object]:
     one never needs less memory. And whether a larger one may fit: no bound excludes the next, or none is named."""
     one = replace(point, sequences=0, batch=1, accumulation=1)
     models = family(training_of(one, machine_of(one)))
-    semantics: Any = point.semantics or None
 
-    def asked(model: Workload) -> tuple[Workload, Machine]:
+    def asked(model: Workload) -> tuple[Workload, Machine, Any, float]:
         of_model = replace(one, model=model.name)
         place = place_of(of_model)
-        return workload_in(place, of_model), place.machine
+        most_per_s = allowed_bytes_per_s(place.machine, point.drive_lifetime_years)
+        return workload_in(place, of_model), place.machine, point.semantics or None, most_per_s
 
     def is_not_found(model: Workload) -> bool:
-        workload, machine = asked(model)
-        years = point.drive_lifetime_years
-        most_per_s = allowed_bytes_per_s(machine, years)
-        return not found_shortly(workload, machine, semantics, most_per_s)
+        return not found_shortly(*asked(model))
 
     if not (num := bisect_left(models, True, key=is_not_found)):
         return {"largest_model": ""}
     may_fit = num == len(models)
     if not may_fit:
-        workload, machine = asked(models[num])
-        may_fit = has_room(workload, machine, semantics) or (
+        workload, machine, *limits = asked(models[num])
+        may_fit = has_room(workload, machine, *limits) or (
             machine.num_devices > 1 and most_tokens_per_s(replace(one, model=workload.name)) > 0
         )
     largest = models[num - 1]

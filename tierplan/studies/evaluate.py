@@ -323,8 +323,11 @@ def _bounded(point: Point) -> tuple[float, Bound]:
     each = training.per_device_train_batch_size * training.gradient_accumulation_steps
     divisions = [(b, point.sequences // b) for b in divisors(point.sequences)] if point.sequences else [(0, 0)]
     num = place.machine.num_devices
-    semantics: Any = point.semantics or plain_semantics(training)
-    problems = (problem(workload_in(place, point, *one), place.machine, semantics=semantics) for one in divisions)
+    asked: dict[str, Any] = {
+        "semantics": point.semantics or plain_semantics(training),
+        "write_limit_bytes_per_s": allowed_bytes_per_s(place.machine, point.drive_lifetime_years),
+    }
+    problems = (problem(workload_in(place, point, *one), place.machine, **asked) for one in divisions)
     least = min((bound_of_totals(p, 1 if point.sequences else num) for p in problems), key=lambda bound: bound.step_s)
     return (point.sequences or each * num) * point.seq / least.step_s, least
 

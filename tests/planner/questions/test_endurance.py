@@ -11,8 +11,9 @@ import pytest
 from tests.planner.instances import MB, chain, small_machine
 from tests.toys import toy_machine, toy_workload, uniform_plan
 from tierplan.cli import main
+from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine, MachineError
-from tierplan.planner.infeasible import InfeasiblePlan
+from tierplan.planner.infeasible import InfeasiblePlan, has_room
 from tierplan.planner.lowering import lower
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import lower_bound
@@ -22,7 +23,11 @@ from tierplan.planner.milp.program import Solver
 from tierplan.planner.plan import UnitPlan
 from tierplan.planner.planning import plan
 from tierplan.planner.questions.endurance import SECONDS_PER_YEAR, allowed_bytes_per_s, lifetime_s, written_bytes
-from tierplan.sim.workloads.workload import Workload
+from tierplan.sim.workloads.models import load_workload
+from tierplan.sim.workloads.workload import Training, Workload
+from tierplan.studies.advise import largest_model_of
+from tierplan.studies.evaluate import most_tokens_per_s
+from tierplan.studies.study import Point
 
 
 def rated(machine: Machine, bytes_per_s: float, years: float = 1.0, drives: int = 2) -> Machine:
@@ -134,6 +139,35 @@ def test_states_that_must_be_written_too_fast_are_an_answer():
     states_mb = 10 * 4 * 12
     least_s = lower_bound(problem(workload, machine, semantics="in-backward", write_limit_bytes_per_s=1e5)).step_s
     assert least_s >= (states_mb - 400) * MB / 1e5
+
+
+def test_what_fits_is_counted_among_plans_that_spare_the_drives_alone():
+    """It was said that all 64 sequences fit, of 64 that do not: they fit by writing, which was ruled out."""
+    training = Training(per_device_train_batch_size=64, sequence_length=1024)
+    workload, machine = load_workload("llama-3.1-8b", training), load_machine("desktop-4090")
+    with pytest.raises(InfeasiblePlan) as caught:
+        plan(workload, machine, drive_lifetime_years=1e9)
+    said = str(caught.value)
+    assert "and spares its drives as was asked" in said
+    assert said.endswith("sequences per micro-batch that fit: none, not even one")
+    assert has_room(workload, machine)
+    assert not has_room(workload, machine, write_limit_bytes_per_s=allowed_bytes_per_s(machine, 1e9))
+
+
+def test_a_bound_that_excludes_all_plans_is_not_called_a_step_of_endless_years():
+    workload, machine = load_workload("llama-3.1-8b", Training()), load_machine("desktop-4090")
+    with pytest.raises(InfeasiblePlan, match="no plan in such micro-batches spares them") as caught:
+        plan(workload, machine, drive_lifetime_years=1e9)
+    assert "inf" not in str(caught.value)
+
+
+def test_bounds_and_larger_models_know_the_lifetime_too():
+    """A model that no drive would outlive was said to be possible, and a bound to promise hundreds of tokens/s."""
+    point = Point(model="llama-3.1-8b", machine="desktop-4090", batch=4)
+    assert most_tokens_per_s(point) > 500
+    assert most_tokens_per_s(replace(point, drive_lifetime_years=1e9)) == 0
+    largest = largest_model_of(replace(point, drive_lifetime_years=1e9))
+    assert largest["larger_model_may_fit"] is False
 
 
 def test_the_command_takes_a_lifetime(tmp_path, capsys):
