@@ -9,9 +9,9 @@ from functools import partial
 
 from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.planner.lowering import Lowering
-from tierplan.planner.plan import Plan, UnitwisePlan, other_numbers, plain_semantics
+from tierplan.planner.plan import Plan, UnitwisePlan, is_same, other_numbers, plain_semantics
 from tierplan.planner.plan_rules import PLANNER, PlanError, undivided
-from tierplan.planner.policies import ESTIMATES, NEED_SEVERAL_DEVICES, POLICIES, SHARED
+from tierplan.planner.policies import ESTIMATES, NEED_SEVERAL_DEVICES, POLICIES, SHARED, decide
 from tierplan.planner.results import PolicyResult
 from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.planner.search.incumbents import Batches
@@ -24,26 +24,9 @@ NEAR = 1.2
 and of several divisions, one where it takes so many times the best of them."""
 
 
-OWN_SEMANTICS = ("harmony", "virtual-memory", "megatron-pp", "mobius", "roundpipe")
-"""Policies that update in one way and in no other begin so."""
-
-
-def options_of(name: str, asked: str | None) -> dict[str, object]:
-    """What is asked of a policy, with these semantics or its own: where it has one way alone, that is none of its
-    options."""
-    return {} if not asked or name.startswith(OWN_SEMANTICS) else {"semantics": asked}
-
-
-def updates_otherwise(plan: Plan, asked: str | None) -> str:
-    """That a policy's plan is of other semantics than were asked for, where it is."""
-    if not asked or is_same(plan, asked):  # type: ignore[arg-type]
-        return ""
-    return f"it updates by {plan.semantics!r} alone, not by {asked!r}"
-
-
-def is_same(plan: Plan, semantics: Semantics) -> bool:
-    """Whether it is the same algorithm as one of these semantics."""
-    return plan.semantics == semantics or "delayed-1" not in (plan.semantics, semantics)
+def options_of(asked: str | None) -> dict[str, object]:
+    """What is asked of a policy, with these semantics or its own."""
+    return {"semantics": asked} if asked else {}
 
 
 class Compared:
@@ -73,9 +56,7 @@ class Compared:
         nearly = nearly and self._is_on_several and name in ESTIMATES
         if (name, nearly) not in self._decided:
             try:
-                options = options_of(name, self.asked)
-                own = (ESTIMATES if nearly else POLICIES)[name](self.workload, self.machine, options)
-                plan: Plan | str = updates_otherwise(own, self.asked) or own
+                plan: Plan | str = decide(name, self.workload, self.machine, options_of(self.asked), nearly=nearly)
             except (PlanError, MachineError, WorkloadError) as error:
                 plan = str(error)
             self._decided[name, nearly] = plan
@@ -88,7 +69,7 @@ class Compared:
         if not isinstance(plan := self.decided(name), str):
             return plan
         with suppress(PlanError, MachineError, WorkloadError):
-            plan = POLICIES[name](self.workload, self.machine, {**options_of(name, self.asked), "host_buffers": "none"})
+            plan = decide(name, self.workload, self.machine, {**options_of(self.asked), "host_buffers": "none"})
             return replace(plan, policy=PLANNER, options={})
         return None
 

@@ -13,14 +13,14 @@ from typing import Any
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.scaling import parts_of
-from tierplan.planner.compared import NEAR, Compared, is_same
+from tierplan.planner.compared import NEAR, Compared
 from tierplan.planner.infeasible import InfeasiblePlan, least_lacking, spares_no_drives
 from tierplan.planner.lowering import Lowering
 from tierplan.planner.milp.amounts import Problem, Shape, problem
 from tierplan.planner.milp.bounds import IMPOSSIBLE, Bound, lower_bound
 from tierplan.planner.milp.program import SOLVER, Solver
 from tierplan.planner.milp.totals import bound_of_totals
-from tierplan.planner.plan import Keeps, Plan, Sharing, UnitwisePlan, plain_semantics
+from tierplan.planner.plan import Keeps, Plan, Sharing, UnitwisePlan, is_same, plain_semantics
 from tierplan.planner.plan_rules import PLANNER, Order, check_clipping
 from tierplan.planner.policies import NEED_SEVERAL_DEVICES, POLICIES, comparable
 from tierplan.planner.prediction import predicted

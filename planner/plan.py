@@ -485,6 +485,11 @@ def plain_semantics(training: Training) -> Semantics:
     return "in-backward" if training.max_grad_norm is None else "exact-clip"
 
 
+def is_same(plan: Plan, semantics: str) -> bool:
+    """Whether it is the same algorithm as one of these semantics."""
+    return plan.semantics == semantics or "delayed-1" not in (plan.semantics, semantics)
+
+
 def other_numbers(plan: Plan, columns: ScheduleColumns | None, asked: str = "") -> str:
     """Why the plan's numbers are not those of plain training, or of delayed updates that were `asked` for; empty where
     they are, in some micro-batches. `columns` are its schedule's; None where activations leave the device as they are.

@@ -154,8 +154,8 @@ def test_wrong_usage_is_one_line_and_status_2(
         ),
         ([*SIMULATE, "--option", "semantics=in-backward", "--semantics", "delayed-1"], "contradict each other"),
         (
-            ["simulate", "--policy", "mobius", "--model", "gpt2", "--machine", "laptop", "--semantics", "exact-clip"],
-            "policy 'mobius' updates in one way alone; leave out semantics 'exact-clip'",
+            ["simulate", "--policy", "mobius", "--model", "gpt2", "--machine", "laptop", "--option", "semantics=clip"],
+            "option 'semantics' of policy 'mobius' is 'clip'; choose among in-backward, exact-clip, delayed-1",
         ),
         (["simulate", "--policy", "fuyou", "--model", "gpt-13b", "--machine", "nope.toml"], "nope.toml"),
         (["compare", "plan.json", "a-folder", *SCENARIO[2:]], "not a schedule"),
@@ -245,6 +245,27 @@ def test_systems_that_update_in_another_way_do_not_run(capsys: pytest.CaptureFix
     told = json.loads(capsys.readouterr().out)
     assert told["zero-offload"]["fits"]
     assert told["harmony"]["why_not"] == "it updates by 'in-backward' alone, not by 'delayed-1'"
+
+
+@pytest.mark.parametrize("policy", ["harmony", "roundpipe"])
+@pytest.mark.parametrize("semantics", ["in-backward", "exact-clip", "delayed-1"])
+def test_a_system_is_asked_for_semantics_by_every_command_alike(
+    policy: str, semantics: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`simulate` and `explain-run` refused, as wrong input, what `compare-policies` and `plan` answer."""
+    asked = ["--model", "gpt2", "--machine", "laptop", "--devices", "2", "--accumulation", "2", "--json"]
+    asked += ["--semantics", semantics]
+    runs = main(["simulate", "--policy", policy, *asked]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert runs == ((semantics == "delayed-1") == (policy == "roundpipe"))
+    main(["compare-policies", "--policies", policy, *asked])
+    beside = json.loads(capsys.readouterr().out)[policy]
+    assert (beside["step_s"], beside.get("why_not")) == (told["step_s"], told.get("why_not"))
+    assert main(["explain-run", "--step-s", "1", "--policy", policy, "--time-limit", "0.1", *asked]) == (
+        0 if runs else 3
+    )
+    explained = json.loads(capsys.readouterr().out)
+    assert (explained["expected_s"], explained["why_not"]) == (told["step_s"], told.get("why_not"))
 
 
 def test_a_batch_that_fits_nothing_is_answered_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:

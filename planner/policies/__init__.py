@@ -27,7 +27,8 @@ from importlib import import_module
 from pkgutil import walk_packages
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.plan import Plan
+from tierplan.planner.plan import Plan, is_same
+from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.policies.options import OptionError, Policy
 from tierplan.sim.workloads.workload import Workload
 
@@ -85,7 +86,19 @@ def check_name(name: str, *others: str) -> None:
         raise OptionError(f"there is no policy {name!r}; {meant}choose among {', '.join(known)}")
 
 
-def decide(name: str, workload: Workload, machine: Machine, options: Mapping[str, object] | None = None) -> Plan:
-    """The plan of the policy called `name`. Raises `OptionError` for an unknown name, listing the known ones."""
+def decide(
+    name: str,
+    workload: Workload,
+    machine: Machine,
+    options: Mapping[str, object] | None = None,
+    *,
+    nearly: bool = False,
+) -> Plan:
+    """The plan of the policy called `name`, or `nearly` that, by an estimate. Raises `OptionError` for an unknown name,
+    listing the known ones, and `PlanError` where it updates in another way than option `semantics` asks for."""
     check_name(name)
-    return POLICIES[name](workload, machine, options or {})
+    options = options or {}
+    plan = (ESTIMATES if nearly else POLICIES)[name](workload, machine, options)
+    if (asked := options.get("semantics")) and not is_same(plan, str(asked)):
+        raise PlanError(f"it updates by {plan.semantics!r} alone, not by {asked!r}")
+    return plan

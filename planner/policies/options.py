@@ -33,14 +33,17 @@ class OptionError(PlanError):
 class Options(dict[str, object]):
     """What a user may set of a policy, by name: its defaults, and the given values over them.
 
-    All policies have option `devices`. Raises `OptionError` for an option that this one does not have.
+    All policies have option `devices`, and may be asked for semantics. Raises `OptionError` for an option that this one
+    does not have.
     """
 
     def __init__(self, policy: str, known: Mapping[str, object], given: Mapping[str, object]) -> None:
         super().__init__({**known, "devices": None})
         self.policy, self.given = policy, frozenset(given)
-        if "semantics" in given and "semantics" not in self:
-            raise OptionError(f"policy {policy!r} updates in one way alone; leave out semantics {given['semantics']!r}")
+        if "semantics" in given and "semantics" not in known:  # one way alone, which `decide` compares
+            if (asked := given["semantics"]) is not None:
+                Options(policy, {"semantics": asked}, {}).choice("semantics", *get_args(Semantics))
+            given = {name: value for name, value in given.items() if name != "semantics"}
         if unknown := sorted(set(given) - set(self)):
             raise OptionError(f"policy {policy!r} has no option {unknown[0]!r}; it has {', '.join(sorted(self))}")
         self.update(given)

@@ -14,8 +14,8 @@ from tests.planner.instances import MB, chain, random_chain, random_machine, sma
 from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner import compared, infeasible, loop
-from tierplan.planner.compared import is_same, options_of
+from tierplan.planner import infeasible, loop
+from tierplan.planner.compared import options_of
 from tierplan.planner.infeasible import InfeasiblePlan, largest_batch
 from tierplan.planner.lowering.tiling import with_batch
 from tierplan.planner.milp.amounts import problem
@@ -23,7 +23,7 @@ from tierplan.planner.milp.bounds import compute_s
 from tierplan.planner.milp.model import Margins, build, fractions
 from tierplan.planner.milp.program import Solver
 from tierplan.planner.milp.rounding import round_to_plan
-from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.plan import UnitPlan, UnitwisePlan, is_same
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.planning import plan
 from tierplan.planner.policies import POLICIES
@@ -41,8 +41,8 @@ from tierplan.studies.study import Point
 
 def compare_with(monkeypatch: pytest.MonkeyPatch, policies: dict[str, Any]) -> None:
     """As if there were no others."""
-    monkeypatch.setattr(compared, "POLICIES", policies)
-    monkeypatch.setattr(loop, "POLICIES", policies)
+    for module in ("compared", "loop", "policies"):
+        monkeypatch.setattr(f"tierplan.planner.{module}.POLICIES", policies)
     monkeypatch.setattr(infeasible, "TRIED", ())
 
 
@@ -477,7 +477,7 @@ def test_systems_are_compared_in_the_semantics_that_are_asked_for() -> None:
     workload, machine = load_workload("gpt2-large", training), load_machine("laptop", ["gpu.capacity=4GiB"])
     found = plan(workload, machine, semantics="exact-clip", time_limit_s=0.2)
     for name, reached in found.policies.items():
-        own = predict(name, workload, machine, options_of(name, "exact-clip"))
+        own = predict(name, workload, machine, options_of("exact-clip"))
         assert not own.fits or is_same(own.plan, "exact-clip")
         assert (reached.step_s, reached.same_numbers) == (own.step_s, True)
 

@@ -19,7 +19,7 @@ from typing import Any
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.catalog import description_path
 from tierplan.hwmodels.machine import OWN_DEVICES, Machine, MachineError
-from tierplan.planner.compared import options_of, updates_otherwise
+from tierplan.planner.compared import options_of
 from tierplan.planner.infeasible import InfeasiblePlan, short_bytes_of_all
 from tierplan.planner.lowering import Lowering
 from tierplan.planner.milp.amounts import problem
@@ -353,12 +353,10 @@ def predict_point(point: Point) -> Prediction:
         return answer if isinstance(answer, Prediction) else answer.prediction
     place = place_of(point)
     machine = place.machine
-    options = options_of(point.policy, point.semantics)
+    options = options_of(point.semantics)
 
     def at(batch: int, accumulation: int) -> Prediction:
         found = predict(point.policy, workload_in(place, point, batch, accumulation), machine, options)
-        if found.plan and (why := updates_otherwise(found.plan, point.semantics)):
-            return replace(found, plan=None, columns=None, steady=None, utilization={}, reason=why)
         return found if (years := point.drive_lifetime_years) is None else _lasting(found, machine, years)
 
     if not point.sequences:

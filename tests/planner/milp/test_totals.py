@@ -9,11 +9,10 @@ import pytest
 from tests.toys import MIB, toy_machine, toy_workload
 from tierplan.hwmodels.names import COMPUTE, HOST_ADAM
 from tierplan.hwmodels.scaling import with_capacity, with_faster
-from tierplan.planner.compared import is_same
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import compute_s, lower_bound
 from tierplan.planner.milp.totals import bound_of_totals
-from tierplan.planner.plan import plain_semantics
+from tierplan.planner.plan import is_same, plain_semantics
 from tierplan.planner.policies import POLICIES
 from tierplan.planner.prediction import predict
 from tierplan.studies.evaluate import machine_of, most_tokens_per_s, workload_at

@@ -16,14 +16,13 @@ import pytest
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner import loop
-from tierplan.planner.compared import is_same
 from tierplan.planner.infeasible import InfeasiblePlan, largest_batch
 from tierplan.planner.lowering.tiling import with_batch
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import compute_s, lower_bound
 from tierplan.planner.milp.modes import MODES
 from tierplan.planner.milp.totals import bound_of_totals
-from tierplan.planner.plan import Keeps, PackPlan, Plan, Sharing, UnitwisePlan, plain_semantics
+from tierplan.planner.plan import Keeps, PackPlan, Plan, Sharing, UnitwisePlan, is_same, plain_semantics
 from tierplan.planner.plan_rules import PLANNER, Order, PlanError
 from tierplan.planner.planning import plan
 from tierplan.planner.policies import POLICIES, SHARED, decide
