@@ -24,7 +24,7 @@ import msgspec
 import tomli_w
 
 from tierplan.hwmodels.machine import MachineError
-from tierplan.hwmodels.names import device_index, parse_stream
+from tierplan.hwmodels.names import COMPUTE, CORES_LIMIT, device_index, parse_stream
 from tierplan.hwmodels.values.records import Amount, RecordError, decode
 from tierplan.hwmodels.values.units import Unit, format_amount, leading_number, parse_amount
 
@@ -357,15 +357,19 @@ def override(description: Description, settings: Sequence[str]) -> Description:
     """
     if isinstance(settings, (str, Mapping)):
         raise MachineError(f'settings are {settings!r}; give a list of texts such as ["nvme.drives=3"]')
-    values, given, limits = dict(description.values), dict[str, Quantity](), description.limits
+    given = dict[str, Quantity]()
     for name, text in pairs_of(settings):
         key = find_key(name)
         given[key.name] = parse_quantity(key, _points_or_text(name, text), where="--set")
-    for name, quantity in given.items():
-        key, chosen = KEYS[name], values.get(name)
-        if name.endswith(".part") and (chosen is None or chosen.value != quantity.value):
-            values = {k: v for k, v in values.items() if KEYS[k].section != key.section or KEYS[k].whole}
-            limits = tuple(_without_computing(limit) for limit in limits) if key.section == "gpu" else limits
+    parts = [x for x in given if x.endswith(".part")]
+    new = {
+        KEYS[x].section for x in parts if x not in description.values or description.values[x].value != given[x].value
+    }
+    if "gpu" in new:
+        description = _in_a_slot(description)
+    values = {k: v for k, v in description.values.items() if KEYS[k].section not in new or KEYS[k].whole}
+    for name in given:
+        key = KEYS[name]
         for void in key.replaces:
             values.pop(void, None)
         if (direct := next((k for k in key.unless if k in values and k not in given), None)) is not None:
@@ -375,12 +379,36 @@ def override(description: Description, settings: Sequence[str]) -> Description:
     switches = description.switches
     if (count := given.get("gpu.count")) is not None:
         switches = within(switches, int(float(count.value)))  # type: ignore[arg-type]
-    return replace(description, values=values | given, switches=switches, limits=tuple(x for x in limits if x.takes))
+    limits = tuple(x for x in description.limits if x.takes)
+    return replace(description, values=values | given, switches=switches, limits=limits)
 
 
-def _without_computing(limit: Limit) -> Limit:
-    """What the old GPU's computing took is gone: where a CPU was measured as one, all of the cores."""
-    return replace(limit, takes={k: x for k, x in limit.takes.items() if not parse_stream(k).is_compute})
+SLOT = "PCIe 4.0 x16"
+"""Of a card in a machine that was measured without one."""
+
+
+def _in_a_slot(description: Description) -> Description:
+    """With a new GPU. Where the host's own cores were measured as one, the link is assumed, since copies within host
+    memory say nothing of it, and the host has the memory again that was the device tier's."""
+    is_cpu = any(limit.name == CORES_LIMIT and COMPUTE in limit.takes for limit in description.limits)
+    values, shares = {**description.values}, description.shares
+    if is_cpu:
+        source = f"{SLOT}: the machine was measured without a GPU, and copies within host memory are no link"
+        of_link = {"value": SLOT, "basis": "assumed", "source": source}
+        values |= {name: parse_quantity(KEYS[name], of_link, where="") for name in ("link.h2d", "link.d2h")}
+        values = {name: x for name, x in values.items() if name not in ("link.latency", "link.loaded_latency")}
+        shares = {name: x for name, x in shares.items() if device_index(name.partition(".")[0]) is None}
+        if {"host.capacity", "gpu.capacity"} <= values.keys():
+            host, budget = values["host.capacity"], values["gpu.capacity"]
+            total = host.points[0][1] + budget.points[0][1]
+            values["host.capacity"] = replace(host, value=total, source=f"{host.source}, and that budget")
+
+    def is_gone(stream: str) -> bool:
+        name = parse_stream(stream)
+        return name.is_compute or (is_cpu and name.is_host_link)
+
+    left = (replace(x, takes={k: y for k, y in x.takes.items() if not is_gone(k)}) for x in description.limits)
+    return replace(description, values=values, shares=shares, limits=tuple(left))
 
 
 def within(switches: tuple[Switch, ...], num_gpus: int) -> tuple[Switch, ...]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.hwmodels.test_description import PLAIN, SOCKETS, SWITCHES, machine_of
-from tierplan.hwmodels import MachineError, load_machine
+from tierplan.hwmodels import MachineError, load_description, load_machine
 from tierplan.hwmodels.build import build_machine
 from tierplan.hwmodels.description import override, parse_description, write_description
 
@@ -40,3 +41,23 @@ def test_fewer_gpus_than_the_switches_name_is_no_error() -> None:
     assert build_machine(parse_description(write_description(one), where="one.toml")).limits == machine.limits
     with pytest.raises(MachineError, match=r"switch 'b' of machine 'plain' has member 'gpu2', but gpu.count is 2: "):
         machine_of(PLAIN.replace("[gpu]", "[gpu]\ncount = 2") + SWITCHES)
+
+
+def test_a_card_in_a_machine_that_was_measured_without_one_has_a_link_of_its_own(tmp_path: Path) -> None:
+    """Copies within host memory were its link, took host cores, and the CPU's budget stayed taken of host memory."""
+    cores = 'name = "cores"\nlimit = 1.0\ntakes = { "gpu0.compute" = 1.0, "gpu0.h2d" = 0.5, "host.adam" = 0.5 }\n'
+    text = PLAIN + f'[[limit]]\n{cores}[shares]\n"gpu0.h2d" = 2.0\n'
+    (of_cpu := tmp_path / "cpu.toml").write_text(text)
+    (of_gpu := tmp_path / "gpu.toml").write_text(text.replace('"gpu0.compute" = 1.0, ', ""))
+    assert (measured := load_machine(of_cpu)).stream("gpu0.h2d").share == 2.0
+    described = load_description(of_cpu, ["gpu.part=rtx-4090", "link.d2h=11 GB/s"])
+    machine = build_machine(described)
+    up, down = machine.stream("gpu0.h2d"), machine.stream("gpu0.d2h")
+    assert max(up.rates["bytes"].points)[1] == pytest.approx(25.2e9, rel=0.01)
+    assert max(down.rates["bytes"].points)[1] == 11e9, "one that is given holds"
+    assert (up.takes.keys() & {"cores"}, up.share) == (set(), 1.0)
+    assert described.values["link.h2d"].basis == "assumed"
+    assert "measured without a GPU" in described.values["link.h2d"].source
+    assert machine.tier("host").capacity_bytes - measured.tier("host").capacity_bytes == 24e9
+    kept = load_machine(of_gpu, ["gpu.part=rtx-4090"]).stream("gpu0.h2d")
+    assert (max(kept.rates["bytes"].points)[1], kept.share) == (20e9, 2.0), "of a GPU's measurement it stays"
