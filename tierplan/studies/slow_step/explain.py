@@ -80,6 +80,12 @@ CAUSES: Mapping[str, tuple[Cause, ...]] = {
     ),
     PEERS: (Cause("GPUs that exchange through host memory, without peer-to-peer access", 4),),
 }
+ON_CPU = (
+    CAUSES[CORES][1],
+    Cause("other programs on the cores, or a limit of the container's", 2),
+    CAUSES[CORES][-1],
+)
+"""Where the host's own cores compute."""
 OF_TRACES = (
     (LINKS, ("h2d", "d2h"), "copies between host and GPU"),
     (PEERS, ("p2p",), "collectives, or copies between GPUs"),
@@ -340,9 +346,10 @@ def _suspects(simulator: _Simulator, setup: Setup, explanation: Explanation) -> 
                 continue
             factor = exp(float(brentq(step_s, *ends, xtol=0.02)))
         prediction = simulator.with_part(setup, plan, part, factor)
+        is_cpu = part == COMPUTE and setup.training.backend == "cpu"
         causes = tuple(
             c.what + (f" ({c.factor:g} times slower: {c.source})" if c.source else "")
-            for c in sorted(CAUSES[part], key=lambda c: abs(log(c.factor / max(factor, 1.0))))
+            for c in sorted(ON_CPU if is_cpu else CAUSES[part], key=lambda c: abs(log(c.factor / max(factor, 1.0))))
             if factor > 1
         )
         rates = {
@@ -402,7 +409,7 @@ def _gains(
     for change in changes(setup, configured.says):
         try:
             prediction = simulator.predict_for(tokens, change.setup)
-        except (PlanError, MachineError, WorkloadError):
+        except ValueError:  # of a policy, or of a model that cannot be trained so
             continue
         if prediction is None or prediction.step_s is None:
             continue

@@ -228,6 +228,12 @@ def changes(setup: Setup, says: Mapping[str, object]) -> Iterator[SetupChange]:
     if training.attention == "plain":
         flash = replace(training, attention="flash")
         yield change("flash attention", "no matrix of scores is kept", training=flash)
+    if training.loss == "plain":
+        chunks = 8 if training.loss_chunks == 1 else 1
+        what, why = f"the loss in {chunks} chunks (--loss-chunks {chunks})", "logits take less of the GPU's memory"
+        if chunks == 1:
+            what, why = "the loss in one piece (--loss-chunks 1)", "the head's products are not computed twice"
+        yield change(what, why, training=replace(training, loss_chunks=chunks))
     batch, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
     for size in (2**k for k in range(12)):
         if size != batch and batch * steps % size == 0 and max(size, batch) % min(size, batch) == 0:

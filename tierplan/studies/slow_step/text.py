@@ -10,6 +10,7 @@ from tierplan.hwmodels.values.units import format_amount
 from tierplan.sim.output.text import columns, digits, format_count, format_frac, format_s, in_short, wrapped
 from tierplan.studies.answer import limited_text
 from tierplan.studies.slow_step.explain import Explanation
+from tierplan.studies.slow_step.setups import COMPUTE
 
 MOST_CHANGES = 6
 FAR = 100.0
@@ -76,7 +77,8 @@ def _suspects(e: Explanation) -> list[Sequence[str]]:
     for s in e.suspects:
         speed = f"1/{s.factor:.3g}" if s.factor >= 1 else f"{1 / s.factor:.3g} x"
         rates = dict.fromkeys(_rate(alike_name(stream, e.expected.devices), per_s) for stream, per_s in s.rates.items())
-        rows.append((s.part, speed, format_s(s.step_s), ", ".join(rates)))
+        part = "what computes" if s.part == COMPUTE and e.setup.training.backend == "cpu" else s.part
+        rows.append((part, speed, format_s(s.step_s), ", ".join(rates)))
     return rows
 
 

@@ -1,0 +1,52 @@
+"""`explain-run`: what it proposes and suspects where these were wrong once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tierplan.planner.prediction import predict
+from tierplan.planner.training_files.configured import Configured
+from tierplan.sim.workloads.models import load_workload
+from tierplan.sim.workloads.workload import Training
+from tierplan.studies.evaluate import machine_of, training_of
+from tierplan.studies.slow_step import explain
+from tierplan.studies.slow_step.explain import explain_run
+from tierplan.studies.slow_step.measured import MeasuredStep
+from tierplan.studies.slow_step.setups import COMPUTE
+from tierplan.studies.slow_step.text import explanation_lines
+from tierplan.studies.study import Point
+
+
+@pytest.fixture(autouse=True)
+def _no_planner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explain, "_best", lambda *_: None)
+
+
+def test_a_loss_in_chunks_that_costs_time_is_named_and_one_that_makes_room() -> None:
+    """It was never said that it may be left out, nor that it could do."""
+    point = Point(model="llama-3.2-1b", machine="desktop-4090")
+    training = Training(per_device_train_batch_size=2, sequence_length=1024, dtype="bf16", loss_chunks=8)
+    config = Configured(training=training, policy="in-memory", options={})
+    said = explain_run(point, config, MeasuredStep(step_s=0.2))
+    gain = next(g for g in said.gains if g.what.startswith("the loss in one piece (--loss-chunks 1)"))
+    whole = replace(training, loss_chunks=1)
+    assert gain.step_s == predict("in-memory", load_workload(point.model, whole), machine_of(point)).step_s
+    small = replace(point, overrides={"gpu.capacity": "21.5 GiB"})
+    said = explain_run(small, replace(config, training=whole), MeasuredStep(step_s=0.2))
+    assert said.verdict == "does not fit"
+    assert any("--loss-chunks 8" in gain.what for gain in said.gains)
+
+
+def test_a_cpu_is_not_suspected_of_what_slows_gpus() -> None:
+    """Attention that is not fused, tensor cores and the GPU's heat were the causes named."""
+    point = Point(model="gpt2", machine="docs/campaign/2-cores-no-gpu/llama-384/machine.toml", seq=128)
+    config = Configured(training=training_of(point, machine_of(point)), policy="in-memory", options={})
+    said = explain_run(point, config, MeasuredStep(step_s=60.0))
+    text = " ".join("\n".join(explanation_lines(said)).split())
+    assert said.suspects[0].part == COMPUTE
+    assert "what computes 1/" in text
+    assert "OMP_NUM_THREADS=1" in text
+    assert "GPU's limit" not in text + str(said.record())
+    assert "not fused" not in text
