@@ -9,6 +9,7 @@ import pytest
 
 import tierplan as tp
 from tests.toys import toy_machine, toy_workload
+from tierplan.hwmodels import load_description
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.scaling import with_capacity, with_faster
 from tierplan.planner.planning import plan
@@ -18,6 +19,7 @@ from tierplan.sim.digest import digest
 from tierplan.sim.workloads.workload import Workload
 from tierplan.studies.advise import QUICK_TODAY_S
 from tierplan.studies.answer import limited_text, prediction_text
+from tierplan.studies.purchases import FORMS
 
 
 def shown(policy: str, workload: Workload, machine: Machine) -> str:
@@ -95,3 +97,23 @@ def test_all_gpus_have_one_slider() -> None:
     assert "fewer were not tried" in " ".join(figures.value.split())
     by_name["gpu0"].value = 0.25
     assert "fits" in figures.value or "tokens" in figures.value
+
+
+@pytest.mark.parametrize("name", ["desktop-4090", "laptop", "docs/campaign/2-cores-no-gpu/llama-384/machine.toml"])
+def test_dram_and_drives_are_what_advise_offers_and_plan_is_asked_with(name: str) -> None:
+    """Sliders had a quarter of a drive, and 206 GiB of DRAM."""
+    pytest.importorskip("ipywidgets")
+    machine, workload = tp.load_machine(name), tp.load_workload("gpt2", tp.Training(dtype="fp32"))
+    controls, figures, _ = tp.explore(workload, machine, time_limit_s=0.02).children
+    by_name = {control.description: control for control in controls.children}
+    form = FORMS[load_description(name).quantity("host.form").value]  # type: ignore[union-attr,index]
+    by_name["method"].value = "fuyou"
+    for number in (text for text, _ in by_name["drives"].options):
+        by_name["drives"].label = number
+        assert figures.value == shown("fuyou", workload, tp.load_machine(name, [f"nvme.drives={number}"]))
+    sizes = [text for text, _ in by_name["host"].options]
+    assert {f"{gib} GiB" for gib in form.dram_gib} <= {*sizes}
+    assert number == f"{form.drives}"
+    by_name["host"].label = sizes[-1]
+    changes = [f"nvme.drives={number}", f"host.capacity={sizes[-1]}"]
+    assert figures.value == shown("fuyou", workload, tp.load_machine(name, changes))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
+from dataclasses import replace
 from html import escape
 from typing import Any
 
-from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.scaling import own_limits, with_capacity, with_faster
+from tierplan.hwmodels.machine import Machine, Rate, Stream
+from tierplan.hwmodels.names import HOST, NVME, NVME_LIMIT, parse_stream
+from tierplan.hwmodels.scaling import own_limits, with_capacity, with_demand, with_faster
 from tierplan.hwmodels.values.extras import words_of_missing
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.plan_rules import PLANNER
@@ -19,9 +22,12 @@ from tierplan.sim.workloads.workload import Workload
 from tierplan.studies.advise import QUICK_TODAY_S
 from tierplan.studies.answer import answer_lines, prediction_text, step_text
 from tierplan.studies.evaluate import BestPlan
-from tierplan.studies.slow_step.setups import part_of
+from tierplan.studies.purchases import FORMS, GIB
+from tierplan.studies.slow_step.setups import DRIVES, part_of
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
+OF_ALL_DRIVES = {"nvme.slot", "nvme.array_read", "nvme.array_write"}
+"""Keys of rates that more drives do not raise in proportion."""
 
 
 def explore(workload: Workload, machine: Machine, *, time_limit_s: float | None = QUICK_TODAY_S) -> Any:
@@ -35,20 +41,21 @@ def explore(workload: Workload, machine: Machine, *, time_limit_s: float | None 
     except ImportError as error:
         raise RuntimeError(words_of_missing(error, "explore")) from error
 
-    def slider(name: str, labels: list[str]) -> Any:
-        options = list(zip(labels, FACTORS, strict=True))
-        return widgets.SelectionSlider(options=options, value=1.0, description=name, continuous_update=False)
+    def slider(name: str, options: Mapping[str, float], own: float = 1.0) -> Any:
+        chosen = [*options.items()]
+        return widgets.SelectionSlider(options=chosen, value=own, description=name, continuous_update=False)
 
     method = widgets.Dropdown(options=[PLANNER, *POLICIES], description="method")
+    sold = sold_for(machine)
     # GPUs have one for all: no plan is made for unequal ones
     alike = {kind: [t for t in machine.tiers if t.kind == kind] for kind in ("device", "host")}
-    memories = [
-        (tiers, slider(tiers[0].name, [format_bytes(factor * tiers[0].capacity_bytes) for factor in FACTORS]))
-        for tiers in alike.values()
-        if tiers
-    ]
+    memories = []
+    for kind, (tier, *more) in ((kind, tiers) for kind, tiers in alike.items() if tiers):
+        sizes = {format_bytes(factor * tier.capacity_bytes): factor for factor in FACTORS}
+        sizes = sold["host.capacity"] if kind == "host" and sold else sizes
+        memories.append(([tier, *more], slider(tier.name, sizes)))
     parts = {
-        name: slider(name, [f"{factor:g} x" for factor in FACTORS])
+        name: slider(name, sold["nvme.drives"] if name == DRIVES and sold else {f"{x:g} x": x for x in FACTORS})
         for name in dict.fromkeys(part_of(stream.name) for stream in machine.streams)
     }
     figures, picture = widgets.HTML(), widgets.Image(format="png")
@@ -57,6 +64,9 @@ def explore(workload: Workload, machine: Machine, *, time_limit_s: float | None 
         capacity = {t.name: int(control.value * t.capacity_bytes) for tiers, control in memories for t in tiers}
         changed = with_capacity(machine, capacity)
         for name, control in parts.items():
+            if name == DRIVES and sold:
+                changed = _with_drives(changed, control.value)
+                continue
             streams = {s.name for s in machine.streams if part_of(s.name) == name}
             changed = with_faster(changed, streams | own_limits(machine, streams), control.value)
         lines, prediction = _answer(method.value, workload, changed, time_limit_s)
@@ -69,6 +79,41 @@ def explore(workload: Workload, machine: Machine, *, time_limit_s: float | None 
     show()
     wrap = widgets.Layout(flex_flow="row wrap")
     return widgets.VBox([widgets.Box(controls, layout=wrap), figures, picture])
+
+
+def sold_for(machine: Machine) -> dict[str, dict[str, float]]:
+    """DRAM and drives that `tierplan advise` knows for the case, with what the machine has, as multiples of that by
+    what they are; nothing where nobody says of which form it is, or what its drives are together."""
+    said = {k: v["value"] for k, v in machine.description.items() if isinstance(v, Mapping) and "value" in v}
+    if "host.form" not in said or not said.get("nvme.drives") or said.keys() & OF_ALL_DRIVES:
+        return {}
+    form, own_drives, usable = FORMS[said["host.form"]], said["nvme.drives"], machine.tier(HOST).capacity_bytes
+    kept = said["host.capacity"] - usable
+    sizes = {gib: (gib * GIB - kept) / usable for gib in form.dram_gib} | {form.own_gib(said["host.capacity"]): 1.0}
+    counts = sorted({*range(1, min(form.drives, 4) + 1), form.drives, int(own_drives)})
+    return {
+        "host.capacity": {f"{gib:.4g} GiB": sizes[gib] for gib in sorted(sizes)},
+        "nvme.drives": {f"{number}": number / own_drives for number in counts},
+    }
+
+
+def _with_drives(machine: Machine, factor: float) -> Machine:
+    """The machine with so many times its drives: each does its part of an op, and they are worn together."""
+    if factor == 1:
+        return machine
+    said = {key: value for key, value in machine.description.items() if key in ("limits", "nvme.drives")}
+    listed: Any = [NVME_LIMIT, *said.get("limits", {})]  # type: ignore[misc]  # in fractions of full speed
+
+    def of_all(stream: Stream) -> Stream:
+        if not parse_stream(stream.name).is_drive:
+            return stream
+        rates = {k: Rate(tuple((a * factor, x * factor) for a, x in r.points)) for k, r in stream.rates.items()}
+        return with_demand(replace(stream, rates=rates), listed, 1 / factor)
+
+    drives: Any = said["nvme.drives"]
+    described = {**machine.description, "nvme.drives": {**drives, "value": factor * drives["value"]}}
+    more = replace(machine, streams=tuple(map(of_all, machine.streams)), description=described)
+    return with_capacity(more, {NVME: round(factor * machine.tier(NVME).capacity_bytes)})
 
 
 def _answer(policy: str, workload: Workload, machine: Machine, time_limit_s: float | None) -> tuple[str, Prediction]:

@@ -63,6 +63,11 @@ class Form:
         the capacity itself."""
         return next((gib for gib in self.dram_gib if 1.1 * gib * GIB >= capacity_bytes), capacity_bytes / GIB)
 
+    def own_gib(self, capacity_bytes: float) -> float:
+        """The size that is sold of which this is what the system sees; where there is none, the capacity itself."""
+        sold_gib = self.sold_gib(capacity_bytes)
+        return sold_gib if abs(sold_gib * GIB - capacity_bytes) < 0.1 * capacity_bytes else capacity_bytes / GIB
+
 
 FORMS: Mapping[str, Form] = {
     "laptop": Form(dram_gib={32: "2 x 16", 64: "2 x 32", 96: "2 x 48"}, drives=2),
@@ -124,12 +129,11 @@ def purchases(description: Description, prices: PriceList) -> list[Purchase]:
             overrides = {"nvme.drives": number, **({} if is_described else {"nvme.part": DRIVE})}
             found.append(Purchase(what=what, overrides=overrides, price_usd=(number - drives) * price))
     capacity = description.number("host.capacity") or 0.0
-    now_gib = form.sold_gib(capacity)
+    now_gib = form.own_gib(capacity)
     # more modules of the size that is there are bought beside them, everything else in their place
-    is_sold = now_gib in form.dram_gib and abs(now_gib * GIB - capacity) < 0.1 * capacity
-    module = form.dram_gib[int(now_gib)].split()[-1] if is_sold else ""
+    module = form.dram_gib.get(int(now_gib), "").split()[-1:]
     usd_of = {
-        gib: (gib - now_gib if form.dram_gib[gib].split()[-1] == module else gib) * prices.dram_usd_per_gib
+        gib: (gib - now_gib if form.dram_gib[gib].split()[-1:] == module else gib) * prices.dram_usd_per_gib
         for gib in form.dram_gib
         if gib * GIB > 1.1 * capacity
     }
