@@ -131,6 +131,14 @@ class Prediction(Shown):
         """Seconds of forward, backward and update, which add up to the step."""
         return None if self.steady is None else phases(self.steady)
 
+    def other_numbers(self, asked: str = "") -> str:
+        """Why its numbers are not those of plain training, or of the semantics that were `asked` for; else empty.
+
+        Ops are named for it only where activations may leave the device in a format of their own.
+        """
+        may_be_coded = self.workload is None or self.workload.training.activation_format
+        return "" if self.plan is None else other_numbers(self.plan, self.columns if may_be_coded else None, asked)
+
     @property
     def devices(self) -> int:
         """On which the plan trains."""
@@ -248,7 +256,7 @@ class Prediction(Shown):
         if self.plan is not None:
             record |= figures("micro_batch", "accumulation", "num_parameters", "tokens")
             record["semantics"] = self.plan.semantics
-            record["other_numbers"] = other_numbers(self.plan, self.columns) or None
+            record["other_numbers"] = self.other_numbers() or None
             record["options"] = {name: value for name, value in self.plan.options.items() if value is not None}
         if not self.fits:
             record["why_not"] = self.why_not
@@ -313,7 +321,6 @@ def predicted(
         columns=columns,
         steady=steady,
         utilization=busy_fracs(columns, machine, steady.period_s),
-        workload=workload,
         lifetime_s=lifetime_s(machine, written_bytes(columns), steady.period_s),
     )
 
@@ -325,6 +332,7 @@ def _facts(plan: Plan, workload: Workload, machine: Machine) -> dict[str, object
         "machine": machine.name,
         "plan": plan,
         "hardware": machine,
+        "workload": workload,
         "tokens": workload.training.tokens_per_step * plan.num_batches,
         "micro_batch": workload.training.per_device_train_batch_size,
         "accumulation": workload.training.gradient_accumulation_steps,

@@ -51,7 +51,7 @@ class _Paged(Builder):
     def __init__(self, plan: PagedPlan, workload: Workload, machine: Machine) -> None:
         super().__init__()
         self.plan, self.workload, self.machine = plan, workload, machine
-        self.n = plan.devices
+        self.n, self.by_name = plan.devices, {unit.name: unit for unit in workload.units}
         self.homes: dict[tuple[str, str, int], int] = {}  # (kind, unit, device) -> buffer in host memory
         self.last: list[list[int]] = [[]] * self.n  # by device: the last op that computed, if there was one
 
@@ -76,7 +76,7 @@ class _Paged(Builder):
 
     def _used(self, unit: Unit) -> Used:
         """The unit, and the one whose parameters it shares (a tied head: the embedding)."""
-        shared = next((other for other in self.workload.units if other.name == unit.shares), None)
+        shared = self.by_name.get(unit.shares or "")
         return {"": unit, unit.name: shared} if shared else {"": unit}
 
     def _page_in(self, kind: str, used: Used, r: int, *use: str) -> dict[str, int]:

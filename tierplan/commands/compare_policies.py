@@ -79,18 +79,14 @@ def run(args: argparse.Namespace) -> int:
         lines += wrapped(next((p.devices_note for p in predictions if p.devices == num), ""))
     lines += [line for text in division_notes(predictions) for line in wrapped(text)]
     lines += [*nameplate_lines(*predictions), *([f"picture: {args.plot}"] if args.plot else [])]
-    tell(args, {prediction.policy: prediction.record() for prediction in predictions}, lines)
+    tell(args, lambda: {prediction.policy: prediction.record() for prediction in predictions}, lines)
     return 0 if any(prediction.fits for prediction in predictions) else 3
 
 
 def policy_table(predictions: Sequence[Prediction], semantics: str = "") -> str:
     """One line per policy, the most tokens per second first, and those that do not fit at the end; memory in GiB."""
-    from tierplan.planner.plan import other_numbers
-
-    def why(p: Prediction) -> str:
-        return "" if p.plan is None else other_numbers(p.plan, p.columns, semantics)
-
-    kinds = list(dict.fromkeys(filter(None, map(why, (p for p in predictions if p.fits)))))
+    why = {p.policy: p.other_numbers(semantics) for p in predictions if p.fits}
+    kinds = list(dict.fromkeys(filter(None, why.values())))
     heads = ("policy", "step", "tokens/s", "batch", "device", "host", "NVMe", "limited by")
     rows = []
     for p in sorted(predictions, key=lambda p: -(p.tokens_per_s or 0.0)):
@@ -100,7 +96,7 @@ def policy_table(predictions: Sequence[Prediction], semantics: str = "") -> str:
         device = max(size for tier, size in peak.items() if device_index(tier) is not None)
         held = [f"{size / 2**30:.1f}" for size in (device, *(peak.get(tier, 0) for tier in (HOST, NVME)))]
         batch = f"{p.micro_batch} x {p.accumulation}"
-        name = p.policy + "*" * (1 + kinds.index(why(p)) if why(p) else 0)
+        name = p.policy + "*" * (1 + kinds.index(why[p.policy]) if why[p.policy] else 0)
         rows.append((name, format_s(p.step_s), f"{p.tokens_per_s:,.0f}", batch, *held, p.limited_by))
     missing = [(p.policy, short_reason(p)) for p in predictions if p.step_s is None]
     notes = [f"{'*' * k} other numbers than plain training's: {kind}" for k, kind in enumerate(kinds, 1)]

@@ -11,7 +11,7 @@ from typing import Any
 
 from tierplan.hwmodels.names import DEVICE
 from tierplan.planner.infeasible import InfeasiblePlan, logits_note
-from tierplan.planner.plan import PackPlan, Packs, PagedPlan, Plan, UnitwisePlan, other_numbers
+from tierplan.planner.plan import PackPlan, Packs, PagedPlan, Plan, UnitwisePlan
 from tierplan.planner.plan_rules import Divided
 from tierplan.planner.prediction import Prediction
 from tierplan.planner.questions.endurance import life_text, written_bytes
@@ -242,7 +242,7 @@ def numbers_texts(prediction: Prediction) -> list[str]:
     numbers, same_as = [], _numbers_of(prediction)
     if isinstance(prediction.plan, UnitwisePlan) and prediction.plan.sub_batches > 1:
         numbers.append(f"of training in {_batches(same_as['accumulation'], same_as['micro_batch'])}")
-    if prediction.plan is not None and (other := other_numbers(prediction.plan, prediction.columns)):
+    if other := prediction.other_numbers():
         numbers.append(f"not of plain training: {other}")
     elif prediction.schedule and (step := prediction.schedule.step) and (form := step.training.activation_format):
         numbers.append(f"no activation leaves the device in {form}, so --acts changes nothing")

@@ -90,8 +90,9 @@ def sold_for(machine: Machine) -> dict[str, dict[str, float]]:
     form, own_drives, usable = FORMS[said["host.form"]], said["nvme.drives"], machine.tier(HOST).capacity_bytes
     kept = said["host.capacity"] - usable
     own_gib = form.own_gib(said["host.capacity"])
-    sizes = {gib: (f"{gib} GiB", (gib * GIB - kept) / usable) for gib in form.dram_gib if gib != own_gib}
-    sizes |= {own_gib: (f"{format_bytes(said['host.capacity'])}, as it is", 1.0)}
+    sizes: dict[float, tuple[str, float]] = {}
+    sizes |= {gib: (f"{gib} GiB", (gib * GIB - kept) / usable) for gib in form.dram_gib if gib != own_gib}
+    sizes[own_gib] = (f"{format_bytes(said['host.capacity'])}, as it is", 1.0)
     counts = sorted({*range(1, min(form.drives, 4) + 1), form.drives, int(own_drives)})
     return {
         "host.capacity": dict(sizes[gib] for gib in sorted(sizes)),

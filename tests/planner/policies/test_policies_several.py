@@ -8,18 +8,20 @@ from typing import Any
 import pytest
 
 from tests.toys import toy_machine, toy_workload
+from tierplan.cli import main
 from tierplan.commands import compare_policies
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner.lowering import lower
-from tierplan.planner.plan import PackPlan, UnitwisePlan
+from tierplan.planner.plan import PackPlan, Plan, UnitwisePlan
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.planning import plan as best_plan
 from tierplan.planner.policies import decide
 from tierplan.planner.policies.options import OptionError
 from tierplan.planner.policies.several import harmony
-from tierplan.planner.prediction import predict, predict_plan
+from tierplan.planner.prediction import Prediction, predict, predict_plan
+from tierplan.sim.columns import ScheduleColumns
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.models import load_workload, workload_of
 from tierplan.sim.workloads.workload import Training, Workload
@@ -239,3 +241,16 @@ def test_plan_and_compare_policies_say_of_the_same_systems_that_their_numbers_ar
         assert {name for name, reached in found.policies.items() if not reached.same_numbers} == others
     late = predict("roundpipe", workload, machine)
     assert "*" not in compare_policies.policy_table([late], "delayed-1"), "as it was asked for"
+
+
+def test_a_table_names_no_op_for_what_it_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model of 10,000 layers, names, records of JSON and tied heads that were looked for took two minutes."""
+    monkeypatch.setattr(Prediction, "record", lambda self: pytest.fail("the record of --json"))
+
+    def other_numbers(plan: Plan, columns: ScheduleColumns | None, asked: str = "") -> str:
+        return "" if columns is None else pytest.fail("the names of all ops")
+
+    monkeypatch.setattr("tierplan.planner.prediction.other_numbers", other_numbers)
+    monkeypatch.setattr("tierplan.planner.plan.other_numbers", other_numbers)
+    asked = ["--model", "gpt2", "--machine", "laptop", "--batch", "1"]
+    assert main(["compare-policies", "--policies", "in-memory", "fuyou", "virtual-memory", *asked]) == 0
