@@ -55,6 +55,9 @@ def description_path(name_or_path: str) -> Path | Traversable:
     elif not path.is_file():
         close = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
+        if gpus := _spelled_as(name, catalog_names("gpus")):
+            set_it = " or ".join(f"--set gpu.part={gpu}" for gpu in gpus[:2])
+            hint = f"that is a GPU: give a machine to put it into, such as desktop-4090, and {set_it}; "
         raise MachineError(
             f"no machine {name!r}; {hint}the catalog has {', '.join(names)}; "
             "or give a .toml file, or 'here' once measured"
@@ -126,12 +129,17 @@ def load_part(section: str, name: str) -> Description:
     """The catalog's description of a GPU (`gpu`) or a drive (`nvme`). Raises `MachineError` that lists all parts."""
     folder = PARTS[section]
     if name not in (names := catalog_names(folder)):
-        spelled = re.sub(r"[\s_]+", "-", name.strip().lower())
-        close = [n for n in names if spelled in n] or [n for n in names if n in spelled][-1:]
-        close = close or difflib.get_close_matches(spelled, names, n=1)
+        close = _spelled_as(name, names) or difflib.get_close_matches(name.lower(), names, n=1)
         hint = f"did you mean {' or '.join(close)}? " if close else ""
         raise MachineError(f"no part {name!r} among the catalog's {folder}; {hint}it has {', '.join(names)}")
     return _read(folder, name)
+
+
+def _spelled_as(name: str, names: list[str]) -> list[str]:
+    """Those of the names that this is a part of, or the one that is a part of this, however it is spelled."""
+    spelled = re.sub(r"[\s_]+", "-", name.strip().lower())
+    spelled = re.sub(r"^((nvidia|geforce|tesla|amd|instinct|intel)-)+", "", spelled)
+    return [n for n in names if spelled and spelled in n] or [n for n in names if n in spelled][-1:]
 
 
 def _read(folder: str, name: str) -> Description:

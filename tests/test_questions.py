@@ -134,6 +134,13 @@ def test_a_card_without_bf16_says_so_in_the_first_lines(capsys: pytest.CaptureFi
         (["--set", "gpu.part=RTX 4090"], "did you mean rtx-4090?"),
         (["--set", "gpu.part=NVIDIA GeForce RTX 4090"], "did you mean rtx-4090?"),
         (["--set", "gpu.part=mi250x"], "of AMD's GPUs the catalog has the mi300x"),
+        (
+            ["--machine", "rtx-3090"],
+            "that is a GPU: give a machine to put it into, such as desktop-4090, and --set gpu.",
+        ),
+        (["--machine", "NVIDIA A100"], "--set gpu.part=a100-pcie-40gb or --set gpu.part=a100-pcie-80gb"),
+        (["--machine", "RTX 4090"], "and --set gpu.part=rtx-4090; the catalog has"),
+        (["--machine", "h100"], "--set gpu.part=h100-pcie-80gb or --set gpu.part=h100-sxm-80gb"),
         (["--machine", "m2-ultra"], "Apple's memory, which CPU and GPU share, is not planned yet"),
         (["--machine", "macbook-pro"], "Apple's memory"),
         (["--model", "mixtral"], "did you mean 'mixtral-8x7b'?"),

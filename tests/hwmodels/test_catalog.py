@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tierplan.hwmodels import catalog_names, load_description, load_machine
+from tierplan.hwmodels import MachineError, catalog_names, load_description, load_machine
 from tierplan.hwmodels.catalog import here_path, load_curves, load_part
 from tierplan.hwmodels.description import PARTS, Quantity, parse_description, write_description
 
@@ -136,3 +136,8 @@ def test_attention_that_skips_nothing_is_no_quicker_than_the_peak(name: str) -> 
             fastest = max(per_s for _, per_s in rates[f"noncausal_attention_{dtype}_flops"].points)
             assert fastest <= peak
             assert 2 * fastest == max(per_s for _, per_s in rates[f"attention_{dtype}_flops"].points)
+
+
+def test_a_machine_without_a_name_is_no_gpu() -> None:
+    with pytest.raises(MachineError, match="no machine ' '; the catalog has"):
+        load_machine(" ")
