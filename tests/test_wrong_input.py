@@ -268,6 +268,15 @@ def test_a_system_is_asked_for_semantics_by_every_command_alike(
     assert (explained["expected_s"], explained["why_not"]) == (told["step_s"], told.get("why_not"))
 
 
+def test_clipping_by_updates_that_know_no_norm_is_refused_of_every_system(capsys: pytest.CaptureFixture[str]) -> None:
+    """Harmony, which has no such setting, clipped by exact norms where updates in backward were asked for."""
+    asked = ["compare-policies", "--policies", "in-memory", "harmony", "--model", "gpt2", "--machine", "laptop"]
+    assert main([*asked, "--batch", "1", "--semantics", "in-backward", "--max-grad-norm", "1", "--json"]) == 3
+    told = json.loads(capsys.readouterr().out)
+    assert told["harmony"]["why_not"] == told["in-memory"]["why_not"]
+    assert "updates in backward (semantics 'in-backward') come before the norm is known" in told["harmony"]["why_not"]
+
+
 def test_a_batch_that_fits_nothing_is_answered_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SCENARIO, "--batch", "4096"]) == 3
     said = " ".join(capsys.readouterr().out.split())

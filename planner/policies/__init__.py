@@ -28,7 +28,7 @@ from pkgutil import walk_packages
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Plan, is_same
-from tierplan.planner.plan_rules import PlanError
+from tierplan.planner.plan_rules import PlanError, check_clipping
 from tierplan.planner.policies.options import OptionError, Policy
 from tierplan.sim.workloads.workload import Workload
 
@@ -99,6 +99,8 @@ def decide(
     check_name(name)
     options = options or {}
     plan = (ESTIMATES if nearly else POLICIES)[name](workload, machine, options)
-    if (asked := options.get("semantics")) and not is_same(plan, str(asked)):
-        raise PlanError(f"it updates by {plan.semantics!r} alone, not by {asked!r}")
+    if asked := options.get("semantics"):
+        check_clipping(str(asked), workload.training.max_grad_norm)
+        if not is_same(plan, str(asked)):
+            raise PlanError(f"it updates by {plan.semantics!r} alone, not by {asked!r}")
     return plan
