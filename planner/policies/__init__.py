@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
 from pkgutil import walk_packages
 
@@ -43,6 +44,16 @@ ORDER = (
 """Of modules, in tables and in the search; others come last, by name."""
 
 
+def _decided(policy: Policy, workload: Workload, machine: Machine, options: Mapping[str, object]) -> Plan:
+    """What a policy decides. Raises `PlanError` where it updates in another way than it was asked for."""
+    plan = policy(workload, machine, options)
+    if asked := options.get("semantics"):
+        check_clipping(str(asked), workload.training.max_grad_norm)
+        if not is_same(plan, str(asked)):
+            raise PlanError(f"it updates by {plan.semantics!r} alone, not by {asked!r}")
+    return plan
+
+
 def _find() -> tuple[dict[str, Policy], dict[str, Policy], set[str], set[str]]:
     """The policies of all modules here, by their names; those that need several devices, and those that share."""
     found = (module.name for module in walk_packages(__path__, f"{__name__}.") if not module.ispkg)
@@ -56,7 +67,7 @@ def _find() -> tuple[dict[str, Policy], dict[str, Policy], set[str], set[str]]:
             {module.NAME: module.policy} if hasattr(module, "NAME") else {}
         )
         assert not variants.keys() & policies.keys(), f"{modules[name]} has the name of another policy"
-        policies |= variants
+        policies |= {name: partial(_decided, policy) for name, policy in variants.items()}
         estimates |= getattr(module, "ESTIMATES", {})
         if ".several." in modules[name]:
             several |= variants.keys() - {*getattr(module, "ON_ONE_DEVICE", ())}
@@ -97,10 +108,4 @@ def decide(
     """The plan of the policy called `name`, or `nearly` that, by an estimate. Raises `OptionError` for an unknown name,
     listing the known ones, and `PlanError` where it updates in another way than option `semantics` asks for."""
     check_name(name)
-    options = options or {}
-    plan = (ESTIMATES if nearly else POLICIES)[name](workload, machine, options)
-    if asked := options.get("semantics"):
-        check_clipping(str(asked), workload.training.max_grad_norm)
-        if not is_same(plan, str(asked)):
-            raise PlanError(f"it updates by {plan.semantics!r} alone, not by {asked!r}")
-    return plan
+    return _decided((ESTIMATES if nearly else POLICIES)[name], workload, machine, options or {})

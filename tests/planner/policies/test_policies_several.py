@@ -17,7 +17,7 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.plan import PackPlan, Plan, UnitwisePlan
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.planning import plan as best_plan
-from tierplan.planner.policies import decide
+from tierplan.planner.policies import POLICIES, decide
 from tierplan.planner.policies.options import OptionError
 from tierplan.planner.policies.several import harmony
 from tierplan.planner.prediction import Prediction, predict, predict_plan
@@ -254,3 +254,10 @@ def test_a_table_names_no_op_for_what_it_does_not_show(monkeypatch: pytest.Monke
     monkeypatch.setattr("tierplan.planner.plan.other_numbers", other_numbers)
     asked = ["--model", "gpt2", "--machine", "laptop", "--batch", "1"]
     assert main(["compare-policies", "--policies", "in-memory", "fuyou", "virtual-memory", *asked]) == 0
+
+
+def test_a_policy_that_is_called_by_itself_does_not_pass_over_semantics() -> None:
+    """As `tierplan.POLICIES` has them."""
+    with pytest.raises(PlanError, match="it updates by 'in-backward' alone, not by 'delayed-1'"):
+        POLICIES["harmony"](toy_workload(4), toy_machine(), {"semantics": "delayed-1"})
+    assert POLICIES["harmony"](toy_workload(4), toy_machine(), {"semantics": "in-backward"}).semantics == "in-backward"
