@@ -106,6 +106,9 @@ def _best(e: Explanation) -> str:
     t = e.setup.training
     how = "without autocast" if t.lora else f"the model in {t.autocast} with an fp32 copy"
     cast = f", {how}" if t.autocast else ""
+    cast += ", in fp32" if t.dtype == "fp32" and not t.autocast else ""  # what changes above may do without is named
+    cast += ", with plain attention" if t.attention == "plain" else ""
+    cast += f", the loss in {t.loss_chunks} chunks" if t.loss_chunks > 1 and t.loss == "plain" else ""
     cast += ", without a fused loss and compiled blocks" if t.loss == "fused" or t.torch_compile else ""
     return (
         f"What this machine could do: {format_s(e.best.step_s)} for the same sequences{than} (micro-batch "
