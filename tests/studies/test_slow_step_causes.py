@@ -62,3 +62,18 @@ def test_what_the_machine_could_do_names_what_a_change_does_without(monkeypatch:
     config = Configured(training=training, policy="in-memory", options={})
     text = " ".join("\n".join(explanation_lines(explain_run(point, config, MeasuredStep(step_s=0.2)))).split())
     assert "(micro-batch 2 x 1, in fp32, the loss in 8 chunks, by `tierplan plan`)" in text
+
+
+@pytest.mark.parametrize(("policy", "num"), [("zero-infinity", 2), ("mobius", 1)])
+def test_the_same_sequences_are_those_of_all_gpus_also_where_it_does_not_run(
+    policy: str, num: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without drives it had no plan, and what the machine could do was said of the sequences of one GPU."""
+    asked: list[int] = []
+    monkeypatch.setattr(explain, "_best", lambda point, setup, tokens: asked.append(tokens))
+    training = Training(per_device_train_batch_size=2, gradient_accumulation_steps=3, sequence_length=128)
+    options = {"optimizer": "nvme"} if policy == "zero-infinity" else {}
+    point = Point(model="gpt2", machine="fsdp-qlora-2x3090")
+    said = explain_run(point, Configured(training=training, policy=policy, options=options), MeasuredStep(step_s=0.2))
+    assert said.expected.fits == (policy == "mobius")
+    assert asked == [num * 2 * 3 * 128]

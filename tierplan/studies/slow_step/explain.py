@@ -14,6 +14,7 @@ from tierplan.hwmodels.scaling import with_faster
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.plan import Plan
 from tierplan.planner.plan_rules import PLANNER, PlanError
+from tierplan.planner.policies import SHARED
 from tierplan.planner.prediction import Prediction, predict, predict_plan
 from tierplan.planner.training_files.configured import Configured
 from tierplan.sim.output.text import format_frac
@@ -203,9 +204,9 @@ class _Simulator:
 
     def predict_for(self, tokens: int, setup: Setup) -> Prediction | None:
         """The same for so many tokens, in fewer or more micro-batches where devices share them or have their own; None
-        where that cannot be. Any number where `tokens` is 0."""
+        where that cannot be."""
         prediction, training = self.predict(setup), setup.training
-        if not tokens or not prediction.tokens or prediction.tokens == tokens:
+        if not prediction.tokens or prediction.tokens == tokens:
             return prediction
         num, rest = divmod(training.gradient_accumulation_steps * tokens, prediction.tokens)
         if rest or not num:
@@ -229,6 +230,8 @@ def explain_run(point: Point, configured: Configured, measured: MeasuredStep) ->
         setup = with_checkpoints(setup, configured.says, machine, workload)
     expected = simulator.predict(setup)
     expected_s = None if expected.step_s is None else expected.step_s + setup.extra_s
+    own = 1 if setup.policy in SHARED else int(setup.options.get("devices") or machine.num_devices)
+    tokens = expected.tokens or own * setup.training.tokens_per_step  # none where there is no plan
     notes = (*configured.notes, *filter(None, [expected.devices_note]))
     explanation = Explanation(
         model=workload.name,
@@ -238,8 +241,8 @@ def explain_run(point: Point, configured: Configured, measured: MeasuredStep) ->
         expected=expected,
         expected_s=expected_s,
         normal_frac=DATA_SHEET_FRAC if place.calibration is None and _is_rough(machine) else CALIBRATED_FRAC,
-        gains=_gains(simulator, setup, configured, expected_s, expected.tokens),
-        best=_best(point, setup, expected.tokens),
+        gains=_gains(simulator, setup, configured, expected_s, tokens),
+        best=_best(point, setup, tokens),
         notes=notes,
         assumptions=(*assumed, *_always(machine, setup, expected)),
     )
@@ -424,7 +427,7 @@ def _gains(
 
 def _best(point: Point, setup: Setup, tokens: int) -> Prediction | None:
     """What `tierplan plan` says of the same sequences on the same machine."""
-    sequences = (tokens or setup.training.tokens_per_step) // setup.training.sequence_length
+    sequences = tokens // setup.training.sequence_length
     try:
         return best_plan(replace(_asked(point, setup), sequences=sequences)).result.prediction
     except InfeasiblePlan:
