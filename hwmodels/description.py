@@ -234,6 +234,9 @@ def parse_description(text: str, *, where: str) -> Description:
                 "`tierplan machine share` wrote it: rates without their machine, for the folder community of the "
                 "catalog; give a machine, and what you want of these rates by --set"
             )
+        for section in ("gpu", "link", "host", "nvme"):
+            if not isinstance(said := table.get(section, {}), dict):
+                raise RecordError(f"{section} is {said!r}; write [{section}] on a line, and what it has below, by key")
         file = decode(_File, table, complete=False)
     except RecordError as error:
         raise MachineError(f"{where}: {error}") from error

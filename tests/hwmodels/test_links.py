@@ -61,3 +61,10 @@ def test_a_card_in_a_machine_that_was_measured_without_one_has_a_link_of_its_own
     assert machine.tier("host").capacity_bytes - measured.tier("host").capacity_bytes == 24e9
     kept = load_machine(of_gpu, ["gpu.part=rtx-4090"]).stream("gpu0.h2d")
     assert (max(kept.rates["bytes"].points)[1], kept.share) == (20e9, 2.0), "of a GPU's measurement it stays"
+
+
+def test_a_section_that_is_written_as_a_value_is_told_how_it_is_written() -> None:
+    with pytest.raises(
+        MachineError, match=r"gpu is 'rtx-4090'; write \[gpu\] on a line, and what it has below, by key"
+    ):
+        parse_description('gpu = "rtx-4090"', where="x.toml")
