@@ -117,15 +117,16 @@ def _check_codes(file: Path, quantization: object, training: Training) -> None:
     """Refuses a checkpoint in codes where all is trained, or where the base is to be in others."""
     if not quantization:
         return
-    if not training.base:
-        raise WorkloadError(
-            f"{file} has a quantization_config: layers of this model lie in codes. Train adapters on them (--lora with "
-            f"--base nf4 or another code), or remove it from the config to train all in {training.dtype}"
-        )
     codes = format_of_checkpoint(quantization) if isinstance(quantization, Mapping) else ""
+    method = quantization.get("quant_method", "bitsandbytes") if isinstance(quantization, Mapping) else quantization
+    lie = f"in {codes}" if codes else f"in codes of {method!r} that are none of {', '.join(bases())}"
+    if not training.base:
+        adapters = f"train adapters on them (--lora with --base {codes}), or " * bool(codes)
+        raise WorkloadError(
+            f"{file} has a quantization_config: layers of this model lie {lie}; {adapters}remove it from the config to "
+            f"train all in {training.dtype}"
+        )
     if codes != training.base:
-        method = quantization.get("quant_method", "bitsandbytes") if isinstance(quantization, Mapping) else quantization
-        lie = f"in {codes}" if codes else f"in codes of {method!r} that are none of {', '.join(bases())}"
         give = f"give --base {codes}, or " * bool(codes)
         raise WorkloadError(
             f"{file} has a quantization_config: layers of this model lie {lie}, but base is {training.base!r}; {give}"

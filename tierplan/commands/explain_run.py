@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         options = {"semantics": args.semantics} if args.semantics else {}
         configured = Configured(training=base, policy=args.policy or "in-memory", options=options)
         if not args.policy:
-            how = "in-memory, with everything on the GPU and nothing made again"
+            how = "in-memory, with everything on the device and nothing made again"
             configured = configured.noting(f"neither --config nor --policy says how it is trained: taken as {how}")
     if shown and shown > 1:
         configured = configured.noting(f"the log shows {shown} micro-batches in a step (--accumulation)")

@@ -274,7 +274,13 @@ def test_no_torch_is_imported() -> None:
             "x.json",
             json.dumps({**config_of("gpt2"), "quantization_config": {"load_in_4bit": True}}),
             BASE,
-            "has a quantization_config: layers of this model lie in codes",
+            "lie in codes of 'bitsandbytes' that are none of fp8, .*; remove it from the config to train all in bf16",
+        ),
+        (
+            "x.json",
+            json.dumps({**config_of("gpt2"), "quantization_config": {"quant_method": "fp8"}}),
+            BASE,
+            r"layers of this model lie in fp8; train adapters on them \(--lora with --base fp8\), or remove it",
         ),
         ("x.json", json.dumps(config_of("gpt2")), replace(BASE, attention="plain"), "plain attention is not covered"),
         (
