@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 
 from tierplan.runtime.autograd.containers import HandBack
 from tierplan.runtime.autograd.plain_values import PlainState
-from tierplan.runtime.autograd.saved import Recorder
+from tierplan.runtime.autograd.saved import Recorder, Treatment
 from tierplan.runtime.autograd.units import ModelError, ModelUnit, nodes_of
 
 Root = tuple[GradientEdge, torch.Tensor]
@@ -26,6 +26,8 @@ Root = tuple[GradientEdge, torch.Tensor]
 class UnitRun:
     """One unit's forward for one micro-batch, until its backward has run."""
 
+    treatment: Treatment | None = None
+    """Where the unit may save others than planned, what happens to these."""
     recorder: Recorder | None = None
     leaves: list[torch.Tensor] = field(default_factory=list)
     """The differentiable tensors that the unit before hands over: `x/U`; their gradients are `dx/U`."""

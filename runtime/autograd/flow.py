@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from tierplan.hwmodels.names import COMPUTE, DEVICE
 from tierplan.sim.contents import Frozen, Input, Params, RecomputedActs, SavedActs, Shared, parse_content
@@ -28,6 +28,20 @@ class Flow:
     """Units whose input stays until their backward."""
     again: Collection[int] = ()
     """Units that are run again, if only for the input of the next one."""
+    apart: Mapping[int, Collection[tuple[int, ...]]] = field(default_factory=dict)
+    """As in `treated_apart`."""
+
+
+def treated_apart(schedule: Schedule) -> dict[str, Collection[tuple[int, ...]]]:
+    """Units of which the schedule treats saved tensors apart, and which may save others than it is for: where batches
+    are padded, one in which nothing is has no mask. With those that are moved together. Not of what leaves in codes,
+    which is of its own form."""
+    assert schedule.step is not None
+    if not schedule.step.training.padded or schedule.step.training.activation_format:
+        return {}
+    contents = {content for b in schedule.buffers if isinstance(content := parse_content(b.content), SavedActs)}
+    units = [u for u in schedule.step.units if u.moved or 0 < len(u.recomputed) < len(u.saved)]
+    return {u.name: {content.indices for content in contents if content.unit == u.name} for u in units}
 
 
 def flow_of(schedule: Schedule, units: Sequence[str]) -> Flow:
@@ -58,4 +72,5 @@ def flow_of(schedule: Schedule, units: Sequence[str]) -> Flow:
         frozenset(i for i, name in enumerate(units) if name in away),
         frozenset(i for i, name in enumerate(units) if name not in away),
         frozenset(i for i, name in enumerate(units) if name in again),
+        {units.index(name): together for name, together in treated_apart(schedule).items() if name in units},
     )

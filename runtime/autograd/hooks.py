@@ -15,7 +15,7 @@ from torch import nn
 from tierplan.runtime.autograd.containers import HandBack
 from tierplan.runtime.autograd.plain_values import PlainState, PlainValues
 from tierplan.runtime.autograd.replay import Recipe
-from tierplan.runtime.autograd.saved import Recorder
+from tierplan.runtime.autograd.saved import Recorder, Treatment
 from tierplan.runtime.autograd.units import ModelError, ModelUnit
 
 RunsBlock = Callable[[int, Callable[..., Any], tuple, dict], Any]
@@ -53,6 +53,8 @@ class ModelHooks:
         """What blocks give that other ranks run, without the numbers: by block and how it is called."""
         self.recorders: dict[object, Recorder] = {}
         """What units of which nothing moves have saved, by shapes: so they do in every micro-batch of these."""
+        self.treatments: dict[tuple[int, object], Treatment] = {}
+        """What happens to what a block saves, by block and how it is called, where that may be others than planned."""
         self.checked: set[tuple[int, int]] = set()
         """Units, with their number of outputs, whose graphs are known to end at the boundary to the unit before."""
         self.laid_alike = set[object]()

@@ -39,8 +39,8 @@ from tierplan.runtime.autograd.cuts import (
 from tierplan.runtime.autograd.flow import Flow
 from tierplan.runtime.autograd.hooks import ModelHooks, chosen_around
 from tierplan.runtime.autograd.nests import addresses, flatten, form_of, shapes_of, tensors_in
-from tierplan.runtime.autograd.replay import OperationLog, Recipe, Source, There
-from tierplan.runtime.autograd.saved import AbsentError, AllRecreated, Recorder, Recreator, SavedStorage
+from tierplan.runtime.autograd.replay import OperationLog, Recipe, There
+from tierplan.runtime.autograd.saved import AllRecreated, Finder, Recorder, Recreator, SavedStorage, Treatment
 from tierplan.runtime.autograd.units import FlatParameters, ModelError, ModelUnit, placeholder, without_checkpoints
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.execution.threads import Coroutine
@@ -176,7 +176,7 @@ class MicroBatchRun:
         """
         run = self.runs[index]
         assert run.recorder is not None
-        wanted = {k: run.recorder.away.pop(k) for k in self.specs[index].recomputed if k in run.recorder.away}
+        wanted, run.recorder.dropped = run.recorder.dropped, {}
         made_bytes = sum(saved.size_bytes for saved in wanted.values())
         if not wanted and not makes_output:
             return 0
@@ -213,26 +213,11 @@ class MicroBatchRun:
 
     def _replay(self, index: int, recipe: Recipe, wanted: Mapping[int, SavedStorage], there: There) -> None:
         """Makes the wanted saved tensors by the operations that lead to them."""
-        recorder = self.runs[index].recorder
+        recorder, name = self.runs[index].recorder, self.units[index].name
         assert recorder is not None
-
-        def find(source: Source) -> torch.UntypedStorage:
-            kind, k = source
-            if kind == "saved":
-                saved = recorder.saved[k]()
-                if saved is None or saved.tensor is None:
-                    raise AbsentError(
-                        f"a recomputation in {self.units[index].name!r} starts from saved tensor {k}, but it is not on "
-                        "the device; the op must read it"
-                    )
-                return saved.tensor.untyped_storage()
-            if (tensor := there[kind][k]) is None:
-                name, _ = self._params_of(index)[k].parameters[0]
-                raise AbsentError(f"a recomputation needs {name!r}; the op must read them")
-            return tensor.untyped_storage()
-
+        params = [part.parameters[0][0] if part.parameters else "" for part in self._params_of(index)]
         record = (lambda: self.device.record(COMPUTE)) if self.hooks.are_replays_timed else None
-        recipe.run(find, wanted, record=record)
+        recipe.run(Finder(name, recorder.saved, there, params), wanted, record=record)
 
     def _rerun(
         self,
@@ -369,7 +354,7 @@ class MicroBatchRun:
 
         It saves as much then whatever the numbers are: the model has run on fake tensors, which have none.
         """
-        run, spec, recorders = self.runs[index], self.specs[index], self.hooks.recorders
+        run, recorders = self.runs[index], self.hooks.recorders
         key = (index, self.shapes, shapes_of(flat)) if index in self.flow.unmoved else None
         run.recorder = recorders.get(key)
         if run.recorder is not None:
@@ -379,8 +364,7 @@ class MicroBatchRun:
             leaves,
             self._outside(index, flat),
             device=self.device.torch_device,
-            recomputed=frozenset(spec.recomputed),
-            moved=frozenset(spec.moved),
+            treatment=run.treatment or Treatment.planned(self.specs[index]),
         )
         if key is not None:
             recorders[key] = run.recorder
@@ -449,6 +433,12 @@ class MicroBatchRun:
         run.read = list({id(t): t for t in (*leaves, *run.leaves)}.values())
         check_read(self.units[index].name, run.read, self._away_before(index))
         lent = Lent(self.units[index].name, own_args, own_kwargs)
+        if (together := self.flow.apart.get(index)) is not None:
+            key = (index, form_of(own_args, own_kwargs))
+            if key not in self.hooks.treatments:
+                sizes = self._sizes(index, original, flat, nested(flat))
+                self.hooks.treatments[key] = Treatment.of(sizes, self.specs[index], together)
+            run.treatment = self.hooks.treatments[key]
         self._open(index, run.read, flat)
         before = self.hooks.values_of(index) if self.is_first_of_two else None
         out = original(*own_args, **own_kwargs)
@@ -464,6 +454,16 @@ class MicroBatchRun:
             run.result = (flat, hand_back)
         self._end_block(index)
         return hand_back(flat, args, kwargs)
+
+    def _sizes(
+        self, index: int, call: Callable[..., Any], flat: Sequence[object], nest: tuple[tuple, dict]
+    ) -> list[int]:
+        """Bytes of what a block saves when it is called so: it runs, and nothing is held."""
+        sizes, (args, kwargs) = list[int](), nest
+        with self._rerunning(index, self.runs[index].read, flat, {}, False) as recreator:
+            recreator.on_saved = lambda k, t: sizes.append(t.untyped_storage().nbytes())
+            call(*args, **kwargs)
+        return sizes
 
     def _end_block(self, index: int) -> None:
         self._yield()

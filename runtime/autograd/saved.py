@@ -11,13 +11,17 @@ after its backward (rule 2 of the schedule language).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 
 import torch
 
 from tierplan.runtime.autograd.nests import look
+from tierplan.runtime.autograd.replay import Source, There
 from tierplan.runtime.autograd.units import FlatParameters
+from tierplan.sim.step import UnitSpec
 
 CPU = torch.device("cpu")
 
@@ -113,6 +117,46 @@ def _begin_bytes(t: torch.Tensor) -> int:
     return int(t.storage_offset()) * t.itemsize
 
 
+@dataclass(frozen=True, slots=True)
+class Treatment:
+    """What happens to what a unit saves, but for what is kept."""
+
+    recomputed: Collection[int] = ()
+    """Indices of saved tensors whose storage is not held, because a recompute makes it again."""
+    moved: Mapping[int, int] = field(default_factory=dict)
+    """Those that are moved away, each with the index in the plan whose place it has."""
+
+    @classmethod
+    def planned(cls, spec: UnitSpec) -> Treatment:
+        return cls(frozenset(spec.recomputed), {k: k for k in spec.moved})
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], spec: UnitSpec, together: Collection[Sequence[int]]) -> Treatment:
+        """Of saved tensors of these bytes in places for those of a plan, of which some are moved `together`.
+
+        Tensors with the bytes of planned ones, in their order, have their places; each other has one where as much room
+        is left. As planned where that cannot be, which then shows by its bytes.
+        """
+        planned = [tensor.size_bytes for tensor in spec.saved]
+        place_of = dict.fromkeys(range(len(planned)), "keep") | dict.fromkeys(spec.recomputed, "recompute")
+        place_of |= {k: str(indices) for indices in together for k in indices}
+        left, own = Counter[str](), dict[int, int]()
+        for k, place in place_of.items():
+            left[place] += planned[k]
+        for i, k, length in SequenceMatcher(None, planned, sizes, autojunk=False).get_matching_blocks():
+            own |= {k + n: i + n for n in range(length)}
+        for i in own.values():
+            left[place_of[i]] -= planned[i]
+        for k in sorted({*range(len(sizes))} - own.keys(), key=lambda k: -sizes[k]):
+            free = [i for i in place_of if i not in own.values() and left[place_of[i]] >= sizes[k]]
+            if not free:
+                return cls.planned(spec)
+            own[k] = free[0]
+            left[place_of[free[0]]] -= sizes[k]
+        moved = {k: i for k, i in own.items() if place_of[i] not in ("keep", "recompute")}
+        return cls(frozenset(k for k, i in own.items() if place_of[i] == "recompute"), moved)
+
+
 @dataclass(eq=False)
 class _Saver:
     """Tells references from saved tensors, and numbers the latter."""
@@ -171,15 +215,15 @@ class Recorder(_Saver):
 
     device: torch.device = CPU
     """Of the unit."""
-    recomputed: frozenset[int] = frozenset()
-    """Indices of saved tensors whose storage is not held, because a recompute makes it again."""
-    moved: frozenset[int] = frozenset()
-    """Indices of those that are moved away: held here, until the runtime takes them."""
+    treatment: Treatment = field(default_factory=Treatment)
+    """What is recomputed is not held, and what is moved is held here, until the runtime takes it."""
     sizes: list[int] = field(default_factory=list)
     kept_bytes: int = 0
     """Of those that are neither."""
+    dropped: dict[int, SavedStorage] = field(default_factory=dict)
     away: dict[int, SavedStorage] = field(default_factory=dict)
-    """The recomputed and the moved ones, for those who bring them back. Autograd's graph alone holds the others."""
+    """The recomputed ones, and the moved ones by their index in the plan, for those who bring them back. Autograd's
+    graph alone holds the others."""
     saved: dict[int, weakref.ref[SavedStorage]] = field(default_factory=dict)
     """Where there is a recomputation, all saved tensors, held by nobody here: what it may start from."""
 
@@ -202,12 +246,12 @@ class Recorder(_Saver):
     def _begin(self, t: torch.Tensor, storage: torch.UntypedStorage, address: int) -> object:
         """A saved tensor: what autograd's graph is to hold for it, the tensor where nobody else asks for it."""
         index, size_bytes = self.num_saved, storage.nbytes()
-        is_recomputed, is_moved = index in self.recomputed, index in self.moved
+        is_recomputed, is_moved = index in self.treatment.recomputed, index in self.treatment.moved
         self.num_saved += 1
         self.sizes.append(size_bytes)
         if not is_recomputed and not is_moved:
             self.kept_bytes += size_bytes
-            if not self.recomputed:
+            if not self.treatment.recomputed:
                 self.know(storage, address, True)
                 return t.detach()
         is_all = t.nbytes == size_bytes and t.is_contiguous()
@@ -217,10 +261,12 @@ class Recorder(_Saver):
         if not is_recomputed:
             saved.tensor = t.detach() if is_all else t.detach().as_strided(shape, (1,), 0)
             saved.stays = t.is_cpu and self.device != CPU
-        if self.recomputed:
+        if self.treatment.recomputed:
             self.saved[index] = weakref.ref(saved)
-        if is_moved or is_recomputed:
-            self.away[index] = saved
+        if is_recomputed:
+            self.dropped[index] = saved
+        elif is_moved:
+            self.away[self.treatment.moved[index]] = saved
         return saved if is_all else _Reference(saved, t)
 
     @staticmethod
@@ -231,6 +277,31 @@ class Recorder(_Saver):
             return packed.tensor()
         assert isinstance(packed, torch.Tensor)
         return packed
+
+
+@dataclass(frozen=True, slots=True)
+class Finder:
+    """Finds the storages from which a recomputation of a unit starts."""
+
+    unit: str
+    saved: Mapping[int, weakref.ref[SavedStorage]]
+    there: There
+    params: Sequence[str]
+    """Names of parameters, for each of those that are `there`."""
+
+    def __call__(self, source: Source) -> torch.UntypedStorage:
+        kind, k = source
+        if kind == "saved":
+            saved = self.saved[k]()
+            if saved is None or saved.tensor is None:
+                raise AbsentError(
+                    f"a recomputation in {self.unit!r} starts from saved tensor {k}, but it is not on the device; the "
+                    "op must read it"
+                )
+            return saved.tensor.untyped_storage()
+        if (tensor := self.there[kind][k]) is None:
+            raise AbsentError(f"a recomputation needs {self.params[k]!r}; the op must read them")
+        return tensor.untyped_storage()
 
 
 @dataclass(eq=False)

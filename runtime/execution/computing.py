@@ -44,9 +44,9 @@ from tierplan.sim.ranks import Turn, is_pipeline, turns
 from tierplan.sim.schedule import Schedule
 
 OF_PADDED = (
-    "a batch in which nothing is padded has no mask in attention, and may save other tensors than a padded one, which "
-    "the schedule is for: where that keeps some of a block's and moves others or makes them again, it fits padded "
-    "batches alone. Pad each batch somewhere, or choose a plan that treats a block's alike (in-memory, full-recompute)"
+    "a batch in which nothing is padded has no mask in attention, and may save other tensors than a padded one, for "
+    "which this schedule, which treats those of a block one by one, has no room: it fits padded batches alone. Pad "
+    "each batch somewhere, or choose a plan that treats a block's alike (in-memory, full-recompute)"
 )
 
 

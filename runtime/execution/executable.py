@@ -18,6 +18,7 @@ from torch import nn
 from tierplan.hwmodels import names
 from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST, HOST_ADAM, NVME, NVME_READ, NVME_WRITE
 from tierplan.runtime.autograd.coded import FLOATING
+from tierplan.runtime.autograd.flow import treated_apart
 from tierplan.runtime.autograd.units import ModelUnit
 from tierplan.runtime.execution.agreement import Agreements, Way, wrong_settings
 from tierplan.runtime.execution.placement import TrainingError
@@ -316,7 +317,7 @@ class FixedTensors:
         is_alone: bool,
     ) -> None:
         """Raises `TrainingError` where forward is known to change what must stay; `is_alone` without other ranks."""
-        again = {op.unit for op in schedule.ops if op.kind == "recompute"}
+        again = {op.unit for op in schedule.ops if op.kind == "recompute"} | treated_apart(schedule).keys()
         self._why = ""
         if not is_alone:
             self._why = "several devices train, and each would change its own; plan for one device"

@@ -193,7 +193,7 @@ class Bodies:
             self.places.drives.read(old.place, new.block.pages)
         elif old.place is None and old.handle is not None:
             self.computing.expect(source, old.handle.forms.size_bytes)
-            torch._foreach_copy_(old.handle.parts_of(new.block), old.handle.parts(), non_blocking=True)
+            _copy_each(old.handle.parts_of(new.block), old.handle.parts())
         else:
             copy_bytes(new.block.data, self._memory(source), call.op.unit, self.units, self.ranks)
         if new.handle is not None and target.buffer.tier == DEVICE:
@@ -207,7 +207,7 @@ class Bodies:
         """
         parts, device = handle.parts_of(value_of(source).block), self.device.torch_device
         arrived = [torch.empty_like(part, device=device) for part in parts]
-        torch._foreach_copy_(arrived, parts, non_blocking=True)
+        _copy_each(arrived, parts)
         self.device.lend(arrived, COMPUTE)
         target.value = BufferValue(handle=handle, arrived=arrived)
 
@@ -373,3 +373,9 @@ class Bodies:
             params, gradient, views, self.layouts[name], self.optimizer, part=part, step=step + 1,
             lr=self.learning_rate(step), clip=clip, segments=self.segments[name], label=name,
         )  # fmt: skip
+
+
+def _copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """None, where a batch has saved nothing that goes there."""
+    if targets:
+        torch._foreach_copy_(targets, sources, non_blocking=True)  # type: ignore[arg-type]

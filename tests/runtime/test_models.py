@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from tests.runtime.test_trainer import CPU, machine
 from tests.runtime.test_trainer import check as train_both
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
-from tierplan.planner.plan import UnitPlan
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.policies import decide
 from tierplan.runtime.autograd.units import ModelError, split_model
 from tierplan.runtime.execution.values import SizeError
@@ -58,14 +59,44 @@ def test_padded_batches(family: str, acts: str, tmp_path: Path) -> None:
     check(make_model(family, num_blocks=2, dropout=0.1), batches, tmp_path, acts)
 
 
-def test_a_batch_without_padding_in_a_plan_that_divides_a_block_s_activations_says_so(tmp_path: Path) -> None:
-    """Grouped heads of attention without a mask save other tensors."""
-    model, (batch, _) = make_model("llama", num_blocks=2), make_batches(2)
+@pytest.mark.sampled
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("family", ["gpt2", "opt", "llama", "bert"])
+def test_batches_with_and_without_padding_in_a_plan_for_each_saved_tensor(
+    family: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention without a mask saves other tensors, smaller ones with grouped heads; a plan fits both."""
+    if seed % 4 > 1:  # as if all were large
+        monkeypatch.setattr("tierplan.planner.lowering.sketch.MOST_TOGETHER_BYTES", 0)
+    model, batches, draw = make_model(family, num_blocks=2), make_batches(5), random.Random(seed)
+    for k, batch in enumerate(batches):
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][0, 12 if k % 2 == seed % 2 else 16 :] = 0
+        batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
+    workload = trace_module(model, batches[0], CPU)
+    actions: list[Action] = ["keep", "recompute", "host", "nvme"]
+    acts = [tuple(draw.choices(actions, k=len(u.saved))) if u.kind == "block" else "keep" for u in workload.units]
+    units = tuple(UnitPlan(params="nvme", grads="host", states="nvme", acts=each) for each in acts)
+    schedule = lower(UnitwisePlan(policy="random", units=units), workload, machine())
+    train_as_plainly(schedule, model, batches, nvme_dir=tmp_path)
+
+
+def test_a_batch_without_padding_for_which_a_plan_has_no_room_says_so(tmp_path: Path) -> None:
+    """Phi-3 makes queries, keys and values in one product: without a mask, all of it is saved for the values."""
+    import transformers as hf
+
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 80, "pad_token_id": 0}
+    heads: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model, (batch,) = hf.Phi3ForCausalLM(hf.Phi3Config(**sizes, **heads)), make_batches(1)
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     workload = trace_module(model, batch, CPU)
-    one_by_one = UnitPlan(acts=tuple("host" if k == 12 else "keep" for k in range(len(workload.units[1].saved))))
-    schedule = lower(uniform_plan(workload, one_by_one), workload, machine())
-    with pytest.raises(SizeError, match=r"a batch in which nothing is padded .* may save other tensors"):
+    num = len(workload.units[1].saved)
+    schedule = lower(
+        uniform_plan(workload, UnitPlan(acts=tuple("keep" if k % 2 else "host" for k in range(num)))),
+        workload,
+        machine(),
+    )
+    with pytest.raises(SizeError, match=r"a batch in which nothing is padded .* has no room: it fits padded"):
         train(schedule, model, [batch], steps=1, nvme_dir=tmp_path)
 
 
