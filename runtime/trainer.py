@@ -27,7 +27,7 @@ from tierplan.runtime.autograd.chunked_loss import loss_in_chunks
 from tierplan.runtime.autograd.cuts import absent_at_loss, check_loss
 from tierplan.runtime.autograd.hooks import ModelHooks
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun
-from tierplan.runtime.autograd.nests import outside_storages, shapes_of, tensors_in
+from tierplan.runtime.autograd.nests import outside_storages
 from tierplan.runtime.autograd.units import ModelUnit, split_model
 from tierplan.runtime.checkpoint.commits import DRAWING_ORDER, drawing_order
 from tierplan.runtime.checkpoint.durability import Durability, save_copy
@@ -374,7 +374,7 @@ class Trainer(AbstractContextManager["Trainer"]):
                 self._device, self._dtype, self.reference_frac, lambda: self._bodies.working <= {COMPUTE}
             )
         check_groups(self.optimizer, [name for unit in self.units for name, _ in unit.all_parameters])
-        check_units(self.units, self._step, self._dtype)
+        check_units(self.units, self._step, self._dtype, first)
         capacity = {t.name: t.capacity_bytes for t in self.schedule.tiers}
         self._store = open_store(
             self.schedule,
@@ -495,6 +495,6 @@ class Trainer(AbstractContextManager["Trainer"]):
             own=turn.units,
             is_first_of_two=turn.is_visit and not turn.goes_back,
             flow=self._bodies.computing.flow,
-            shapes=shapes_of(tensors_in(moved)),
+            batch=moved,
             seed=None if self.seed is None else micro_batch_seed(self.seed, step, m * self._num_turns + self._turn),
         )

@@ -70,8 +70,8 @@ class MicroBatchRun:
     """Of this micro-batch's random numbers; None leaves PyTorch's generators alone."""
     is_first_of_two: bool = False
     """A pack visits: its blocks run forward once more for backward, on this rank or on another one."""
-    shapes: Sequence[tuple[torch.Size, torch.dtype]] = ()
-    """Of the batch's tensors."""
+    batch: Mapping[str, Any] = field(default_factory=dict)
+    """What the model is given."""
     loss: torch.Tensor = _NO_LOSS
     """In host memory, when the device is done with the forward."""
     rng: tuple[torch.Tensor, ...] = ()
@@ -83,6 +83,7 @@ class MicroBatchRun:
 
     def __post_init__(self) -> None:
         self.runs = [UnitRun() for _ in self.units]
+        self.shapes = shapes_of(tensors_in(self.batch))
         self._again = {*self.flow.again, *(i for i, spec in enumerate(self.specs) if spec.recomputed)}
         self._holds_results = any(i and self.units[i].block is None for i in self._again)
         self._goes_on: Callable[[], bool] | None = None

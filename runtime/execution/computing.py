@@ -48,6 +48,10 @@ OF_PADDED = (
     "which this schedule, which treats those of a block one by one, has no room: it fits padded batches alone. Pad "
     "each batch somewhere, or choose a plan that treats a block's alike (in-memory, full-recompute)"
 )
+OF_OTHERS = (
+    "a padded batch was given, with zeros in its attention_mask, and the schedule is for batches without padding, "
+    "which keep less: plan with --padded (in Python, Training(padded=True))"
+)
 
 
 def _by_kind(contents: Iterable[Content]) -> dict[type[Content], list[tuple[int, Content]]]:
@@ -178,7 +182,7 @@ class Computing:
 
     def _other_batch(self, batch_run: MicroBatchRun) -> str:
         """What is to be said of a batch with no tensor of as many rows as the schedule's micro-batches have, whose
-        tokens are in rows of another length, or which may be one without padding among padded ones."""
+        tokens are in rows of another length, or which may be one without padding among padded ones, or the reverse."""
         assert self.schedule.step is not None
         training = self.schedule.step.training
         planned = training.per_device_train_batch_size
@@ -191,7 +195,9 @@ class Computing:
                 "the batch (sequence_length)"
             )
         if not rows or planned in rows:
-            return OF_PADDED if training.padded else ""
+            mask = batch_run.batch.get("attention_mask")
+            is_padded = isinstance(mask, torch.Tensor) and not mask.all()
+            return OF_PADDED if training.padded else OF_OTHERS if is_padded else ""
         return (
             f"a batch of {rows[0]} sequences was given, and the schedule is of micro-batches of {planned}, into which "
             f"its plan may have cut those that were asked for. Give it batches of {planned}, as its step.training says"

@@ -9,6 +9,7 @@ train what the step says (`agreement`).
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -154,8 +155,14 @@ def _wrongs(schedule: Schedule, step: StepSpec, rank: int, num: int, whole: Sche
     yield from _check_memory(schedule)
 
 
-def check_units(units: Sequence[ModelUnit], step: StepSpec, dtype: torch.dtype) -> None:
-    """Raises `TrainingError` unless these are the units that the step was made for."""
+def check_units(units: Sequence[ModelUnit], step: StepSpec, dtype: torch.dtype, first: Mapping[str, object]) -> None:
+    """Raises `TrainingError` unless these are the units that the step was made for. Says so where batches like the
+    first one may be padded, and the step is not for such."""
+    if first.get("attention_mask") is not None and not step.training.padded:
+        logging.getLogger(__name__).warning(
+            "batches have an attention_mask, and the schedule is for those in which nothing is padded: a padded one "
+            "may end the run. If there are any, plan with --padded (in Python, Training(padded=True))"
+        )
     for unit, spec in zip(units, step.units, strict=False):
         own, planned = (unit.num_trained, unit.frozen.forms.size_bytes), (spec.num_parameters, spec.frozen_bytes)
         if (unit.name, *own) != (spec.name, *planned):

@@ -100,6 +100,20 @@ def test_a_batch_without_padding_for_which_a_plan_has_no_room_says_so(tmp_path: 
         train(schedule, model, [batch], steps=1, nvme_dir=tmp_path)
 
 
+def test_a_padded_batch_in_a_plan_for_others_is_named_and_foretold(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    model, batches = make_model("llama", num_blocks=2), make_batches(2)
+    schedule = schedule_for(model, UnitPlan(acts="recompute"), traced=batches[0])
+    for k, batch in enumerate(batches):
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][0, 16 - k :] = 0
+    with pytest.raises(SizeError, match=r"a padded batch was given, .* in its attention_mask.* for batches without"):
+        train(schedule, model, batches, steps=2, nvme_dir=tmp_path)
+    assert "a padded one may end" in caplog.text
+    train(schedule, model, batches, steps=1, nvme_dir=tmp_path)
+
+
 @pytest.mark.parametrize("length", [12, 20])
 def test_a_batch_of_another_length_is_named(length: int, tmp_path: Path) -> None:
     """As those of a collator that pads to the longest sequence of each batch."""
