@@ -31,7 +31,9 @@ from tierplan.runtime.memory.freed_memory import share_an_arena
 CHANNELS = ("collectives", "norms", "steps", "commits", "ends")
 """What exchanges something at its own pace, in a thread of its own; last, that a rank has ended."""
 TIMEOUT = timedelta(minutes=10)
-"""After which one that does not come is given up."""
+"""In which ranks find each other."""
+PATIENCE = timedelta(days=7)
+"""With one that works: it may read a large text alone, or write to a slow drive. Of one that ends the watcher knows."""
 STEPS_TO_STOP = 10
 """At most; then ranks tell each other who was asked to stop."""
 WATCH_S = 0.1
@@ -91,7 +93,7 @@ class Ranks(AbstractContextManager["Ranks"]):
         self._watcher = threading.Thread(target=self._watch, name="tierplan ranks", daemon=True)
         self._watcher.start()
         self._groups: dict[str, Any] = {
-            name: dist.new_group(backend="gloo", timeout=TIMEOUT, group_desc=name) for name in CHANNELS
+            name: dist.new_group(backend="gloo", timeout=PATIENCE, group_desc=name) for name in CHANNELS
         }
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
@@ -106,7 +108,7 @@ class Ranks(AbstractContextManager["Ranks"]):
         """Opens ways on which one rank sends to another; all call this, with the same ones."""
         for way in sorted(set(ways)):
             if str(way) not in self._groups:
-                self._groups[str(way)] = dist.new_group(sorted(way), timeout=TIMEOUT, backend="gloo")
+                self._groups[str(way)] = dist.new_group(sorted(way), timeout=PATIENCE, backend="gloo")
 
     def send(self, t: torch.Tensor, way: tuple[int, int]) -> None:
         """What the first of the two has there is what the second has afterwards; contiguous."""

@@ -6,7 +6,9 @@ import copy
 import re
 import time
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from tests.runtime.test_trainer import CPU
 from tierplan.planner.lowering import lower
 from tierplan.planner.policies import decide
 from tierplan.runtime.data.ahead import Batch
+from tierplan.runtime.ranks import group
 from tierplan.runtime.ranks.alike import UnlikeRanksError
 from tierplan.runtime.ranks.group import Ranks
 from tierplan.runtime.reference import same_weights, train_plainly
@@ -191,6 +194,20 @@ def test_ranks_that_are_given_unlike_things_are_refused_by_name() -> None:
         for text, (_, _, wanted) in zip(said, UNLIKE, strict=True):
             assert text.startswith(wanted), said
             assert "; ranks train one model together: " in text
+
+
+def read_for_long(ranks: Ranks) -> None:
+    """As where the first one makes tokens of its text, for longer than ranks take to find each other."""
+    with mock.patch.object(group, "TIMEOUT", timedelta(seconds=1)):
+        ranks.connect([(0, 1)])
+    if ranks.rank == 0:
+        time.sleep(3)
+    ranks.send(torch.ones(4), (0, 1))
+
+
+def test_a_rank_that_works_is_waited_for() -> None:
+    """After ten minutes it was given up, and each further run came as far."""
+    assert run_ranks(read_for_long, 2, timeout_s=60) == [None, None]
 
 
 def end_too_soon(ranks: Ranks) -> None:
