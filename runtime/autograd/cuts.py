@@ -44,8 +44,9 @@ class UnitRun:
     """To run a block again: its forward, what it was given, flat, and what nests it."""
     versions: list[int] = field(default_factory=list)
     """Of the tensors among these, how often each had been written to."""
-    result: tuple[list[object], HandBack] | None = None
-    """What a block returned, flat, and what hands it back; held only where a unit between blocks is run again."""
+    result: tuple[list[object], HandBack, tuple[torch.Tensor, ...]] | None = None
+    """What a block returned, flat, what hands it back, and the random numbers behind it; held only where a unit between
+    blocks is run again."""
     rng: tuple[torch.Tensor, ...] | None = None
     values: PlainState | None = None
     chosen: Mapping[str, object] = field(default_factory=dict)

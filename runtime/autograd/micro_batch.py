@@ -252,7 +252,9 @@ class MicroBatchRun:
         return log.recipe(targets, available) if log else None
 
     def _rerun_outside(self, index: int, wanted: dict[int, SavedStorage], makes_output: bool) -> None:
-        """Runs a unit outside of blocks again: the model's forward, in which blocks give what they gave before."""
+        """Runs a unit outside of blocks again: the model's forward from its beginning, in which blocks give what they
+        gave before, and leave random numbers where they left them."""
+        self.runs[index].rng, self.runs[index].values = self._begun
 
         def echo(i: int, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
             if i > index:
@@ -261,10 +263,9 @@ class MicroBatchRun:
                 raise AllRecreated
             result = self.runs[i].result
             assert result is not None
-            if i + 1 == index:
-                self.device.set_rng_state(self.runs[index].rng or self.device.rng_state())
-                recreator.is_on = True
-            flat, hand_back = result
+            flat, hand_back, rng = result
+            self.device.set_rng_state(rng)
+            recreator.is_on |= i + 1 == index
             return hand_back(flat, args, kwargs)
 
         inputs = [*self.runs[index].leaves, *self.runs[index].shared]
@@ -327,6 +328,8 @@ class MicroBatchRun:
                 self.hooks.of(self.block), self.device.on(COMPUTE), torch.enable_grad(), without_checkpoints(),
                 self._absent or nullcontext(),
             ):  # fmt: skip
+                if self._holds_results:
+                    self._begun = self.device.rng_state(), self.hooks.values_of(0)
                 self._open(0)
                 loss = self.forward()
                 self._close()
@@ -452,7 +455,7 @@ class MicroBatchRun:
         self._check_cut(index, run.roots)
         self.runs[index + 1].leaves = handed_over(run.roots, flat)
         if self._holds_results:
-            run.result = (flat, hand_back)
+            run.result = (flat, hand_back, self.device.rng_state())
         self._end_block(index)
         return hand_back(flat, args, kwargs)
 

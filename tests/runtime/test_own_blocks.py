@@ -449,3 +449,38 @@ def test_a_block_is_not_run_again_outside_of_what_the_model_chose_around_it(
             train(schedule, model, batches, steps=3, nvme_dir=tmp_path)
         return
     train_as_plainly(schedule, model, batches, nvme_dir=tmp_path)
+
+
+class _InTwo(OwnModel):
+    """Two lists of blocks, and something trained between them, which takes what was drawn and counted in front of the
+    first one."""
+
+    calls = 0
+
+    def __init__(self, way: str) -> None:
+        super().__init__(_Scaled("number") for _ in range(2))
+        self.later, self.middle, self.way = nn.ModuleList(_Scaled("number") for _ in range(2)), nn.Linear(16, 16), way
+
+    def through(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        self.calls += self.way == "counted"
+        order = torch.rand(x.shape[1]).argsort() if self.way == "drawn" else torch.arange(x.shape[1])
+        x = torch.tanh(self.middle(super().through(x))[:, order]) * (1 + self.calls)
+        for layer in self.later:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("seed", [0, None])
+@pytest.mark.parametrize("way", ["drawn", "counted"])
+def test_what_is_made_again_between_blocks_is_of_what_was_drawn_in_front_of_them(
+    way: str, seed: int | None, tmp_path: Path
+) -> None:
+    """As ViTMAE's order of patches, by which it looks for them behind its encoder."""
+    model, batches = _InTwo(way), make_batches(3)
+    schedule = schedule_for(model, UnitPlan(acts="recompute"), traced=batches[0])
+    plain = copy.deepcopy(model)
+    torch.manual_seed(1)
+    losses = train_plainly(plain, batches, steps=3, seed=seed)
+    torch.manual_seed(1)
+    assert list(train(schedule, model, batches, steps=3, nvme_dir=tmp_path, seed=seed).losses) == losses
+    assert same_weights(model, plain)
