@@ -14,9 +14,10 @@ import torch
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from tierplan.runtime.autograd.containers import HandBack
+from tierplan.runtime.autograd.nests import nodes_of
 from tierplan.runtime.autograd.plain_values import PlainState
 from tierplan.runtime.autograd.saved import Recorder, Treatment
-from tierplan.runtime.autograd.units import ModelError, ModelUnit, nodes_of
+from tierplan.runtime.autograd.units import ModelError, ModelUnit
 
 Root = tuple[GradientEdge, torch.Tensor]
 """An output's place in the unit's graph, and the leaf that the next units see instead of it."""

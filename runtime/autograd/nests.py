@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from operator import itemgetter
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_is_leaf, tree_unflatten
 
 
@@ -141,3 +142,13 @@ def look(
     """A tensor on this storage."""
     out = torch.empty(0, dtype=dtype, device=storage.device)
     return out.set_(storage, offset_bytes // out.itemsize, size, stride)
+
+
+def nodes_of(starts: Collection[Node], ends: Collection[Node] = ()) -> Iterator[Node]:
+    """Those of a graph of autograd's, as far as it goes; without its `ends`, where some are given."""
+    seen, waiting = {*starts, *ends}, list(starts)
+    while waiting:
+        yield (node := waiting.pop())
+        following = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= following
+        waiting += following

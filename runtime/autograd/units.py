@@ -32,9 +32,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.autograd.graph import Node
 from torch.utils import checkpoint
 
-from tierplan.runtime.autograd.nests import Forms, forms_of, in_order, tensors_in
+from tierplan.runtime.autograd.nests import Forms, forms_of, in_order, nodes_of, tensors_in
 from tierplan.runtime.memory.arena import Block
-from tierplan.runtime.tracing.record import ExpertsOnFakes, ReadRecorder, says_looks
+from tierplan.runtime.tracing.record import ExpertsOnFakes, Passages, ReadRecorder, says_looks
 from tierplan.sim.workloads.optimizers import in_flat_order
 
 _BINDING = threading.Lock()
@@ -359,7 +359,7 @@ def uses_of(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, object]
     owners = {name: having.get(id(p), []) for name, p in twin.named_parameters()}
     recorder = ReadRecorder(memory := {p.untyped_storage()._cdata: name for name, p in twin.named_parameters()})
     recorder.place, ended = 0, itertools.count(1)
-    cuts, given = list[tuple[str, torch.Tensor, Node]](), list[torch.Tensor]()
+    cuts, given, passages = list[tuple[str, torch.Tensor, Node]](), list[torch.Tensor](), Passages()
 
     def cut(what: str, values: object) -> None:
         cuts.extend((what, t, t.grad_fn) for t in tensors_in(values) if t.grad_fn is not None)
@@ -367,20 +367,22 @@ def uses_of(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, object]
     def enter(name: str, module: nn.Module, args: object, kwargs: object) -> None:
         recorder.place, given[:] = name, [t for t in tensors_in((args, kwargs)) if t.requires_grad]
         cut(f"an input of block {name!r}", (args, kwargs))
+        passages.enter(name, (args, kwargs))
 
-    def leave(name: str, module: nn.Module, args: object, out: object) -> None:
+    def leave(name: str, module: nn.Module, args: object, kwargs: object, out: object) -> None:
         recorder.place = next(ended)
         results = [t for t in tensors_in(out) if t.requires_grad]
         if results and all(any(t is own for own in given) for t in results):
             raise ModelError(f"block {name!r} gives back what it is given; leave it out, or let it return x.clone()")
         cut(f"an output of block {name!r}", out)
+        passages.leave((args, kwargs, out))
 
     for name in blocks:
         twin.get_submodule(name).register_forward_pre_hook(functools.partial(enter, name), with_kwargs=True)
-        twin.get_submodule(name).register_forward_hook(functools.partial(leave, name))
+        twin.get_submodule(name).register_forward_hook(functools.partial(leave, name), with_kwargs=True)
     try:
         with mode, ExpertsOnFakes(), recorder, without_checkpoints():  # with gradients: blocks may set hooks for them
-            ends = tensors_in(twin(**fake_batch(batch)))
+            ends = tensors_in(out := twin(**fake_batch(batch)))
     except ModelError:
         raise
     except LOOKS as error:
@@ -415,6 +417,14 @@ def uses_of(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, object]
         raise ModelError(
             f"{changed} is changed in place behind the end of a unit, where autograd's graph is cut; make a new tensor "
             "there: x = x + y, and not x += y"
+        )
+    loss = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", ends[0] if len(ends) == 1 else None)
+    if (passage := passages.found(loss)) is not None:
+        name = next((name for name, p in twin.named_parameters() if any(p is own for own in passage[1])), "")
+        raise ModelError(
+            f"what is used {passage[0]} comes past a block, as what another encoder gives, or losses of routers (set "
+            f"output_router_logits=False), from parameters such as {name!r}, whose gradients a schedule does not take "
+            "there; let the blocks take and return it, or freeze these (requires_grad_(False))"
         )
     nodes = {node for _, _, node in cuts}
     _refuse_looks(twin, used.get(0, set()) & used.get(len(blocks), set()), nodes, len(blocks))
@@ -465,16 +475,6 @@ def _refuse_looks(model: nn.Module, names: Collection[str], given: Collection[No
             f"parameter {name!r} is trained behind block {num_blocks - 1}, but also looked at without a gradient in "
             "front of block 0, where a schedule need not have it; look at it behind the blocks alone"
         )
-
-
-def nodes_of(starts: Collection[Node]) -> Iterator[Node]:
-    """Those of a graph of autograd's, as far as it goes."""
-    seen, waiting = set(starts), list(starts)
-    while waiting:
-        yield (node := waiting.pop())
-        following = {n for n, _ in node.next_functions if n is not None} - seen
-        seen |= following
-        waiting += following
 
 
 def fake_twin(model: nn.Module, mode: FakeTensorMode) -> nn.Module:

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from tierplan.runtime.autograd.coded import decoded_weight
-from tierplan.runtime.autograd.nests import tensors_in
+from tierplan.runtime.autograd.nests import nodes_of, tensors_in
 from tierplan.runtime.autograd.replay import changed, is_random
 from tierplan.runtime.execution.device import TORCH_DTYPES
 from tierplan.runtime.tracing.backend import result_on
@@ -234,6 +235,39 @@ class ReadRecorder(TorchDispatchMode):
             for name in [self._names[address] for address in written if address in self._names]:
                 self.changed[name] = self.changed.get(name, False) or func.overloadpacket is not aten.set_
         return out
+
+
+class Passages:
+    """Finds what comes past a block with a gradient: a plan cuts autograd's graph at what blocks are given and give."""
+
+    def __init__(self) -> None:
+        self._cuts: set[Node] = set()
+        self._uses: list[tuple[str, int, Node]] = []
+        self._ended = -1
+        """The number of the last node that was made when the last block ended."""
+
+    def enter(self, name: str, given: object) -> None:
+        """A block of this name is given this."""
+        nodes = {t.grad_fn for t in tensors_in(given) if t.grad_fn is not None} - self._cuts
+        self._uses += [(f"by block {name!r}", self._ended, node) for node in nodes]
+        self._cuts |= nodes
+
+    def leave(self, values: object) -> None:
+        """A block has ended, and this is what it was given, with what it has put there, and what it gives."""
+        self._cuts |= {t.grad_fn for t in tensors_in(values) if t.grad_fn is not None}
+        last = torch.ones((), requires_grad=True).clone().grad_fn
+        assert last is not None
+        self._ended = last._sequence_nr()
+
+    def found(self, loss: torch.Tensor | None) -> tuple[str, list[torch.Tensor]] | None:
+        """Where some is used, and the parameters that it comes from."""
+        if loss is not None and loss.grad_fn is not None:
+            self._uses.append(("behind the blocks", self._ended, loss.grad_fn))
+        for where, ended, start in self._uses:
+            for node in nodes_of({start}, self._cuts) if ended >= 0 else ():
+                if not hasattr(node, "variable") and node._sequence_nr() <= ended:
+                    return where, [n.variable for n in nodes_of({node}, self._cuts) if hasattr(n, "variable")]
+        return None
 
 
 def _grouped_mm(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:

@@ -203,3 +203,46 @@ def test_what_is_made_in_front_of_blocks_may_be_used_behind_them(
     model = Masked(kind, reads=reads)
     workload = trace_module(copy.deepcopy(model), make_batches(1)[0], CPU)
     check(model, lower(uniform_plan(workload, UnitPlan(acts=acts)), workload, machine()), tmp_path)  # type: ignore[arg-type]
+
+
+class Passing(OfBlocks):
+    """Something with a gradient comes past blocks to where it is used: from in front of them, or from in one."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(Weighed if way == "to a block" else Remembering)
+        self.way, self.gate = way, nn.Linear(16, 16)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x, beside = self.embed(input_ids), torch.tanh(self.gate(self.embed(input_ids)))
+        for k, layer in enumerate(self.layers):
+            if self.way == "to a block":
+                x = layer(x, beside if k == 1 else torch.zeros(()))
+            else:
+                x = layer(x)
+        beside = self.layers[0].seen if self.way == "of a block" else beside if self.way == "behind" else x  # type: ignore[assignment]
+        return nn.functional.cross_entropy(self.head(x + beside).flatten(0, 1), labels.flatten())
+
+
+class Remembering(Block):
+    """As one that keeps a term of the loss for its model."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = torch.tanh(self.inner(x))
+        return x + self.seen
+
+
+@pytest.mark.parametrize(
+    ("way", "says"),
+    [
+        ("behind", r"behind the blocks comes past a block, .* 'embed\.weight', whose gradients"),
+        ("of a block", r"behind the blocks comes past a block, .* 'layers\.0\.inner\.weight', whose gradients"),
+        ("to a block", r"by block 'layers\.1' comes past a block, .* 'embed\.weight', whose gradients"),
+    ],
+)
+def test_what_comes_past_a_block_is_refused_by_name(way: str, says: str) -> None:
+    """As the images of CLIP, or a loss of routers. With accumulation its gradients were lost, and nothing said so."""
+    model, batch = Passing(way), make_batches(1)[0]
+    with pytest.raises(ModelError, match=says):
+        split_model(model, batch)
+    with pytest.raises(WorkloadError, match=says):
+        trace_module(Passing(way), batch, CPU)
