@@ -170,6 +170,18 @@ def test_a_folder_without_a_run_is_refused(folder: Path) -> None:
         load_run(folder / "run")
 
 
+def test_a_line_that_a_crash_cut_off_is_no_step(folder: Path) -> None:
+    """As one left of a resumed run, beside the trace of the run before."""
+    metrics = folder / "run" / "metrics.jsonl"
+    whole, (_, losses) = metrics.read_text(), load_run(folder / "run")
+    for cut in ('{"step": 9, "lo', '{"step": 9, "loss": 1.5}'):
+        metrics.write_text(whole + cut)
+        assert load_run(folder / "run")[1] == losses
+    metrics.write_text('{"step": 9, "lo\n' + whole)
+    with pytest.raises(RunFolderError, match="line 1, is no record of a step"):
+        load_run(folder / "run")
+
+
 def test_a_schedule_that_names_no_machine_wants_one(tmp_path: Path) -> None:
     workload = toy_workload(3)
     save_schedule(lower(uniform_plan(workload, UnitPlan()), workload, MACHINE), tmp_path / "plain.json")
