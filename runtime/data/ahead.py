@@ -71,8 +71,8 @@ class AheadBatches:
 
     def rest(self) -> Iterator[Batch]:
         """What was not given out: the one that waits, then the iterator's own."""
-        if self._waiting is not None:
-            yield self.next()  # type: ignore[misc]
+        if self._waiting is not None and (batch := self.next()) is not None:
+            yield batch
         yield from self._source
 
     def _own_copy(self, batch: Batch) -> Batch:
