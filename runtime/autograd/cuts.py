@@ -92,9 +92,9 @@ class Layouts:
         self._known = known
         self._found: list[tuple[weakref.ref[torch.Tensor], tuple[int, ...] | None]] = []
 
-    def watch(self, cut: object, roots: Sequence[Root]) -> None:
-        """Notes how the gradients will lie that these roots get; `cut` says where in the model they are."""
-        for k, (_, leaf) in enumerate(roots):
+    def watch(self, cut: object, leaves: Iterable[torch.Tensor]) -> None:
+        """Notes how the gradients will lie that these leaves get; `cut` says where in the model they are."""
+        for k, leaf in enumerate(leaves):
             if leaf.requires_grad and (key := (cut, k, leaf.shape)) not in self._known:
                 leaf.register_hook(partial(self._note, key if leaf.is_contiguous() else None, weakref.ref(leaf)))
 

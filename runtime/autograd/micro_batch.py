@@ -398,7 +398,7 @@ class MicroBatchRun:
 
     def _check_cut(self, index: int, roots: Sequence[Root]) -> None:
         """Looks once where a unit's graph ends, since each step is alike."""
-        self._layouts.watch((index, roots is self.runs[index].glue), roots)
+        self._layouts.watch((index, roots is self.runs[index].glue), [leaf for _, leaf in roots])
         if roots and (index, len(roots)) not in self.hooks.checked:
             check_cut(self.units[index].name, roots, self.runs, self._away_before(index))
             self.hooks.checked.add((index, len(roots)))
@@ -493,5 +493,6 @@ class MicroBatchRun:
         self._absent.draws_alike = index + 1 == self.own.start
         if index + 1 == self.own.start:
             self.runs[index + 1].leaves = list(leaves.values())
+            self._layouts.watch((index, False), leaves.values())
             self._end_block(index)
         return hand_back([leaves.get(id(t), t) for t in results], args, kwargs)

@@ -25,6 +25,7 @@ from tierplan.runtime.execution.values import (
     begin_input,
     expect,
     expect_at_most,
+    laid_out,
     value_of,
 )
 from tierplan.sim.contents import (
@@ -110,8 +111,9 @@ class Computing:
             if isinstance(value, BufferValue) and value.handle is None:
                 leaves = batch_run.skip_front(value.rng) if wanted is Input else batch_run.runs[index].leaves
                 expect(instance, sum(leaf.nbytes for leaf in leaves))
-                for leaf, part in zip(leaves, value.block.data.split([x.nbytes for x in leaves]), strict=True):
-                    t = part.view(leaf.dtype).view(leaf.shape)
+                flat = value.block.data.split([x.nbytes for x in leaves])
+                parts = [part.view(leaf.dtype).view(leaf.shape) for leaf, part in zip(leaves, flat, strict=True)]
+                for leaf, t in zip(leaves, laid_out(parts, value.strides), strict=True):
                     if wanted is Input:
                         leaf.data = t
                     else:

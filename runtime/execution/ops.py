@@ -18,7 +18,15 @@ from tierplan.runtime.execution.device import TORCH_DTYPES, Device
 from tierplan.runtime.execution.gradients import flat_gradients, gather, gradients_of, take_over
 from tierplan.runtime.execution.instances import Call, Instance
 from tierplan.runtime.execution.threads import threads_here
-from tierplan.runtime.execution.values import BufferValue, Places, SavedTensorsHandle, content_of, expect, value_of
+from tierplan.runtime.execution.values import (
+    BufferValue,
+    Places,
+    SavedTensorsHandle,
+    content_of,
+    expect,
+    strides_of,
+    value_of,
+)
 from tierplan.runtime.memory.arena import Block
 from tierplan.runtime.memory.store import Extent
 from tierplan.runtime.optim.adam import OptimizerSettings, update_states
@@ -180,8 +188,10 @@ class Bodies:
             return
         new = self.places.place(target)
         new.handle, new.coded, new.filled, new.is_absent = old.handle, old.coded, old.filled, old.is_absent
+        new.strides = old.strides
         if self.stages and old.rng:  # for another turn, in which autograd knows it as another input
             new.handle, new.rng = None, old.rng
+            new.strides = strides_of(old)
         if old.gradients is not None:
             content = content_of(source)
             assert isinstance(content, Gradients | TiedGradients)

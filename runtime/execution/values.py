@@ -149,19 +149,37 @@ class SavedTensorsHandle(AutogradHandle):
                 saved.tensor = t if t is None or t.shape == saved.shape else t.view(saved.dtype).view(saved.shape)
 
 
+Strides = Sequence[tuple[int, ...] | None]
+"""Of tensors; None for those that are contiguous."""
+
+
+def laid_out(parts: Sequence[torch.Tensor], strides: Strides) -> list[torch.Tensor]:
+    """Contiguous tensors as they lay where they come from."""
+    strided = zip(parts, strides, strict=True)
+    return [t if stride is None else t.new_empty_strided(t.shape, stride).copy_(t) for t, stride in strided]
+
+
 class InputHandle(AutogradHandle):
     """A unit's input: the leaves that the unit before it made; or the gradient of it, which is that of the leaves."""
 
     def __init__(self, leaves: Sequence[torch.Tensor], *, is_gradient: bool = False) -> None:
         self.leaves = [leaf for leaf in leaves if leaf.grad is not None] if is_gradient else leaves
         self._is_gradient = is_gradient
-        self._strides: Sequence[tuple[int, ...] | None] = ()
 
     @functools.cached_property
-    def forms(self) -> Forms:
+    def _looks(self) -> tuple[Forms, Strides]:
         tensors = self._tensors()
-        self._strides = [None if t.is_contiguous() else t.stride() for t in tensors]
-        return forms_of(tuple([(t.dtype, t.shape) for t in tensors]))
+        strides = [None if t.is_contiguous() else t.stride() for t in tensors]
+        return forms_of(tuple([(t.dtype, t.shape) for t in tensors])), strides
+
+    @property
+    def forms(self) -> Forms:
+        return self._looks[0]
+
+    @property
+    def strides(self) -> Strides:
+        """As they lie where autograd has them; parts are contiguous."""
+        return self._looks[1]
 
     def _tensors(self) -> list[torch.Tensor]:
         if not self._is_gradient:
@@ -174,8 +192,7 @@ class InputHandle(AutogradHandle):
         return [t.contiguous() for t in self._tensors()]
 
     def unpack(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        strided = zip(parts, self._strides, strict=True)
-        return [t if stride is None else t.new_empty_strided(t.shape, stride).copy_(t) for t, stride in strided]
+        return laid_out(parts, self.strides)
 
     def _use(self, tensors: Sequence[torch.Tensor] | None) -> None:
         for k, leaf in enumerate(self.leaves):
@@ -207,6 +224,8 @@ class BufferValue:
     clip: torch.Tensor | None = None
     rng: Sequence[torch.Tensor] = ()
     """Of an input from another rank: the random numbers with which its unit goes on."""
+    strides: Strides = ()
+    """Of an input from another rank, or of its gradient: how it lay there."""
 
     @property
     def block(self) -> Block:
@@ -217,6 +236,11 @@ class BufferValue:
 def content_of(instance: Instance) -> Content:
     """What the bytes of a buffer are."""
     return parse_content(instance.buffer.content)
+
+
+def strides_of(value: BufferValue) -> Strides:
+    """How an input, or the gradient of one, lies where autograd has it."""
+    return value.handle.strides if isinstance(value.handle, InputHandle) else value.strides
 
 
 def states_of(unit: str, contents: Iterable[Content | str]) -> list[States]:

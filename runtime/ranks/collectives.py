@@ -17,7 +17,7 @@ import torch
 from tierplan.runtime.autograd.units import ModelUnit
 from tierplan.runtime.execution.gradients import flat_gradients, parameter_parts
 from tierplan.runtime.execution.instances import Call, Instance
-from tierplan.runtime.execution.values import BufferValue, content_of, value_of
+from tierplan.runtime.execution.values import BufferValue, content_of, strides_of, value_of
 from tierplan.runtime.optim.adam import NonFiniteGradientError
 from tierplan.runtime.optim.states import StateLayout
 from tierplan.runtime.ranks.group import Ranks
@@ -161,12 +161,13 @@ def do_send(
             parts = [torch.zeros(n, dtype=unit.dtype) if gradient is None else gradient for gradient, n in pairs]
         else:
             filled, parts = value.filled, [value.handle.memory() if value.handle is not None else value.block.data]
-        notice = torch.frombuffer(bytearray(pickle.dumps((filled, [t.numpy() for t in value.rng]))), dtype=torch.uint8)
+        text = pickle.dumps((filled, [t.numpy() for t in value.rng], strides_of(value)))
+        notice = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         header[: len(notice)] = notice
         ranks.send(header, way)
     else:
         target, header = coming
-        filled, rng = pickle.loads(header.numpy().tobytes())
+        filled, rng, target.strides = pickle.loads(header.numpy().tobytes())
         target.rng = [torch.from_numpy(t) for t in rng]
         target.filled = None if filled is None or len(filled) == len(unit.shapes) else filled
         parts = [target.block.data] if filled is None else unit.views_in(target.block)
