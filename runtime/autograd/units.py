@@ -381,7 +381,7 @@ def uses_of(model: nn.Module, blocks: Sequence[str], batch: Mapping[str, object]
         twin.get_submodule(name).register_forward_pre_hook(functools.partial(enter, name), with_kwargs=True)
         twin.get_submodule(name).register_forward_hook(functools.partial(leave, name), with_kwargs=True)
     try:
-        with mode, ExpertsOnFakes(), recorder, without_checkpoints():  # with gradients: blocks may set hooks for them
+        with mode, ExpertsOnFakes(), recorder, passages, without_checkpoints():  # with gradients, for their hooks
             ends = tensors_in(out := twin(**fake_batch(batch)))
     except ModelError:
         raise

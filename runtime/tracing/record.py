@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -237,10 +237,21 @@ class ReadRecorder(TorchDispatchMode):
         return out
 
 
-class Passages:
-    """Finds what comes past a block with a gradient: a plan cuts autograd's graph at what blocks are given and give."""
+def _with_memory(t: torch.Tensor) -> torch.Tensor:
+    if t._is_zerotensor():
+        raise NotImplementedError(
+            "it takes derivatives forward (torch.func.jvp, forward_ad), which gives zeros without memory, which no "
+            "schedule can move; take them backward (torch.autograd.grad)"
+        )
+    return t
+
+
+class Passages(saved_tensors_hooks):
+    """Finds what comes past a block with a gradient: a plan cuts autograd's graph at what blocks are given and give.
+    Inside, nothing is saved that has no memory."""
 
     def __init__(self) -> None:
+        super().__init__(_with_memory, lambda t: t)
         self._cuts: set[Node] = set()
         self._uses: list[tuple[str, int, Node]] = []
         self._ended = -1

@@ -159,11 +159,24 @@ def test_a_head_that_is_used_between_blocks_too_is_refused_while_it_is_traced() 
         trace_module(Supervised(), make_batches(1)[0], CPU)
 
 
+class Forward(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.jvp(super().forward, (x,), (torch.ones_like(x),))[1]  # type: ignore[no-any-return]
+
+
+class Backward(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out, back = torch.func.vjp(super().forward, x)
+        return out + back(out)[0]  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
         (Skipped, "block 'layers.0' gives back what it is given"),
         (Kept, r"the model cannot be copied: .* holds a tensor with a graph"),
+        (Forward, r"it takes derivatives forward \(torch\.func\.jvp, forward_ad\), which gives zeros without memory"),
+        (Backward, r"torch\.func\.\{grad, vjp, jacrev, hessian\} don't yet support saved tensor hooks"),
         (Deep, r"parameter 'layers.0.inner.weight' is not contiguous.*channels_last.*torch.contiguous_format"),
     ],
 )
