@@ -202,7 +202,8 @@ class MicroBatchRun:
         there: There = {"arg": tensors, "input": inputs, "param": [part.bound for part in self._params_of(index)]}
         recipes, key = self.hooks.recipes, (index, form_of(args, kwargs))
         values, recipe = recipes.get(key, (None, None))
-        cannot = recipe is None or values != run.values or not run.recorder.holds(recipe.saved)
+        is_moved = run.treatment is not None  # then others may be moved than the op was made to read
+        cannot = recipe is None or values != run.values or not run.recorder.holds(recipe.saved, here=is_moved)
         if makes_output or (values is not None and cannot):
             self._rerun(index, wanted, inputs, makes_output=makes_output)
         elif recipe is not None:

@@ -135,7 +135,8 @@ class Treatment:
         """Of saved tensors of these bytes in places for those of a plan, of which some are moved `together`.
 
         Tensors with the bytes of planned ones, in their order, have their places; each other has one where as much room
-        is left. As planned where that cannot be, which then shows by its bytes.
+        is left, or where smaller ones make room for it, which go elsewhere. As planned where that cannot be, which then
+        shows by its bytes.
         """
         planned = [tensor.size_bytes for tensor in spec.saved]
         place_of = dict.fromkeys(range(len(planned)), "keep") | dict.fromkeys(spec.recomputed, "recompute")
@@ -143,16 +144,31 @@ class Treatment:
         left, own = Counter[str](), dict[int, int]()
         for k, place in place_of.items():
             left[place] += planned[k]
+
+        def put(k: int, places: Collection[str]) -> bool:
+            """Gives a tensor a place among these, where there is one with room and with an index that none has."""
+            free = (i for i in place_of if i not in own.values() and place_of[i] in places)
+            if (i := next((i for i in free if left[place_of[i]] >= sizes[k]), None)) is not None:
+                left[place_of[i]] -= sizes[k]
+                own[k] = i
+            return i is not None
+
         for i, k, length in SequenceMatcher(None, planned, sizes, autojunk=False).get_matching_blocks():
             own |= {k + n: i + n for n in range(length)}
-        for i in own.values():
-            left[place_of[i]] -= planned[i]
+        for k, i in own.items():
+            left[place_of[i]] -= sizes[k]
         for k in sorted({*range(len(sizes))} - own.keys(), key=lambda k: -sizes[k]):
-            free = [i for i in place_of if i not in own.values() and left[place_of[i]] >= sizes[k]]
-            if not free:
+            for place in ("keep", "recompute"):
+                for other in sorted((j for j in own if place_of[own[j]] == place), key=lambda j: -sizes[j]):
+                    if k in own or put(k, place_of.values()):
+                        break
+                    i = own.pop(other)
+                    left[place] += sizes[other]
+                    if not put(other, {*left} - {place}):
+                        own[other] = i
+                        left[place] -= sizes[other]
+            if k not in own and not put(k, place_of.values()):
                 return cls.planned(spec)
-            own[k] = free[0]
-            left[place_of[free[0]]] -= sizes[k]
         moved = {k: i for k, i in own.items() if place_of[i] not in ("keep", "recompute")}
         return cls(frozenset(k for k, i in own.items() if place_of[i] == "recompute"), moved)
 
@@ -227,9 +243,11 @@ class Recorder(_Saver):
     saved: dict[int, weakref.ref[SavedStorage]] = field(default_factory=dict)
     """Where there is a recomputation, all saved tensors, held by nobody here: what it may start from."""
 
-    def holds(self, indices: Iterable[int]) -> bool:
-        """Whether the graph still has these saved tensors: none was saved on a branch that has led nowhere."""
-        return all(self.saved[k]() is not None for k in indices)
+    def holds(self, indices: Iterable[int], *, here: bool) -> bool:
+        """Whether the graph still has these saved tensors: none was saved on a branch that has led nowhere. Also
+        whether they are `here`, on the device, where that is asked."""
+        saved = [self.saved[k]() for k in indices]
+        return all(one is not None and (not here or one.tensor is not None) for one in saved)
 
     def pack(self, t: torch.Tensor) -> object:
         if (whole := self._whole.get(id(t))) is not None:
