@@ -255,7 +255,8 @@ class MicroBatchRun:
     def _rerun_outside(self, index: int, wanted: dict[int, SavedStorage], makes_output: bool) -> None:
         """Runs a unit outside of blocks again: the model's forward from its beginning, in which blocks give what they
         gave before, and leave random numbers where they left them."""
-        self.runs[index].rng, self.runs[index].values = self._begun
+        if index:
+            self.runs[index].rng, self.runs[index].values = self._begun
 
         def echo(i: int, original: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
             if i > index:
