@@ -13,7 +13,7 @@ from tierplan.sim.workloads.models import sizes_of
 from tierplan.sim.workloads.workload import Training, Unit, Workload
 
 if TYPE_CHECKING:
-    from tierplan.planner.plan import UnitPlan, UnitwisePlan
+    from tierplan.planner.plan import PackPlan, UnitPlan, UnitwisePlan
 
 Place = Literal["device", "host", "nvme"]
 InputAction = Literal["keep", "host", "nvme"]
@@ -93,6 +93,113 @@ def _uneven(workload: Workload, num: int) -> str:
     if groups % num and num % groups:
         return f"{groups} heads of keys and values, which {num} neither divides nor is a multiple of"
     return f"a feed-forward width of {width}, which {num} does not divide" if width % num else ""
+
+
+def shared_micro_batches(workload: Workload, devices: int) -> list[range]:
+    """The micro-batches of each device where all share those of one step: as many each, or one more."""
+    total = workload.training.gradient_accumulation_steps
+    return [range(d * total // devices, (d + 1) * total // devices) for d in range(devices)]
+
+
+def check_packs(plan: PackPlan, workload: Workload) -> None:
+    packs = plan.packs
+    check_record(packs, PlanError, f"plan {plan.policy!r}: ")
+    if (total := workload.training.gradient_accumulation_steps) % packs.rounds:
+        raise PlanError(
+            f"plan {plan.policy!r} takes its micro-batches in {packs.rounds} rounds, which do not divide the "
+            f"step's {total}; give a number that does"
+        )
+    if packs.late_updates and packs.form != "pipeline":
+        raise PlanError(f"plan {plan.policy!r} updates late in form {packs.form!r}; late updates need 'pipeline'")
+    if packs.goes_on and (packs.form != "pipeline" or packs.own_memory):
+        raise PlanError(
+            f"plan {plan.policy!r} goes on where a step ended, but has form {packs.form!r} and own_memory="
+            f"{packs.own_memory}; this is simulated in form 'pipeline' on one host memory only: leave out goes_on"
+        )
+    for name in ("cleanup_s", "host_copy_bytes_per_s"):
+        if not 0 <= (value := getattr(packs, name)) < float("inf"):
+            raise PlanError(f"plan {plan.policy!r}: {name} is {value!r}; it must be a number of 0 or more")
+    if packs.sums_tied and not packs.stays:
+        raise PlanError(
+            f"plan {plan.policy!r} says how tied gradients of stages are summed, but has form {packs.form!r}; use "
+            "form='resident' or leave out sums_tied"
+        )
+    blocks = {u for u, unit in enumerate(workload.units) if unit.kind == "block"}
+    if packs.kept and not (packs.stays and blocks.issuperset(packs.kept)):
+        raise PlanError(
+            f"plan {plan.policy!r} keeps the activations of units {packs.kept} in packs of form "
+            f"{packs.form!r}; only blocks, in form 'resident', can keep theirs ({len(blocks)} of "
+            f"{len(workload.units)} units are blocks)"
+        )
+    of_host = range(len(workload.units) if packs.stays else 0)
+    is_cut = packs.state_shards > 1 and not packs.updates_here
+    if is_cut or not set(of_host) >= set(packs.host_states) >= set(packs.updates_here):
+        raise PlanError(
+            f"plan {plan.policy!r} has the states of units {packs.host_states} in host memory and updates "
+            f"{packs.updates_here} of them on devices, in {packs.state_shards} parts, in packs of form "
+            f"{packs.form!r}; name some of the {len(workload.units)} units, in form 'resident'"
+        )
+    if packs.stays:
+        each, at_home = divmod(len(packs.backward), packs.devices)
+        if at_home > 1 or not each or packs.devices > total or (each > 1 and total % packs.devices):
+            raise PlanError(
+                f"plan {plan.policy!r} has {len(packs.backward)} stages for {packs.devices} devices and "
+                f"{total} micro-batches; give each device one stage, and the step at least as many micro-batches, "
+                "or each as many stages, and the step a multiple of the devices; and at most one stage more"
+            )
+    else:
+        refuse_codes(f"plan {plan.policy!r} runs in packs", workload.training)
+        if not packs.hold_updates:
+            refuse_clipping(f"plan {plan.policy!r} runs in packs", workload.training)
+        elif packs.late_updates or workload.training.max_grad_norm is None:
+            raise PlanError(
+                f"plan {plan.policy!r} holds updates until the norm of all gradients is known, but has "
+                f"late_updates={packs.late_updates} and max_grad_norm {workload.training.max_grad_norm}; hold "
+                "updates where training clips, and never late ones"
+            )
+        if packs.is_executed:
+            refuse_frozen(f"plan {plan.policy!r} runs in packs, unit by unit", workload)
+    if packs.own_memory and not packs.is_executed:
+        raise PlanError(
+            f"plan {plan.policy!r} has processes with host memory of their own, but {packs.rounds} rounds, "
+            f"streams={packs.streams} and late_updates={packs.late_updates}; these are simulated on one host "
+            "memory only: leave out own_memory"
+        )
+    if packs.form == "data" and packs.rounds > 1 < packs.devices:
+        raise PlanError(
+            f"plan {plan.policy!r} has {packs.rounds} rounds of data-parallel packs on {packs.devices} devices, "
+            "but rounds add up the gradients of one device; use 1 round, 1 device, or form 'pipeline'"
+        )
+    if packs.form == "data" and not all(shared_micro_batches(workload, packs.devices)):
+        raise PlanError(
+            f"plan {plan.policy!r} has data-parallel packs on {packs.devices} devices, but the step has "
+            f"{workload.training.gradient_accumulation_steps} micro-batches; each device needs one: accumulate "
+            "more, use fewer devices, or form 'pipeline'"
+        )
+    if packs.form == "data" and packs.own_memory and total % packs.devices:
+        raise PlanError(
+            f"plan {plan.policy!r} has {total} micro-batches for {packs.devices} devices with host memory of their "
+            "own, each of which trains on as many; accumulate a multiple of the devices"
+        )
+    for name, runs, end in (
+        ("backward", packs.backward, len(workload.units)),
+        ("forward", packs.forward, packs.backward[-1][0] if packs.backward else 0),
+    ):
+        borders = [0, *(b for _, b in runs)]
+        if [a for a, _ in runs] != borders[:-1] or borders[-1] != end or any(a >= b for a, b in runs):
+            raise PlanError(f"{name} packs {runs} do not cover units 0 to {end} one after the other")
+    if (packs.devices == 1 or packs.is_executed) and any(unit.shares for unit in workload.units[:-1]):
+        raise PlanError(
+            f"{workload.name} has units between its blocks that share parameters, as encoder-decoders do; packs "
+            "are for chains of blocks: choose another policy"
+        )
+    if packs.devices > 1 and packs.is_executed and packs.form != "data" and workload.first_with_more is not None:
+        raise PlanError(
+            f"plan {plan.policy!r} is a pipeline, whose devices send each other one tensor of activations, but at "
+            f"unit {workload.first_with_more!r} of {workload.name} others go from unit to unit, such as in tuples, "
+            "or in lists and dictionaries that blocks fill; have each block take and return one tensor, or choose "
+            "a policy without stages (ddp, zero-3, harmony-dp)"
+        )
 
 
 def check_unitwise(plan: UnitwisePlan, workload: Workload) -> None:

@@ -13,7 +13,8 @@ from operator import attrgetter
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import HOST, compute, d2h, device, h2d
-from tierplan.planner.plan import PagedPlan, facts_of, shared_micro_batches
+from tierplan.planner.plan import PagedPlan, facts_of
+from tierplan.planner.plan_rules import shared_micro_batches
 from tierplan.planner.several_devices.collectives import add_all_reduce
 from tierplan.sim.builder import About, Builder, Said, tiers_of
 from tierplan.sim.columns import ScheduleColumns, collector_paused

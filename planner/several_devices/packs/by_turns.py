@@ -21,7 +21,8 @@ from typing import Any
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import HOST, HOST_ADAM, compute, d2h, device, h2d, p2p, parse_stream
-from tierplan.planner.plan import PackPlan, facts_of, shared_micro_batches
+from tierplan.planner.plan import PackPlan, facts_of
+from tierplan.planner.plan_rules import shared_micro_batches
 from tierplan.planner.several_devices.collectives import add_all_reduce
 from tierplan.planner.several_devices.packs.estimate import PackSizes
 from tierplan.planner.several_devices.packs.task import Task
@@ -429,22 +430,23 @@ class PackLowering(Builder):
 
     def _update(self, task: Task) -> None:
         """Updates the pack's units one by one in host memory, while the next turns run, or after all where it clips."""
-        for unit in task.units:
-            if not unit.num_trained:
-                continue
-            reads, after = self._arrived(task, unit)
-            old, new = self._params_to_update(unit)
-            reads, writes = [*reads, *old], [new]
-            if (states := self.states_home.get(unit.name)) is not None:
-                reads.append(states)
-                self.states_home[unit.name] = self.over(states)
-                writes.append(self.states_home[unit.name])
-            if self.coefficients:
-                reads.append(self.coefficients[task.device % self.num_memories])
-            stream = self._updates_on(task.device, unit)
-            key = self._key_on(task.device, _update_key(unit), stream)
-            work = (self.training.host_work if stream == HOST_ADAM else self.training.update_work)(unit)
-            self.op(key, stream, "update", work=work, reads=reads, writes=writes, after=after, unit=unit.name)
+        for unit in (unit for unit in task.units if unit.num_trained):
+            self._update_unit(task, unit)
+
+    def _update_unit(self, task: Task, unit: Unit) -> None:
+        reads, after = self._arrived(task, unit)
+        old, new = self._params_to_update(unit)
+        reads, writes = [*reads, *old], [new]
+        if (states := self.states_home.get(unit.name)) is not None:
+            reads.append(states)
+            self.states_home[unit.name] = self.over(states)
+            writes.append(self.states_home[unit.name])
+        if self.coefficients:
+            reads.append(self.coefficients[task.device % self.num_memories])
+        stream = self._updates_on(task.device, unit)
+        key = self._key_on(task.device, _update_key(unit), stream)
+        work = (self.training.host_work if stream == HOST_ADAM else self.training.update_work)(unit)
+        self.op(key, stream, "update", work=work, reads=reads, writes=writes, after=after, unit=unit.name)
 
     def _params_to_update(self, unit: Unit) -> tuple[list[int], int]:
         """What an update reads of a unit's parameters, and what it writes."""

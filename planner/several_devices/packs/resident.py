@@ -98,8 +98,11 @@ class _Resident(Pipeline):
         self.kept: dict[tuple[str, int], list[int | None]] = {}  # unit, micro-batch -> its input, and what it has saved
         self.shared: dict[tuple[int, int], int] = {}
         self.kept_blocks = frozenset(self.packs.kept)
-        at_home, away = self.packs.updates_here, self.packs.host_states
-        self.comes, self.host_has = ({self.units[u].name for u in some} for some in (at_home, away))
+        self.comes, self.host_has = (
+            {unit.name for unit in (self.units[u] for u in some) if self.training.states_bytes(unit)}
+            for some in (self.packs.updates_here, self.packs.host_states)
+        )
+        self.parts_home: dict[str, list[int]] = {}  # of units whose states come: these in host memory
         self.made_there: dict[str, int] = {}  # of a unit that the host has updated: its new parameters there
         self.left: list[int] = []  # units that the host updates, in the order in which their gradients leave
 
@@ -109,7 +112,15 @@ class _Resident(Pipeline):
             is_lent = any(own[other.name] == d for other in self.units if other.shares == unit.name)
             if (size := self.training.params_bytes(unit)) and (is_lent or own[unit.name] == d):
                 self.homes[d][unit.name] = self.home((Params, unit.name), device(d), size, "params")
-            if (size := self.training.states_bytes(unit)) and own[unit.name] == d:
+            if unit.name in self.comes and own[unit.name] == d:
+                parts = self.training.state_parts(unit, self.packs.state_shards)
+                contents = [States(unit.name, k, len(parts)) for k in range(len(parts))]
+                sizes = [self.training.states_bytes(unit, part) for part in parts]
+                self.parts_home[unit.name] = [
+                    self.home(content, HOST, size, "states", owner=d)
+                    for content, size in zip(contents, sizes, strict=True)
+                ]
+            elif (size := self.training.states_bytes(unit)) and own[unit.name] == d:
                 tier, owner = (HOST, d) if unit.name in self.host_has else (device(d), None)
                 self.states_home[unit.name] = self.home((States, unit.name), tier, size, "states", owner=owner)
 
@@ -134,7 +145,7 @@ class _Resident(Pipeline):
             self._coefficients()
         else:  # what has come first is updated first, and else what is needed first
             tasks = {u: tasks[u] for u in dict.fromkeys((*self.left, *tasks))}
-        for u in sorted(tasks, key=lambda u: self.units[u].name in self.comes):
+        for u in sorted(tasks, key=lambda u: self._order(self.units[u])):
             self._update(tasks[u])
 
     def _keeps(self, u: int) -> bool:
@@ -198,6 +209,11 @@ class _Resident(Pipeline):
 
     # ---- updates ----
 
+    def _order(self, unit: Unit) -> int:
+        """Whose update comes first: states that come wait for what is there, and what comes back from the host for
+        them, or they would wait for the host on the link."""
+        return 1 if unit.name in self.comes else 2 * self._is_updated_there(unit)
+
     def _is_updated_there(self, unit: Unit) -> bool:
         """Whether the host updates it."""
         return unit.name in self.host_has and unit.name not in self.comes
@@ -208,16 +224,18 @@ class _Resident(Pipeline):
     def _arrived(self, task: Task, unit: Unit) -> tuple[list[int], list[int]]:
         return [self.grads[unit.name]], []
 
-    def _update(self, task: Task) -> None:
-        (unit,) = task.units
-        name, d, states = unit.name, task.device, States(unit.name)
-        home = self.states_home.get(name) if name in self.comes else None
-        if home is not None:
-            self.states_home[name] = self.copy((copy_key, "fetch", states), h2d(d), home, device(d))
-        super()._update(task)
-        if home is not None:
-            updated = self.states_home[name]
-            self.states_home[name] = self.copy((copy_key, "offload", states), d2h(d), updated, HOST, over=home)
+    def _update_unit(self, task: Task, unit: Unit) -> None:
+        if unit.name not in self.comes:
+            super()._update_unit(task, unit)
+            return
+        d, homes, (grads, *_) = task.device, self.parts_home[unit.name], self._arrived(task, unit)[0]
+        for k, part in enumerate(self.training.state_parts(unit, self.packs.state_shards)):
+            states, old = States(unit.name, k, len(homes)), self.params_home[unit.name]
+            here = self.copy((copy_key, "fetch", states), h2d(d), homes[k], device(d))
+            self.params_home[unit.name], reads = self.over(old), [grads, old, here, *self.coefficients[d : d + 1]]
+            writes, work = [self.params_home[unit.name], self.over(here)], self.training.update_work(unit, part)
+            self.op(states.update_key, compute(d), "update", work=work, reads=reads, writes=writes, unit=unit.name)
+            homes[k] = self.copy((copy_key, "offload", states), d2h(d), writes[1], HOST, over=homes[k])
 
     def _params_to_update(self, unit: Unit) -> tuple[list[int], int]:
         if not self._is_updated_there(unit):

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from tierplan.planner.milp.amounts import Problem
 from tierplan.planner.milp.bounds import compute_s
-from tierplan.planner.plan import PackPlan, Packs, shared_micro_batches
-from tierplan.planner.plan_rules import PackForm, Runs
+from tierplan.planner.plan import PackPlan, Packs
+from tierplan.planner.plan_rules import PackForm, Runs, shared_micro_batches
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.incumbents import Incumbents
 from tierplan.planner.search.local.descent import BETTER

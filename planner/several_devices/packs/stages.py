@@ -48,6 +48,8 @@ MOST_STAGES = 3
 """Of one device."""
 SHIFTS = (1, 2)
 """Units that move from a stage to another at a time."""
+STATE_PARTS = 4
+"""In which states come to their device for the update: all of a unit's have no room there beside another's."""
 SAME_FRAC = 0.0001
 """By so much less, steps are the same."""
 NO_TURN = (-1, -1, -1)
@@ -209,7 +211,8 @@ class StageEstimate:
             at_end = sum(training.params_bytes(u) for u in [*(units[k] for k in own), *self._lent(own)])
             at_end += sum(states_bytes[k] for k in stay)
             at_end += sum(units[k].num_trained * training.grad_bytes for k in here)
-            lacking = max(lacking, at_end + max(states_bytes[k] for k in here) - self.capacity_bytes)
+            come = 2 * max(states_bytes[k] for k in here) / STATE_PARTS  # one part goes while the next one comes
+            lacking = max(lacking, at_end + come - self.capacity_bytes)
         blocks = {k: batches for stage, batches in ahead.items() for k in stage if units[k].kind == "block"}
         for k in sorted(blocks, key=lambda k: (-self.worth[k] / blocks[k], -k)):
             if (needed := blocks[k] * units[k].saved_bytes) <= free:
@@ -375,6 +378,7 @@ class _Search:
             kept=kept,
             host_states=away,
             updates_here=here,
+            state_shards=STATE_PARTS if here else 1,
         )
         tried = self.simulate_plan(PackPlan(policy=PLANNER, packs=packs))
         if tried.step_s is None and (short_gb := -tried.room_gb.get("device", 0.0)) > 0:

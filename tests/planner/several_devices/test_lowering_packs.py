@@ -397,8 +397,11 @@ def test_one_forward_one_backward_takes_as_long_as_the_papers_say() -> None:
         replace(plan.packs, form="pipeline", **states),
         replace(plan.packs, host_states=(6,)),
         replace(plan.packs, updates_here=(1,)),
+        replace(plan.packs, host_states=(1,), state_shards=2),
     ):
-        with pytest.raises(PlanError, match=r"on devices, in packs of form .*; name some of the 6 units, in form 'res"):
+        with pytest.raises(
+            PlanError, match=r"on devices, in [12] parts, in packs of form .*; name some of the 6 units, in form 'res"
+        ):
             replace(plan, packs=wrong).check(workload)
 
 

@@ -21,7 +21,7 @@ from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.planner.search.incumbents import Incumbents
 from tierplan.planner.search.local.moves import untied as untied_plans
 from tierplan.planner.several_devices.packs.search import runs_to
-from tierplan.planner.several_devices.packs.stages import StageEstimate, Stages, search_stages
+from tierplan.planner.several_devices.packs.stages import STATE_PARTS, StageEstimate, Stages, search_stages
 from tierplan.sim.ranks import SEND
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.models import load_workload
@@ -50,8 +50,8 @@ def devices(num: int, capacity_bytes: int) -> Machine:
 
 def resident(num: int, ends: tuple[int, ...], kept: tuple[int, ...] = (), **states: tuple[int, ...]) -> PackPlan:
     """`states` says where those are, and where they are updated, that do not stay."""
-    runs = runs_to(ends)
-    packs = Packs(form="resident", devices=num, forward=runs[:-1], backward=runs, kept=kept)
+    runs, parts = runs_to(ends), STATE_PARTS if states.get("updates_here") else 1
+    packs = Packs(form="resident", devices=num, forward=runs[:-1], backward=runs, kept=kept, state_shards=parts)
     return PackPlan(policy="t", packs=replace(packs, **states))
 
 
@@ -97,7 +97,7 @@ def test_hardly_any_places_of_states_are_quicker(mib: int, clip: float | None) -
         states = {"host_states": away, "updates_here": tuple(k for k in away if places[k] == "here")}
         steps += [
             simulate_plan(resident(2, (*ends, 4), kept, **states)).step_s
-            for ends in [(1,), (2,), (3,), (1, 2), (1, 3), (2, 3)]
+            for ends in [(1,), (2,), (3,), (1, 2), (1, 3), (2, 3), (1, 2, 3)]
             for kept in [(), (1,), (2,), (1, 2)]
         ]
     best_s = min((step_s for step_s in steps if step_s is not None), default=None)

@@ -85,7 +85,7 @@ class Case:
             found = decide("megatron-pp", workload, several(num))
             assert isinstance(found, PackPlan)
             stay = {name: self.options.get(name, ()) for name in ("kept", "host_states", "updates_here")}
-            packs = replace(found.packs, sums_tied=False, **stay)
+            packs = replace(found.packs, sums_tied=False, state_shards=self.options.get("state_shards", 1), **stay)
             if "ends" in self.options:
                 runs = tuple(pairwise((0, *self.options["ends"])))  # type: ignore[misc]
                 packs = replace(packs, forward=runs[:-1], backward=runs)
@@ -278,7 +278,13 @@ PAIR = [
     Case("stages", {"kept": (1, 4), "ends": (2, 3, 4, 6)}, accumulation=4, clip=0.5),
     Case("stages", {"kept": (2, 4), "ends": (1, 2, 4, 5, 6)}, dtype="bf16", accumulation=4),
     Case("stages", {"kept": (1,), "host_states": (0, 2, 4, 5)}, accumulation=3, clip=0.5),
-    Case("stages", {"host_states": (0, 1, 4, 5), "updates_here": (1, 4), "ends": (2, 3, 4, 6)}, "llama", "bf16", 4),
+    Case(
+        "stages",
+        {"host_states": (0, 1, 4, 5), "updates_here": (1, 4), "state_shards": 3, "ends": (2, 3, 4, 6)},
+        "llama",
+        "bf16",
+        4,
+    ),
     Case.random(0),
     Case("planned", {"device_bytes": 240_000}, family="llama", dtype="bf16", accumulation=2, clip=0.5),
 ]
@@ -365,7 +371,7 @@ def train_every(ranks: Ranks, folder: Path, cases: Sequence[Case], wanted: int) 
 
 MOVED = [
     Case("zero-3", family="llama", dtype="bf16", accumulation=4),
-    Case("stages", {"host_states": (0, 2, 3, 5), "updates_here": (0, 3)}, accumulation=4),
+    Case("stages", {"host_states": (0, 2, 3, 5), "updates_here": (0, 3), "state_shards": 2}, accumulation=4),
     Case("parts", accumulation=4),
 ]
 MOVED_TOO = [*MOVED, Case("zero-2", accumulation=4), Case("harmony-pp", {**OWN_MEMORY, "pack": 1}, accumulation=4)]
