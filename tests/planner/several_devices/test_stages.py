@@ -22,6 +22,7 @@ from tierplan.planner.search.incumbents import Incumbents
 from tierplan.planner.search.local.moves import untied as untied_plans
 from tierplan.planner.several_devices.packs.search import runs_to
 from tierplan.planner.several_devices.packs.stages import STATE_PARTS, StageEstimate, Stages, search_stages
+from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.ranks import SEND
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.models import load_workload
@@ -141,6 +142,15 @@ def test_the_estimate_is_about_what_is_simulated_where_states_leave(clip: float 
         tried = simulate_plan(resident(8, stages.ends, kept, host_states=away, updates_here=updated))
         assert (len(away) - len(updated) > 0) == (here < 9)
         assert tried.step_s == pytest.approx(estimate.of(stages)[1], rel=0.12)
+
+
+def test_states_that_come_to_a_device_do_not_wait_for_what_the_host_updates() -> None:
+    """Both go through one link: states come when gradients are there, and the host's new parameters when they are."""
+    workload, machine = unequal(1, clip=0.5), devices(2, 4 * GIB)
+    schedule = lower(resident(2, (3, 7), host_states=(0, 1, 2), updates_here=(0,)), workload, machine)
+    spans = steady_state(schedule, machine).trace.by_key()
+    assert spans["s1/fetch_states/embed/1of4"].start_ns < spans["s1/update/L0/gpu0"].end_ns
+    assert spans["s1/fetch_params/L0/update"].start_ns >= spans["s1/update/L0/gpu0"].end_ns
 
 
 def test_stages_whose_states_have_no_room_are_quicker_than_what_was_published() -> None:
