@@ -103,6 +103,7 @@ class _Resident(Pipeline):
             for some in (self.packs.updates_here, self.packs.host_states)
         )
         self.parts_home: dict[str, list[int]] = {}  # of units whose states come: these in host memory
+        self.last_forward: dict[int, int] = {}  # of each device: before it there is no room for states that come
         self.made_there: dict[str, int] = {}  # of a unit that the host has updated: its new parameters there
         self.left: list[int] = []  # units that the host updates, in the order in which their gradients leave
 
@@ -179,7 +180,7 @@ class _Resident(Pipeline):
             self.shared[self.at, m] = self.buffer((Shared, m), device(self.at), shared_bytes, "acts")
             writes.append(self.shared[self.at, m])
         saved = KeptActs if self._keeps(u) else None
-        _, y, acts = self._run("forward", u, m, reads, writes=writes, saved=saved)
+        self.last_forward[self.at], y, acts = self._run("forward", u, m, reads, writes=writes, saved=saved)
         self.kept[unit.name, m] = [x, acts]
         return y
 
@@ -231,7 +232,8 @@ class _Resident(Pipeline):
         d, homes, (grads, *_) = task.device, self.parts_home[unit.name], self._arrived(task, unit)[0]
         for k, part in enumerate(self.training.state_parts(unit, self.packs.state_shards)):
             states, old = States(unit.name, k, len(homes)), self.params_home[unit.name]
-            here = self.copy((copy_key, "fetch", states), h2d(d), homes[k], device(d))
+            after = [self.last_forward[d]]
+            here = self.copy((copy_key, "fetch", states), h2d(d), homes[k], device(d), after=after)
             self.params_home[unit.name], reads = self.over(old), [grads, old, here, *self.coefficients[d : d + 1]]
             writes, work = [self.params_home[unit.name], self.over(here)], self.training.update_work(unit, part)
             self.op(states.update_key, compute(d), "update", work=work, reads=reads, writes=writes, unit=unit.name)

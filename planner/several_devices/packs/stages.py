@@ -46,6 +46,10 @@ PROMISING = 1.05
 """By the estimate, what is simulated takes at most so many times the best so far."""
 MOST_STAGES = 3
 """Of one device."""
+BROUGHT = 1
+"""Of the starts from which the estimate falls furthest, so many are gone on from with all states that leave brought."""
+NEARLY = 0.1
+"""Where all lack memory, those are simulated that lack at most so much of it: the estimate has what may wait there."""
 SHIFTS = (1, 2)
 """Units that move from a stage to another at a time."""
 STATE_PARTS = 4
@@ -62,7 +66,7 @@ class Stages(NamedTuple):
     away: tuple[int, ...]
     """By device: units whose states are in host memory, beyond those that have no room."""
     here: tuple[int, ...]
-    """By device: of the units whose states are there, how many it updates itself."""
+    """By device: of the units whose states are there, how many it updates itself, of those that it has room for."""
 
 
 Move = Callable[[Stages], Stages | None]
@@ -205,14 +209,16 @@ class StageEstimate:
                 num_away -= free >= 0
                 free += states_bytes[k]
                 away.append(k)
-        here, stay = away[max(0, len(away) - num_here) :], [k for k in own if k not in away]
+        stay, here = [k for k in own if k not in away], list[int]()
+        room = self.capacity_bytes - sum(training.params_bytes(u) for u in [*(units[k] for k in own), *self._lent(own)])
+        room -= sum(states_bytes[k] for k in stay)  # when gradients of all others have gone
+        for k in reversed(away):
+            left = room - units[k].num_trained * training.grad_bytes
+            comes = 2 * max(states_bytes[h] for h in (k, *here)) / STATE_PARTS  # one part goes while the next one comes
+            if len(here) < num_here and left >= comes:
+                room = left
+                here.append(k)
         lacking, kept = max(0.0, -free), set[int]()
-        if here:  # when gradients of all others have gone
-            at_end = sum(training.params_bytes(u) for u in [*(units[k] for k in own), *self._lent(own)])
-            at_end += sum(states_bytes[k] for k in stay)
-            at_end += sum(units[k].num_trained * training.grad_bytes for k in here)
-            come = 2 * max(states_bytes[k] for k in here) / STATE_PARTS  # one part goes while the next one comes
-            lacking = max(lacking, at_end + come - self.capacity_bytes)
         blocks = {k: batches for stage, batches in ahead.items() for k in stage if units[k].kind == "block"}
         for k in sorted(blocks, key=lambda k: (-self.worth[k] / blocks[k], -k)):
             if (needed := blocks[k] * units[k].saved_bytes) <= free:
@@ -227,7 +233,7 @@ class StageEstimate:
             kept=kept,
             host_states=away,
             updates_here=here,
-            host_bytes=sum(_held_bytes(units[k], self.workload) for k in away),
+            host_bytes=sum(states_bytes[k] if k in here else _held_bytes(units[k], self.workload) for k in away),
             lacking_bytes=lacking,
         )
 
@@ -307,12 +313,16 @@ class _Search:
 
     def found(self, *, than_s: float) -> Candidate[PackPlan] | None:
         """The best of those that the estimate ranks first; None where none fits, or none seems to be that quick."""
-        starts, none, every = [*self._starts()], (0,) * self.num, (len(self.held_bytes),) * self.num
-        met = {stages for ends in starts for stages in self._descended(Stages(ends, none, none))}
-        if self.estimate.host_bytes:
-            met |= {*self._descended(min(met, key=self.estimate.of)._replace(here=every))}
+        none, every = (0,) * self.num, (len(self.held_bytes),) * self.num
+        ways = [[*self._descended(Stages(ends, none, none))] for ends in self._starts()]
+        ways.sort(key=lambda way: self.estimate.of(min(way, key=self.estimate.of)))
+        for first, last in [(way[0], min(way, key=self.estimate.of)) for way in ways[:BROUGHT]]:
+            if any(share.host_states for share in self.estimate.shares(last)):
+                ways += ([*self._descended(begun._replace(here=every))] for begun in (first, last))
+        met = dict.fromkeys(chain(*ways))
         ranked = sorted((*self.estimate.of(stages), stages) for stages in met)
-        able = [stages for lacking, step_s, stages in ranked if not lacking and step_s < PROMISING * than_s]
+        most = NEARLY * self.num * self.estimate.capacity_bytes if ranked[0][0] else 0.0
+        able = [stages for lacking, step_s, stages in ranked if lacking <= most and step_s < PROMISING * than_s]
         firsts: dict[tuple[Ends, bool], Stages] = {}
         for stages in able:
             firsts.setdefault(self._kind_of(stages), stages)
@@ -361,8 +371,18 @@ class _Search:
                 moves.append(partial(_shifted, giving=giving, taking=taking, number=number))
         if self.estimate.host_bytes:
             changes = product(range(self.num), ((1, 0), (-1, 0), (0, 1), (0, -1)))
-            moves += [partial(_with_states, d=d, away=away, here=here) for d, (away, here) in changes]
+            moves += [partial(self._with_states, d=d, away=away, here=here) for d, (away, here) in changes]
         return moves
+
+    def _with_states(self, stages: Stages, *, d: int, away: int, here: int) -> Stages | None:
+        """A device has the states of so many more units in host memory, or updates so many more of these itself."""
+        if here:  # beside those that it updates now
+            here += len(self.estimate.shares(stages)[d].updates_here) - stages.here[d]
+        numbers = stages.away[d] + away, stages.here[d] + here
+        if min(numbers) < 0:
+            return None
+        of_all = ((*some[:d], n, *some[d + 1 :]) for some, n in zip(stages[1:], numbers, strict=True))
+        return Stages(stages.ends, *of_all)
 
     def _simulated(self, stages: Stages) -> Candidate[PackPlan]:
         runs, shares = runs_to(stages.ends), self.estimate.shares(stages)
@@ -381,7 +401,8 @@ class _Search:
             state_shards=STATE_PARTS if here else 1,
         )
         tried = self.simulate_plan(PackPlan(policy=PLANNER, packs=packs))
-        if tried.step_s is None and (short_gb := -tried.room_gb.get("device", 0.0)) > 0:
+        is_surprise = tried.step_s is None and not self.estimate.of(stages)[0]
+        if is_surprise and (short_gb := -tried.room_gb.get("device", 0.0)) > 0:
             self.short_bytes = min(self.short_bytes or inf, short_gb * 1e9)
         return tried
 
@@ -392,15 +413,6 @@ def _shifted(stages: Stages, *, giving: int, taking: int, number: int) -> Stages
     ends = stages.ends
     moved = (*ends[:low], *(end + shift for end in ends[low:high]), *ends[high:])
     return stages._replace(ends=moved) if all(a < b for a, b in runs_to(moved)) else None
-
-
-def _with_states(stages: Stages, *, d: int, away: int, here: int) -> Stages | None:
-    """A device has the states of so many more units in host memory, or updates so many more of these itself."""
-    numbers = stages.away[d] + away, stages.here[d] + here
-    if min(numbers) < 0:
-        return None
-    of_all = ((*some[:d], n, *some[d + 1 :]) for some, n in zip(stages[1:], numbers, strict=True))
-    return Stages(stages.ends, *of_all)
 
 
 @compiled

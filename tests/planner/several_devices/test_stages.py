@@ -11,6 +11,7 @@ import pytest
 from tests.planner.several_devices.test_packs import with_device_bytes
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import PackPlan, Packs, other_numbers
 from tierplan.planner.plan_rules import PlanError
@@ -105,6 +106,34 @@ def test_hardly_any_places_of_states_are_quicker(mib: int, clip: float | None) -
     found_s = searched(workload, machine)
     assert (found_s is None) == (best_s is None)
     assert found_s is None or best_s is None or best_s <= found_s <= 1.05 * best_s
+
+
+@pytest.mark.parametrize(
+    ("seed", "num", "blocks", "accumulation", "mib", "clip", "host"),
+    [
+        (0, 2, 8, 12, 1000, None, 4.0),  # no estimate has room
+        (1, 2, 12, 8, 1500, None, 1.01),  # the host has it for states alone
+        (2, 4, 8, 8, 800, 0.5, 4.0),  # those of the embedding have none on its device
+        (4, 2, 8, 2, 1500, 0.5, 4.0),
+    ],
+)
+def test_random_stages_are_not_quicker_than_what_is_found(
+    seed: int, num: int, blocks: int, accumulation: int, mib: int, clip: float | None, host: float
+) -> None:
+    """On longer chains than have all their places tried, mostly with all states in host memory."""
+    workload, rng = unequal(seed, blocks, accumulation, clip), random.Random(seed)
+    machine = with_capacity(devices(num, mib * MIB), {"host": int(host * workload.states_bytes)})
+    found_s, simulate_plan, units = searched(workload, machine), simulator(workload, machine), range(blocks + 2)
+    steps = []
+    for _ in range(200):
+        ends = (*sorted(rng.sample(units[1:], num - rng.choice((0, 1)))), len(units))
+        sizes = (rng.choice((0, 0.5, 1)), rng.choice((0.5, 1, 1)), rng.choice((0, 0.5, 1)))
+        kept, away, here = (tuple(k for k in units if rng.random() < size) for size in sizes)
+        states = {"host_states": away, "updates_here": tuple(k for k in here if k in away)}
+        steps.append(simulate_plan(resident(num, ends, tuple(k for k in kept if k in units[1:-1]), **states)).step_s)
+    best_s = min(step_s for step_s in steps if step_s is not None)
+    assert found_s is not None
+    assert found_s <= 1.02 * best_s
 
 
 @pytest.mark.parametrize(("num", "at_home"), [(2, False), (3, False), (2, True), (3, True)])
