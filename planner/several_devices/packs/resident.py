@@ -27,7 +27,7 @@ from tierplan.planner.several_devices.packs.task import Task
 from tierplan.planner.several_devices.packs.unitwise import Pipeline
 from tierplan.sim.builder import Said
 from tierplan.sim.columns import ScheduleColumns
-from tierplan.sim.contents import Gradients, KeptActs, Params, RecomputedActs, Shared, States, copy_key, op_key
+from tierplan.sim.contents import Frozen, Gradients, KeptActs, Params, RecomputedActs, Shared, States, copy_key, op_key
 from tierplan.sim.step import StepSpec, unit_spec
 from tierplan.sim.workloads.workload import Unit, Workload
 
@@ -93,6 +93,7 @@ class _Resident(Pipeline):
         super().__init__(plan, workload, machine)
         self.stages, self.n = [range(a, b) for a, b in self.packs.backward], self.packs.devices
         self.own = [s % self.n for s, stage in enumerate(self.stages) for _ in stage]
+        self.frozen: list[dict[str, int]] = [{} for _ in range(self.n)]  # of each device, as `homes`
         self.at_stage = 0
         self.arrived: dict[tuple[bool, int, int], int] = {}  # whether backward, stage, micro-batch -> its border
         self.kept: dict[tuple[str, int], list[int | None]] = {}  # unit, micro-batch -> its input, and what it has saved
@@ -111,15 +112,15 @@ class _Resident(Pipeline):
         own = {unit.name: d for unit, d in zip(self.units, self.own, strict=True)}
         for d, unit in product(range(self.n), self.units):
             is_lent = any(own[other.name] == d for other in self.units if other.shares == unit.name)
-            if (size := self.training.params_bytes(unit)) and (is_lent or own[unit.name] == d):
-                self.homes[d][unit.name] = self.home((Params, unit.name), device(d), size, "params")
+            sizes = Params, unit.num_trained * self.training.param_bytes, self.homes[d]
+            for content, size, homes in (sizes, (Frozen, unit.frozen_bytes, self.frozen[d])):
+                if size and (is_lent or own[unit.name] == d):
+                    homes[unit.name] = self.home((content, unit.name), device(d), size, "params")
             if unit.name in self.comes and own[unit.name] == d:
                 parts = self.training.state_parts(unit, self.packs.state_shards)
-                contents = [States(unit.name, k, len(parts)) for k in range(len(parts))]
-                sizes = [self.training.states_bytes(unit, part) for part in parts]
                 self.parts_home[unit.name] = [
-                    self.home(content, HOST, size, "states", owner=d)
-                    for content, size in zip(contents, sizes, strict=True)
+                    self.home(States(unit.name, k, len(parts)), HOST, size, "states", owner=d)
+                    for k, size in enumerate(self.training.states_bytes(unit, part) for part in parts)
                 ]
             elif (size := self.training.states_bytes(unit)) and own[unit.name] == d:
                 tier, owner = (HOST, d) if unit.name in self.host_has else (device(d), None)
@@ -166,7 +167,8 @@ class _Resident(Pipeline):
             self.arrived[goes_back, stage + step, m] = self._hand_over(border, (stage + step) % self.n, m)
 
     def _reads(self, unit: Unit, m: int) -> list[int | None]:
-        params = [self.homes[self.at].get(name) for name in (unit.name, unit.shares) if name]
+        homes, names = (self.homes[self.at], self.frozen[self.at]), [name for name in (unit.name, unit.shares) if name]
+        params = [of.get(name) for name, of in product(names, homes)]
         return [*params, *([self.shared.get((self.at, m))] if unit.kind == "block" else [])]
 
     def _beside(self, u: int, kind: str) -> int:

@@ -11,6 +11,7 @@ import pytest
 from tests.planner.several_devices.test_packs import with_device_bytes
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.names import d2h, h2d
 from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import PackPlan, Packs, other_numbers
@@ -180,6 +181,20 @@ def test_states_that_come_to_a_device_do_not_wait_for_what_the_host_updates() ->
     spans = steady_state(schedule, machine).trace.by_key()
     assert spans["s1/fetch_states/embed/1of4"].start_ns < spans["s1/update/L0/gpu0"].end_ns
     assert spans["s1/fetch_params/L0/update"].start_ns >= spans["s1/update/L0/gpu0"].end_ns
+
+
+def test_what_is_frozen_stays_where_the_host_updates_adapters() -> None:
+    """Adapters are in fp32, with no other copy: 4 bytes of each, and 4 of its gradient, go to the host, and 4 come."""
+    training = Training(gradient_accumulation_steps=4, sequence_length=512, lora="r=8,targets=all-linear")
+    whole = load_workload("qwen3-4b", training)
+    workload = replace(whole, units=(whole.units[0], *whole.blocks[:4], whole.units[-1]))
+    schedule = lower(resident(2, (3, 6), host_states=(1, 3)), workload, devices(2, 40 * GIB))
+    num = sum(workload.units[k].num_trained for k in (1, 3))
+    moved = schedule.bytes_moved()
+    assert [(moved[h2d(d)], moved[d2h(d)]) for d in range(2)] == [(4 * num // 2, 8 * num // 2)] * 2
+    assert 8 * num < workload.units[1].frozen_bytes
+    held = [b for b in schedule.buffers if b.initial and b.content.startswith("frozen/")]
+    assert sum(b.size_bytes for b in held) >= sum(unit.frozen_bytes for unit in workload.units)
 
 
 def test_stages_whose_states_have_no_room_are_quicker_than_what_was_published() -> None:
