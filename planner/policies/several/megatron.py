@@ -47,11 +47,14 @@ def _pipeline_parallel(workload: Workload, machine: Machine, given: Mapping[str,
 
 
 def even_stages(blocks: int, count: int) -> Runs:
-    """As many blocks each; where that does not go, the first and the last stage have fewer, as they have more to do."""
-    each = -(-blocks // count)
-    first = (blocks - (count - 2) * each) // 2 if blocks % count and count > 2 else each
-    borders = [0, *(1 + min(first + each * k, blocks) for k in range(count - 1)), blocks + 2]
-    return tuple(pairwise(borders))
+    """As many blocks each; where that does not go, the first and the last stage have fewer, as they have more to do,
+    and where that is not enough, others near them have one fewer."""
+    each, more = -(-blocks // count), blocks % count
+    first = (blocks - (count - 2) * each) // 2 if more and count > 2 else each
+    ends = [min(first + each * k, blocks) for k in range(count - 1)]
+    if first < 0:
+        ends = [(each - 1) * k + min(max(k - (count - more) // 2, 0), more) for k in range(1, count)]
+    return tuple(pairwise([0, *(1 + end for end in ends), blocks + 2]))
 
 
 VARIANTS: Mapping[str, Policy] = {"megatron-tp": _tensor_parallel, "megatron-pp": _pipeline_parallel}

@@ -417,3 +417,9 @@ def test_megatrons_stages_have_fewer_blocks_at_the_ends() -> None:
     assert [b - a for a, b in even_stages(28, 8)] == [2 + 1, 4, 4, 4, 4, 4, 4, 2 + 1]
     assert [b - a for a, b in even_stages(32, 8)] == [5, *[4] * 6, 5]
     assert even_stages(4, 2) == ((0, 3), (3, 6))
+    assert [b - a for a, b in even_stages(7, 5)] == [1, 2, 2, 2, 2]
+    assert [b - a for a, b in even_stages(8, 7)] == [1 + 1, 1, 1, 2, 1, 1, 1 + 1]
+    for num, blocks in itertools.combinations(range(1, 50), 2):
+        stages = even_stages(blocks, num)
+        assert [0, *(b for _, b in stages)] == [*(a for a, _ in stages), blocks + 2]
+        assert all(a < b for a, b in stages)
