@@ -11,7 +11,7 @@ import pytest
 from tests.toys import toy_machine, toy_workload, uniform_plan
 from tierplan.cli import main
 from tierplan.commands.plan import EXIT_INFEASIBLE
-from tierplan.planner.plan import Sharing, UnitPlan, UnitwisePlan
+from tierplan.planner.plan import PackPlan, Packs, Sharing, UnitPlan, UnitwisePlan
 from tierplan.planner.plan_file import load_plan
 from tierplan.planner.planning import plan
 from tierplan.planner.prediction import predict_plan
@@ -91,6 +91,20 @@ def test_a_system_that_takes_other_steps_says_so():
 def test_what_devices_divide_is_said(divided, said):
     plan = UnitwisePlan(policy="x", units=(UnitPlan(),), devices=2, sharing=Sharing(divided=divided))
     assert devices_rows(plan) == [("devices", said)]
+
+
+@pytest.mark.parametrize(
+    ("states", "here", "said"),
+    [
+        ((0, 1, 3), (0, 1), [("  states", "of 3 units in host memory: 2 brought for the update, 1 updated there")]),
+        ((3,), (), [("  states", "of 1 unit in host memory: 1 updated there")]),
+        ((), (), []),
+    ],
+)
+def test_where_states_of_stages_are_is_said(states, here, said):
+    packs = Packs(form="resident", devices=2, forward=((0, 2),), backward=((0, 2), (2, 4)), host_states=states)
+    rows = devices_rows(PackPlan(policy="x", packs=replace(packs, updates_here=here)))
+    assert [row for row in rows if row[0] == "  states"] == said
 
 
 def test_nothing_fits_is_an_answer(tmp_path, capsys):

@@ -277,9 +277,9 @@ def devices_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _states_of(packs: Packs) -> str:
-    here, there = len(packs.updates_here), len(packs.host_states) - len(packs.updates_here)
-    who = ((here, "come to their devices for the update"), (there, "the host updates"))
-    return f"of {len(packs.host_states)} units in host memory: " + ", ".join(f"{n} {what}" for n, what in who if n)
+    num, here = len(packs.host_states), len(packs.updates_here)
+    who = ", ".join(f"{n} {what}" for n, what in ((here, "brought for the update"), (num - here, "updated there")) if n)
+    return f"of {num} unit{'s' * (num != 1)} in host memory: {who}"
 
 
 _OWN = "each with micro-batches of its own and"
