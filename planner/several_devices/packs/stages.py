@@ -49,7 +49,7 @@ MOST_STAGES = 3
 BROUGHT = 1
 """Of the starts from which the estimate falls furthest, so many are gone on from with all states that leave brought."""
 NEARLY = 0.1
-"""Where all lack memory, those are simulated that lack at most so much of it: the estimate has what may wait there."""
+"""What lacks at most so much of all memory is simulated last: the estimate has all that may wait there."""
 SHIFTS = (1, 2)
 """Units that move from a stage to another at a time."""
 STATE_PARTS = 4
@@ -321,13 +321,13 @@ class _Search:
                 ways += ([*self._descended(begun._replace(here=every))] for begun in (first, last))
         met = dict.fromkeys(chain(*ways))
         ranked = sorted((*self.estimate.of(stages), stages) for stages in met)
-        most = NEARLY * self.num * self.estimate.capacity_bytes if ranked[0][0] else 0.0
-        able = [stages for lacking, step_s, stages in ranked if lacking <= most and step_s < PROMISING * than_s]
-        firsts: dict[tuple[Ends, bool], Stages] = {}
-        for stages in able:
-            firsts.setdefault(self._kind_of(stages), stages)
+        most = NEARLY * self.num * self.estimate.capacity_bytes
+        firsts: tuple[dict[tuple[Ends, bool], Stages], ...] = {}, {}  # that have room, and that nearly have
+        for lacking, step_s, stages in ranked:
+            if lacking <= most and step_s < PROMISING * than_s:
+                firsts[lacking > 0].setdefault(self._kind_of(stages), stages)
         best, budget = None, self.simulate_plan.budget
-        for stages in [*firsts.values()][:SIMULATED]:
+        for stages in chain(*([*some.values()][:SIMULATED] for some in firsts)):
             if best is not None and (budget.is_out_of_time or budget.spent_frac > self.end_frac):
                 break
             best = min((found for found in (best, self._simulated(stages)) if found), key=step_s_of)

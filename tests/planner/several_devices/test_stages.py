@@ -116,6 +116,7 @@ def test_hardly_any_places_of_states_are_quicker(mib: int, clip: float | None) -
         (1, 2, 12, 8, 1500, None, 1.01),  # the host has it for states alone
         (2, 4, 8, 8, 800, 0.5, 4.0),  # those of the embedding have none on its device
         (4, 2, 8, 2, 1500, 0.5, 4.0),
+        (15, 2, 4, 2, 1000, None, 4.0),  # what is quickest nearly has it, by the estimate
     ],
 )
 def test_random_stages_are_not_quicker_than_what_is_found(
