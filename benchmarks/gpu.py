@@ -15,7 +15,9 @@ from __future__ import annotations
 import argparse
 import copy
 import fcntl
+import gzip
 import importlib.util
+import io
 import itertools
 import json
 import os
@@ -27,6 +29,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from importlib import metadata
@@ -39,6 +42,7 @@ SLICE_S = 480.0
 TURNS_S = 420.0
 """Within a slice no further turn is begun that would end later."""
 TAR_BYTES = 16 << 20
+STATE = "state.json"
 ENDS_WITH_PARENT = (
     "import ctypes, os, signal, sys; PR_SET_PDEATHSIG = 1\n"
     "ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)\n"
@@ -58,26 +62,32 @@ WIDTHS = {"tiny": ((64, 2),), "full": ((768, 12), (1536, 12), (4096, 4))}
 
 Slices = Mapping[str, Sequence[str]]
 """Commands by name: each is one thing to do, in a process of its own."""
+State = dict[str, dict[str, Any]]
+"""By slice, how it ended."""
 
 
-def run_slices(slices: Slices, out: Path, *, limit_s: float = SLICE_S, tar: Path | None = None) -> dict[str, Any]:
+def run_slices(
+    slices: Slices, out: Path, *, limit_s: float = SLICE_S, tar: Path | None = None, asked: str = ""
+) -> State:
     """Runs those that are not done by the state file, the ones that failed last, and notes and packs each as it ends.
-    One at a time: none outlives this process, and a second one in the same folder is refused."""
+    One at a time: none outlives this process, and a second one in the same folder is refused; so is one that asks for
+    something else, since a slice of a rehearsal is not done on a GPU."""
     out.mkdir(parents=True, exist_ok=True)
     with (out / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise SystemExit(f"{out} is in use by another run; wait for it, or give another folder") from None
-        state = _run_slices(slices, out, limit_s, tar)
+        state = _run_slices(slices, out, limit_s, tar, asked)
         pack(out, tar)
         return state
 
 
-def _run_slices(slices: Slices, out: Path, limit_s: float, tar: Path | None) -> dict[str, Any]:
+def _run_slices(slices: Slices, out: Path, limit_s: float, tar: Path | None, asked: str) -> State:
     ending_with_this = (sys.executable, "-I", "-c", ENDS_WITH_PARENT, str(os.getpid()))
-    state_path = out / "state.json"
-    state: dict[str, Any] = json.loads(state_path.read_text()) if state_path.exists() else {}
+    state_path = out / STATE
+    state = read_state(out)
+    _check_asked(out, state, {asked})
     (out / "logs").mkdir(parents=True, exist_ok=True)
     to_do = [name for name in slices if state.get(name, {}).get("result") != "done"]
     for name in sorted(to_do, key=lambda name: name in state):
@@ -96,13 +106,32 @@ def _run_slices(slices: Slices, out: Path, limit_s: float, tar: Path | None) -> 
                 if not isinstance(error, subprocess.TimeoutExpired):
                     raise
                 result = f"over {limit_s:.0f} s"
-        state[name] = {"result": result, "seconds": round(time.monotonic() - began_s, 1)}
+        state[name] = {"result": result, "seconds": round(time.monotonic() - began_s, 1), "asked": asked}
         waiting = state_path.with_suffix(".tmp")
         waiting.write_text(json.dumps(state, indent=1))
         waiting.replace(state_path)
         pack(out, tar)
         print(result, flush=True)
     return state
+
+
+def read_state(out: Path) -> State:
+    """What has ended, and how; nothing where no slice has."""
+    path = out / STATE
+    try:
+        state: State = json.loads(path.read_text()) if path.exists() else {}
+        _ = [one["result"] for one in state.values()]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise SystemExit(f"{path} is damaged: {error!r}; move it away, to go on from the packed file if any") from None
+    return state
+
+
+def _check_asked(out: Path, state: State, asked: set[str]) -> None:
+    if others := {one.get("asked", "") for one in state.values()} - asked:
+        raise SystemExit(
+            f"{out} has results of {others.pop()!r}, and these are of {asked.pop()!r}; give another folder and file "
+            "(--out, --tar), or move its own away"
+        )
 
 
 def pack(out: Path, tar: Path | None) -> None:
@@ -298,7 +327,7 @@ def report(out: Path) -> str:
     """What was found, as a page."""
     from tierplan.sim.output.text import markdown_table
 
-    state: Mapping[str, Any] = json.loads((out / "state.json").read_text())
+    state = read_state(out)
     rows = [(name, one["result"], str(one["seconds"])) for name, one in state.items()]
     lines = ["# On a borrowed GPU", "", *markdown_table(("slice", "result", "s"), rows)]
     log = out / "logs" / "environment.log"
@@ -340,8 +369,16 @@ def install_missing(wheels: Path | None, out: Path) -> None:
 
 
 def unpack(tar: Path, out: Path) -> None:
-    with tarfile.open(tar) as packed:
-        packed.extractall(out, filter="data")
+    """The state last: a run that is killed before it is there unpacks all again."""
+    try:
+        whole = io.BytesIO(gzip.decompress(tar.read_bytes()))  # to its checksum
+        with tarfile.open(fileobj=whole, mode="r:") as packed:
+            members = sorted(packed, key=lambda member: member.name == STATE)
+            if (out / STATE).exists() and (inside := packed.extractfile(members[-1])):
+                _check_asked(out, read_state(out), {one.get("asked", "") for one in json.load(inside).values()})
+            packed.extractall(out, members, filter="data")
+    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise SystemExit(f"{tar} is damaged: {error}; give another with --tar, or move it away to begin anew") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -359,10 +396,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.out = args.out.resolve()
     args.campaign = args.campaign or (str(ROOT / "benchmarks" / "gpu-tiny.toml") if args.size else "gpu-billions")
     tar = (args.tar or args.out.with_name(args.out.name + ".tar.gz")).resolve()
-    if args.inner is None and tar.exists() and ((args.report and args.tar) or not (args.out / "state.json").exists()):
+    if args.inner is None and tar.exists() and ((args.report and args.tar) or not (args.out / STATE).exists()):
         unpack(tar, args.out)
     if args.report:
-        if not (args.out / "state.json").exists():
+        if not (args.out / STATE).exists():
             raise SystemExit(
                 f"neither {args.out} nor {tar} has results; give another folder or file, or run `make gpu`"
             )
@@ -384,7 +421,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     install_missing(args.wheels, args.out)
     print(about_versions(), flush=True)
     try:
-        state = run_slices(all_slices(args), args.out, tar=tar)
+        asked = " ".join(("--device", args.device, *args.size))
+        state = run_slices(all_slices(args), args.out, tar=tar, asked=asked)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on behind the slices that are done", file=sys.stderr)
         return 130

@@ -103,6 +103,28 @@ def test_what_fails_or_takes_too_long_is_noted_and_repeated_by_the_next_run_behi
     assert ran.read_text().split() == ["bad", "long", "good", "new", "bad", "long"]
 
 
+def test_what_a_rehearsal_has_done_is_not_done_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of slices are the same; a test that was skipped on the CPU would never have run."""
+    out, ran = tmp_path / "out", tmp_path / "ran"
+    monkeypatch.setattr("benchmarks.gpu.all_slices", lambda args: {"tests": ("bash", "-c", f"echo >> {ran}")})
+    assert main(["--out", str(out), "--device", "cpu", "--tiny"]) == 0
+    for other in (["--device", "cpu"], ["--device", "fake", "--tiny"], ["--device", "cuda"]):
+        with pytest.raises(SystemExit, match="has results of '--device cpu --tiny', and these are of '--device"):
+            main(["--out", str(out), *other])
+    shutil.rmtree(out)  # the packed file says it, too
+    with pytest.raises(SystemExit, match="has results of '--device cpu --tiny'"):
+        main(["--out", str(out), "--device", "cuda"])
+    assert main(["--out", str(out), "--device", "cpu", "--tiny"]) == 0
+    assert ran.read_text() == "\n"
+    run_slices({"tests": ("true",)}, tmp_path / "there", tar=tmp_path / "gpu.tar.gz", asked="--device cuda")
+    back = ["--out", str(out), "--tar", str(tmp_path / "gpu.tar.gz"), "--report"]
+    with pytest.raises(SystemExit, match="has results of '--device cpu --tiny', and these are of '--device cuda'"):
+        main(back)  # else its page had both
+    (out / "state.json").write_text('{"tests": {"res')
+    with pytest.raises(SystemExit, match=r"state\.json is damaged"):
+        main(["--out", str(out), "--device", "cpu", "--tiny"])
+
+
 def test_results_are_packed_into_a_file_of_limited_size_that_the_page_is_made_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +147,43 @@ def test_results_are_packed_into_a_file_of_limited_size_that_the_page_is_made_fr
     assert "| later | done |" in (tmp_path / "other" / "gpu.md").read_text()
     with pytest.raises(SystemExit, match="has results; give another folder"):
         main(["--out", str(tmp_path / "none"), "--report"])
+
+
+def test_a_packed_file_that_is_cut_off_is_refused_and_one_half_unpacked_is_unpacked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the run goes on with slices that are done and have no results, and packs that over the file."""
+    out, tar = tmp_path / "out", tmp_path / "out.tar.gz"
+    out.mkdir()
+    (out / "result").write_bytes(os.urandom(9_000))
+    run_slices({"good": ("true",)}, out, tar=tar, asked="--device cpu --tiny")
+    whole = tar.read_bytes()
+    args = ["--out", str(out), "--device", "cpu", "--tiny"]
+    monkeypatch.setattr("benchmarks.gpu.all_slices", lambda args: {"good": ("true",)})
+    for damaged in (whole[:-20], whole[:4_000], b"", b"no such file", whole[:5_000] + bytes(99) + whole[5_099:]):
+        shutil.rmtree(out, ignore_errors=True)
+        tar.write_bytes(damaged)
+        with pytest.raises(SystemExit, match=r"out\.tar\.gz is damaged: .*move it away"):
+            main(args)
+        assert not (out / "state.json").exists()
+        assert tar.read_bytes() == damaged
+    tar.write_bytes(whole)
+    make, names = tarfile.TarFile.makefile, []
+
+    def killed_at_the_last(self: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> None:
+        names.append(member.name)
+        if len(names) == 3:
+            raise KeyboardInterrupt
+        make(self, member, path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tarfile.TarFile, "makefile", killed_at_the_last)
+        with pytest.raises(KeyboardInterrupt):
+            unpack(tar, out)
+    assert main(args) == 0
+    assert (out / "result").stat().st_size == 9_000
+    with tarfile.open(tar) as packed:
+        assert set(packed.getnames()) == {"state.json", "logs/good.log", "result"}
 
 
 def test_turns_beside_plain_training_end_in_time_and_are_kept_as_they_come(
