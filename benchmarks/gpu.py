@@ -43,6 +43,8 @@ TURNS_S = 420.0
 """Within a slice no further turn is begun that would end later."""
 TAR_BYTES = 16 << 20
 STATE = "state.json"
+NEEDS_GPU = "TIERPLAN_NEEDS_GPU"
+"""Where this is set, tests fail without a GPU: all that need one would be skipped, and that counts as passed."""
 ENDS_WITH_PARENT = (
     "import ctypes, os, signal, sys; PR_SET_PDEATHSIG = 1\n"
     "ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)\n"
@@ -183,7 +185,8 @@ def all_slices(args: argparse.Namespace) -> Slices:
     if args.device == "fake":
         slices |= {f"tests/{Path(t).stem}": (*pytest, t) for t in FAKE_TESTS}
     else:
-        slices |= {f"tests/{Path(t).stem}": (*pytest, "-m", "gpu", t) for t in tests}
+        needs = ("env", f"{NEEDS_GPU}=1") if args.device == "cuda" else ()
+        slices |= {f"tests/{Path(t).stem}": (*needs, *pytest, "-m", "gpu", t) for t in tests}
     sizes = WIDTHS["tiny" if args.size else "full"]
     slices |= {f"beside-plain/{w}": (*inner, "--inner", "beside-plain", f"{w}", f"{n}") for w, n in sizes}
     if args.device == "fake":
@@ -212,13 +215,19 @@ def rows(campaign: str) -> list[str]:
     return [name for _, name in sorted(found)]
 
 
-def environment() -> None:
+def environment(device: str) -> None:
+    """What is there; and that the GPU computes: PyTorch has no kernels for cards of other generations."""
     import torch
+
+    from tierplan.runtime.execution.device import device_named
 
     print(about_versions())
     print("CUDA", torch.version.cuda)
     for k in range(torch.cuda.device_count()):
-        print(torch.cuda.get_device_properties(k))
+        print(torch.cuda.get_device_properties(k), flush=True)
+    if device == "cuda":
+        ones = torch.ones(16, 16, device=device_named(device), dtype=torch.bfloat16)
+        assert (ones @ ones).sum().item() == 16**3
 
 
 def beside_plain(
@@ -409,7 +418,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.inner is not None:
         what, *numbers = args.inner
         if what == "environment":
-            environment()
+            environment(args.device)
         elif what == "calibrate":
             calibrate(args.device, args.out, *map(int, numbers), is_tiny=bool(args.size))
         else:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from benchmarks.gpu import not_planned
+from benchmarks.gpu import NEEDS_GPU, not_planned
 from tierplan.planner.search import budget
 
 
@@ -26,6 +26,8 @@ def pytest_configure() -> None:
     # tests run side by side, one thread each; so do the processes that they start
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if os.environ.get(NEEDS_GPU) and not torch.cuda.is_available():
+        raise pytest.UsageError("PyTorch sees no GPU: its tests would all be skipped")
 
 
 @pytest.hookimpl(tryfirst=True)

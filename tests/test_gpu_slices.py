@@ -18,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import gpu
 from benchmarks.gpu import all_slices, beside_plain, install_missing, main, pack, report, rows, run_slices, unpack
@@ -123,6 +124,19 @@ def test_what_a_rehearsal_has_done_is_not_done_on_a_gpu(tmp_path: Path, monkeypa
     (out / "state.json").write_text('{"tests": {"res')
     with pytest.raises(SystemExit, match=r"state\.json is damaged"):
         main(["--out", str(out), "--device", "cpu", "--tiny"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_a_gpu_no_slice_of_one_is_done(tmp_path: Path) -> None:
+    """Tests that need one are skipped, which pytest calls passed."""
+    args = argparse.Namespace(
+        out=tmp_path, device="cuda", size=("--tiny",), campaign="gpu-billions", nvme_dir=tmp_path / "nvme", wheels=None
+    )
+    slices = all_slices(args)
+    asked = {name: slices[name] for name in ("environment", "tests/test_gpu")}
+    assert all(one["result"].startswith("exit status") for one in run_slices(asked, tmp_path).values())
+    assert "sees no GPU" in (tmp_path / "logs" / "environment.log").read_text()
+    assert "sees no GPU" in (tmp_path / "logs" / "tests-test_gpu.log").read_text()
 
 
 def test_results_are_packed_into_a_file_of_limited_size_that_the_page_is_made_from(
