@@ -42,7 +42,7 @@ SLICE_S = 480.0
 TURNS_S = 420.0
 """Within a slice no further turn is begun that would end later."""
 TAR_BYTES = 16 << 20
-STATE = "state.json"
+STATE, NOT_RUN = "state.json", "not run"
 NEEDS_GPU = "TIERPLAN_NEEDS_GPU"
 """Where this is set, tests fail without a GPU: all that need one would be skipped, and that counts as passed."""
 ENDS_WITH_PARENT = (
@@ -87,12 +87,13 @@ def run_slices(
 
 def _run_slices(slices: Slices, out: Path, limit_s: float, tar: Path | None, asked: str) -> State:
     ending_with_this = (sys.executable, "-I", "-c", ENDS_WITH_PARENT, str(os.getpid()))
-    state_path = out / STATE
     state = read_state(out)
     _check_asked(out, state, {asked})
     (out / "logs").mkdir(parents=True, exist_ok=True)
-    to_do = [name for name in slices if state.get(name, {}).get("result") != "done"]
-    for name in sorted(to_do, key=lambda name: name in state):
+    state |= {name: {"result": NOT_RUN, "asked": asked} for name in slices if name not in state}
+    _write_state(out, state)
+    to_do = [name for name in slices if state[name]["result"] != "done"]
+    for name in sorted(to_do, key=lambda name: state[name]["result"] != NOT_RUN):
         print(f"{name} ...", end=" ", flush=True)
         began_s = time.monotonic()
         with (out / "logs" / f"{name.replace('/', '-')}.log").open("w") as log:
@@ -109,9 +110,7 @@ def _run_slices(slices: Slices, out: Path, limit_s: float, tar: Path | None, ask
                     raise
                 result = f"over {limit_s:.0f} s"
         state[name] = {"result": result, "seconds": round(time.monotonic() - began_s, 1), "asked": asked}
-        waiting = state_path.with_suffix(".tmp")
-        waiting.write_text(json.dumps(state, indent=1))
-        waiting.replace(state_path)
+        _write_state(out, state)
         pack(out, tar)
         print(result, flush=True)
     return state
@@ -126,6 +125,12 @@ def read_state(out: Path) -> State:
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise SystemExit(f"{path} is damaged: {error!r}; move it away, to go on from the packed file if any") from None
     return state
+
+
+def _write_state(out: Path, state: State) -> None:
+    waiting = out / f"{STATE}.tmp"
+    waiting.write_text(json.dumps(state, indent=1))
+    waiting.replace(out / STATE)
 
 
 def _check_asked(out: Path, state: State, asked: set[str]) -> None:
@@ -248,6 +253,7 @@ def beside_plain(
     from tierplan.runtime.tracing.models import build_model
     from tierplan.runtime.trainer import Trainer
     from tierplan.sim.output.perfetto import write_perfetto
+    from tierplan.sim.trace import write_atomically
     from tierplan.sim.workloads.workload import Training
 
     where: Literal["cpu", "cuda"] = "cuda" if device == "cuda" else "cpu"
@@ -300,7 +306,7 @@ def beside_plain(
                 for name, one in steps_s.items()
             }
             found = {**shape, "turns": turn + 1, "plain_over_schedule": ratios, "step_s": steps_s}
-            (out / f"beside-plain-{width}.json").write_text(json.dumps(found, indent=1))
+            write_atomically(out / f"beside-plain-{width}.json", json.dumps(found, indent=1))
             turn_s = time.monotonic() - turn_began_s
     print(f"{found['turns']} of {turns} turns taken")
     print(json.dumps(found))
@@ -337,7 +343,7 @@ def report(out: Path) -> str:
     from tierplan.sim.output.text import markdown_table
 
     state = read_state(out)
-    rows = [(name, one["result"], str(one["seconds"])) for name, one in state.items()]
+    rows = [(name, one["result"], str(one.get("seconds", ""))) for name, one in state.items()]
     lines = ["# On a borrowed GPU", "", *markdown_table(("slice", "result", "s"), rows)]
     log = out / "logs" / "environment.log"
     lines += ["", "```", log.read_text().strip() if log.exists() else "", "```"]
@@ -352,9 +358,13 @@ def report(out: Path) -> str:
         lines += ["", "## Calibrated, planned, run and compared", "", "```", log.read_text().strip(), "```"]
     if (out / "campaign").is_dir():
         from tierplan.validation.campaign.artifact import load_artifacts
+        from tierplan.validation.campaign.spec import CampaignError
         from tierplan.validation.campaign.summary import campaign_markdown
 
-        lines += ["", campaign_markdown(load_artifacts(out / "campaign"))]
+        try:
+            lines += ["", campaign_markdown(load_artifacts(out / "campaign"))]
+        except CampaignError as error:
+            lines += ["", "## The campaign", "", f"{error}"]
     return "\n".join(lines) + "\n"
 
 

@@ -89,7 +89,9 @@ def test_ctrl_c_ends_it_in_one_line(
     assert main(["--device", "cpu", "--tiny", "--out", str(tmp_path)]) == 130
     assert (tmp_path / "begun").exists()
     assert capsys.readouterr().err == "interrupted; the same command goes on behind the slices that are done\n"
-    assert list(json.loads((tmp_path / "state.json").read_text())) == ["good"]
+    state = json.loads((tmp_path / "state.json").read_text())
+    assert {name: one["result"] for name, one in state.items()} == {"good": "done", "long": "not run"}
+    assert "| long | not run |" in report(tmp_path)
 
 
 def test_what_fails_or_takes_too_long_is_noted_and_repeated_by_the_next_run_behind_what_is_new(tmp_path: Path) -> None:
@@ -124,6 +126,15 @@ def test_what_a_rehearsal_has_done_is_not_done_on_a_gpu(tmp_path: Path, monkeypa
     (out / "state.json").write_text('{"tests": {"res')
     with pytest.raises(SystemExit, match=r"state\.json is damaged"):
         main(["--out", str(out), "--device", "cpu", "--tiny"])
+
+
+def test_the_page_is_made_of_a_campaign_that_was_killed_in_its_first_run(tmp_path: Path) -> None:
+    run_slices({"good": ("true",)}, tmp_path)
+    (tmp_path / "campaign" / "gpt2-2560").mkdir(parents=True)
+    (tmp_path / "campaign" / "gpt2-2560" / "machine.toml").touch()
+    page = report(tmp_path)
+    assert "| good | done |" in page
+    assert "there is no answered run to summarise" in page
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
