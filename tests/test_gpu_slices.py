@@ -134,7 +134,7 @@ def test_the_page_is_made_of_a_campaign_that_was_killed_in_its_first_run(tmp_pat
     (tmp_path / "campaign" / "gpt2-2560" / "machine.toml").touch()
     page = report(tmp_path)
     assert "| good | done |" in page
-    assert "there is no answered run to summarise" in page
+    assert "there is no run to summarise" in page
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -52,6 +52,8 @@ CALIBRATION_STEPS = 6
 """Steps of the calibration model before each turn of a run. Of interleaved runs each has one, which counts for all."""
 FAILURES = (ValueError, RuntimeError, OSError, MemoryError)
 """Errors that end a run but not the campaign: no plan, no room in memory or on the drive."""
+CUDA_ERROR = "CUDA error:"
+"""What PyTorch says of a GPU that has failed, and not of one whose memory is full."""
 CALIBRATION_RUN = Run(blocks=0, policy="in-memory")
 """Settings of the calibration model: one micro-batch, no clipping. Its depth is the group's `calibration_blocks`."""
 CALIBRATION_FILE = "calibration.txt"
@@ -199,10 +201,13 @@ class _RunExecution:
 
     @contextmanager
     def _recording_failure(self) -> Iterator[None]:
-        """After an error the run has no answer, and its memory and files are released."""
+        """After an error the run has no answer, and its memory and files are released. One of the GPU itself is no
+        answer: nothing works in this process from then on, and the run is to be repeated."""
         try:
             yield
         except FAILURES as error:
+            if CUDA_ERROR in str(error):
+                raise
             self._artifact = replace(self._artifact, why_not=str(error) or repr(error))
             self._life.close()
 

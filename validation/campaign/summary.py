@@ -57,7 +57,11 @@ def summarise(artifacts: Sequence[Artifact]) -> Summary:
     """
     answered = [a for a in artifacts if a.answered]
     if not answered:
-        raise CampaignError("there is no answered run to summarise; run the campaign first")
+        raise CampaignError(
+            f"none of {len(artifacts)} runs has an answer: {artifacts[0].why_not}"
+            if artifacts
+            else "there is no run to summarise; run the campaign first"
+        )
     errors = sorted(abs(a.error_frac) for a in answered)
     covered = [a.in_interval for a in answered if a.in_interval is not None]
     missing_runs = _missing_runs(artifacts)

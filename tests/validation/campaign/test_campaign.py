@@ -153,7 +153,7 @@ def test_summary_counts_everything_that_was_asked() -> None:
     assert found.num_bytes_exact == 10
     assert found.worst_peak_error_frac == pytest.approx(0.03)
     assert found.interval_coverage_frac == pytest.approx(0.9)
-    with pytest.raises(CampaignError, match="no answered run"):
+    with pytest.raises(CampaignError, match="none of 2 runs has an answer: no drive"):
         summarise(runs[10:])
 
 

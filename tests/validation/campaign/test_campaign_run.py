@@ -135,6 +135,19 @@ def test_a_run_that_fails_takes_no_other_with_it(tmp_path: Path, monkeypatch: py
     assert well.answered
 
 
+def test_a_gpu_that_fails_is_no_answer_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would never be repeated; nor would all that came after it in this process, which fail alike."""
+
+    class Failing(TurnwiseTraining):
+        def take_turn(self, *args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(campaign_run, "TurnwiseTraining", Failing)
+    with pytest.raises(RuntimeError, match="CUDA error: unspecified launch failure"):
+        executed(CAMPAIGN, tmp_path)
+    assert list(tmp_path.rglob("*.json")) == []
+
+
 def test_only_what_is_asked_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calibration = SimpleNamespace(timed=lambda workload, machine: workload, on=lambda machine: machine)
     session = SimpleNamespace(machine=guessed_machine(), calibration=calibration)
