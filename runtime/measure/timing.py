@@ -44,7 +44,11 @@ class StreamThreads(ExitStack):
         start = threading.Barrier(len(loads), lambda: stop_at.append(time.perf_counter() + window_s))
 
         def repeat(load: Load) -> list[tuple[float, float]]:
-            load.run()  # warm, and in step with the others
+            try:
+                load.run()  # warm, and in step with the others
+            except BaseException:
+                start.abort()  # they would wait for ever
+                raise
             start.wait()
             ops = []
             while True:
@@ -56,6 +60,9 @@ class StreamThreads(ExitStack):
                     return ops
 
         futures = [self._threads[load.stream].submit(repeat, load) for load in loads]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
         runs = [future.result() for future in futures]
         begin = max(ops[0][0] for ops in runs)
         end = max(stop_at[0], begin + 1e-6)

@@ -237,6 +237,21 @@ def test_rates_count_work_per_second_of_all_loads_together() -> None:
         threads.close()
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("num_good", [0, 1])
+def test_a_load_that_fails_ends_the_others(order: tuple[int, int], num_good: int) -> None:
+    """As it warms up, or later: a drive that fails, a GPU that is full. The others waited for it for ever."""
+    runs = iter([None] * num_good)
+
+    def fail() -> None:
+        if next(runs, "failed") is not None:
+            raise OSError("the drive fails")
+
+    both = (Load("a", "bytes", 1.0, fail), Load("b", "bytes", 1.0, partial(time.sleep, 0.001)))
+    with StreamThreads(["a", "b"]) as threads, pytest.raises(OSError, match="the drive fails"):
+        threads.rates([both[k] for k in order], 0.01)
+
+
 def test_the_spread_grows_with_scatter_and_has_a_floor() -> None:
     assert summary([100.0] * 5) == (100.0, LEAST_SPREAD)
     middle, half = summary([90.0, 100.0, 110.0, 95.0, 105.0])
