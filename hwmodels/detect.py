@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ COMMANDS: Mapping[str, str] = {
     "lsblk": "lsblk -J -b -d -o NAME,MODEL,SIZE,TRAN",
     "lscpu": "lscpu",
 }
+MOST_S = 30.0
+"""For one of them."""
 RATES: Mapping[str, str] = {
     "link.h2d": "copies between host and GPU", "host.adam": "the optimizer on the host",
     "host.memory_bandwidth": "DRAM bandwidth", "nvme.write": "the drives' writes beyond their cache",
@@ -50,9 +53,10 @@ def ask_system() -> dict[str, str]:
     for name, line in COMMANDS.items():
         words = line.split()
         if shutil.which(words[0]):
-            done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
-            if done.returncode == 0 and done.stdout.strip():
-                said[name] = done.stdout
+            with suppress(OSError, subprocess.TimeoutExpired):  # `nvidia-smi` hangs where a GPU does
+                done = subprocess.run(words, capture_output=True, timeout=MOST_S, check=False)
+                if done.returncode == 0 and done.stdout.strip():
+                    said[name] = done.stdout.decode(errors="replace")
     if (meminfo := Path("/proc/meminfo")).exists():
         said["meminfo"] = meminfo.read_text(encoding="utf-8")
     if (devices := Path("/sys/bus/pci/devices")).exists():

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from tierplan.cli import main
-from tierplan.hwmodels import load_description
+from tierplan.hwmodels import detect, load_description
 from tierplan.hwmodels.catalog import catalog_names
-from tierplan.hwmodels.detect import pci_devices, propose
+from tierplan.hwmodels.detect import ask_system, pci_devices, propose
 from tierplan.hwmodels.importers.nvidia_smi import known_part, read_nvidia_topo, switch_groups
 from tierplan.hwmodels.importers.reading import ImportedFileError
 
@@ -86,6 +87,19 @@ def test_devices_are_read_as_the_kernel_lists_them(tmp_path: Path) -> None:
     assert json.loads(pci_devices(listed)) == [
         {"kind": "nvme", "node": "0", "links": [["0000:01:00.0", "16.0", "4"], ["0000:00:01.0", "16.0", "4"]]}
     ]
+
+
+def test_a_command_that_hangs_is_as_one_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {"nvidia-smi": "exec sleep 60", "lscpu": r"printf 'Socket(s): 1\n\377\n'"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "lspci").write_text("no program")
+    (tmp_path / "lspci").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(detect, "MOST_S", 0.5)
+    said = ask_system()
+    assert not {"nvidia-smi", "nvidia-smi topo", "lspci"} & said.keys()
+    assert said["lscpu"].startswith("Socket(s): 1")
 
 
 def test_an_unknown_drive_and_no_gpu_are_said() -> None:
