@@ -34,6 +34,7 @@ RATES: Mapping[str, str] = {
 """What no such command tells."""
 GENERATIONS: Mapping[str, int] = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6}
 """Of PCIe, by GT/s."""
+MOST_LANES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +140,7 @@ def _links(devices: list[dict[str, Any]], values: dict[str, Quantity], unknown: 
     devices = sorted(devices, key=lambda device: device["kind"])  # GPUs first
     for index, device in enumerate(devices):
         links, is_drive = device["links"], device["kind"] == "nvme"
-        if is_drive and len(links) > 1 and (slot := _pcie(links[:2])) != _pcie(links[:1]):
+        if is_drive and len(links) > 1 and (slot := _pcie(links[:2])) not in ("", _pcie(links[:1])):
             rate = parse_amount(slot, "bytes/s", what="a slot")
             values["nvme.slot"] = Quantity(rate, "nameplate", f"the kernel: {slot} of a drive's {_pcie(links[:1])}")
         above, link = (links[2][0], _pcie(links[2:4])) if len(links) > 2 else ("", "")
@@ -164,8 +165,10 @@ def _links(devices: list[dict[str, Any]], values: dict[str, Quantity], unknown: 
 
 
 def _pcie(links: list[list[str]]) -> str:
-    """The link that the least of these ends can be."""
-    generation = min(GENERATIONS.get(speed, 1) for _, speed, _ in links)
+    """The link that the least of these ends can be; empty where one does not say, as those of virtual machines."""
+    if not all(speed in GENERATIONS and 0 < int(lanes) <= MOST_LANES for _, speed, lanes in links):
+        return ""
+    generation = min(GENERATIONS[speed] for _, speed, _ in links)
     return f"PCIe {generation}.0 x{min(int(lanes) for _, _, lanes in links)}"
 
 

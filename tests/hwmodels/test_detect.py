@@ -74,6 +74,15 @@ def test_slots_shared_links_and_numa_nodes_come_from_the_kernel() -> None:
     assert "limit of the [[switch]] chipset with nvme" in found.unknown
 
 
+@pytest.mark.parametrize("port", [("00:01.0", "Unknown", "255"), ("00:01.0", "16.0", "0"), ("00:01.0", "Unknown", "4")])
+def test_a_virtual_machines_ports_say_nothing_of_links(port: tuple[str, str, str]) -> None:
+    drives = [device("nvme", "0", ("04:00.0", "16.0", "4"), port, port, port) for _ in range(2)]
+    found = propose({"pci": json.dumps(drives)})
+    assert "nvme.slot" not in found.values
+    assert not found.switches
+    assert "limit of the [[switch]] 00:01.0 with nvme, nvme" in found.unknown
+
+
 def test_devices_are_read_as_the_kernel_lists_them(tmp_path: Path) -> None:
     says = {"class": "0x010802", "vendor": "0x144d", "numa_node": "0", "max_link_speed": "16.0 GT/s PCIe"}
     port = tmp_path / "pci0000:00" / "0000:00:01.0"
