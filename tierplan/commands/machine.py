@@ -259,8 +259,12 @@ def _measure(args: argparse.Namespace) -> int:
             progress=progress,
             name=HERE if args.output is None else Path(args.output).stem,
         )
-    write_atomically(target, write_description(description))
-    machine = build_machine(description)
+    text = write_description(description)
+    try:
+        machine = build_machine(parse_description(text, where="what was measured"))
+    except MachineError as error:
+        raise MachineError(f"{error} ({target} is as it was; measure again when it is quiet)") from None
+    write_atomically(target, text)
     noted = description.notes
     remarks = [
         f"drives: {noted['drives']}",

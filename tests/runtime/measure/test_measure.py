@@ -15,7 +15,7 @@ from tierplan.cli import main
 from tierplan.hwmodels import Machine, MachineError, load_description, load_machine
 from tierplan.hwmodels.build import build_machine
 from tierplan.hwmodels.catalog import here_path
-from tierplan.hwmodels.description import write_description
+from tierplan.hwmodels.description import Quantity, write_description
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.execution.fake_device import FakeCuda
 from tierplan.runtime.measure import machine as module
@@ -125,6 +125,19 @@ def test_the_command_writes_a_machine_and_says_how_sure_it_is(
     machine = load_machine(str(target), ["gpu.capacity=1 GiB"])
     assert machine.name == "box"
     assert machine.tier("gpu0").capacity_bytes == 2**30
+
+
+def test_what_no_command_would_read_again_does_not_replace_the_machine(
+    config_folder: Path, tiny: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Threads that are held back for tenths of a second, as by a limit of a control group, make absurd latencies."""
+    write_atomically(here_path(), "as it was")
+    slow = Quantity(0.2, "measured", "a busy machine", 0.1)
+    monkeypatch.setattr(report, "_latency", lambda amount, rates, source: slow)
+    assert main(["machine", "measure", "--no-nvme", "--device", "cpu", "--budget-s", "5"]) == 1
+    assert here_path().read_text() == "as it was"
+    err = " ".join(capsys.readouterr().err.split())
+    assert "latency in what was measured is 0.2, 200 ms, which nothing reaches" in err
 
 
 def test_terminated_it_ends_as_by_ctrl_c_and_leaves_no_file(
