@@ -166,8 +166,8 @@ class CudaDevice(Device):
             yield
 
     def _stream(self, name: str) -> torch.cuda.Stream:
-        if name not in self._streams:
-            self._streams[name] = torch.cuda.Stream(self.torch_device)
+        if name not in self._streams:  # several threads may ask at once: one of theirs counts
+            self._streams.setdefault(name, torch.cuda.Stream(self.torch_device))
         return self._streams[name]
 
     def record(self, stream: str) -> Event | None:

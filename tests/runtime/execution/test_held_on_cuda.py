@@ -12,6 +12,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -212,6 +213,30 @@ def test_all_threads_use_the_gpu_that_was_current_where_the_device_was_opened() 
     assert device.torch_device == torch.device("cuda:1")
     current.assert_called_once_with(device.torch_device)
     event().record.assert_called_once_with(current())
+
+
+def test_threads_that_ask_for_a_new_stream_at_once_get_the_same_one() -> None:
+    """One has its own by then: on another, no event would be behind its work, and no wait in front of it."""
+    both_make, has_first = threading.Barrier(2), threading.Event()
+
+    def made(device: torch.device) -> object:
+        if both_make.wait(5):
+            has_first.wait(5)
+        return object()
+
+    def asked(name: str) -> object:
+        stream = device._stream(name)
+        has_first.set()
+        return stream
+
+    with (
+        mock.patch("torch._C._accelerator_setAllocatorSettings", create=True),
+        mock.patch("torch.cuda.Stream", made),
+        ThreadPoolExecutor(2) as threads,
+    ):
+        device = CudaDevice("cuda:0")
+        first, second = threads.map(asked, ["gpu0.h2d", "gpu0.h2d"])
+    assert first is second
 
 
 @pytest.mark.parametrize("name", ["cuda", "cuda:1"])
