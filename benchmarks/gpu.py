@@ -42,6 +42,8 @@ SLICE_S = 480.0
 TURNS_S = 420.0
 """Within a slice no further turn is begun that would end later."""
 TAR_BYTES = 16 << 20
+FIRST = "environment"
+"""The slice that says what the machine is: it begins each run, and without it no other does."""
 STATE, NOT_RUN = "state.json", "not run"
 NEEDS_GPU = "TIERPLAN_NEEDS_GPU"
 """Where this is set, tests fail without a GPU: all that need one would be skipped, and that counts as passed."""
@@ -92,11 +94,13 @@ def _run_slices(slices: Slices, out: Path, limit_s: float, tar: Path | None, ask
     (out / "logs").mkdir(parents=True, exist_ok=True)
     state |= {name: {"result": NOT_RUN, "asked": asked} for name in slices if name not in state}
     _write_state(out, state)
-    to_do = [name for name in slices if state[name]["result"] != "done"]
-    for name in sorted(to_do, key=lambda name: state[name]["result"] != NOT_RUN):
+    to_do = [name for name in slices if name == FIRST or state[name]["result"] != "done"]
+    here = ""
+    for name in sorted(to_do, key=lambda name: name != FIRST and state[name]["result"] != NOT_RUN):
         print(f"{name} ...", end=" ", flush=True)
         began_s = time.monotonic()
-        with (out / "logs" / f"{name.replace('/', '-')}.log").open("w") as log:
+        log_path = out / "logs" / f"{name.replace('/', '-')}.log"
+        with log_path.open("w") as log:
             ending = (*ending_with_this, *slices[name])
             process = subprocess.Popen(ending, stdout=log, stderr=log, cwd=ROOT, start_new_session=True)
             try:
@@ -109,10 +113,14 @@ def _run_slices(slices: Slices, out: Path, limit_s: float, tar: Path | None, ask
                 if not isinstance(error, subprocess.TimeoutExpired):
                     raise
                 result = f"over {limit_s:.0f} s"
-        state[name] = {"result": result, "seconds": round(time.monotonic() - began_s, 1), "asked": asked}
+        here = "; ".join(log_path.read_text().splitlines()) if name == FIRST else here
+        seconds = round(time.monotonic() - began_s, 1)
+        state[name] = {"result": result, "seconds": seconds, "asked": asked, "on": here}
         _write_state(out, state)
         pack(out, tar)
         print(result, flush=True)
+        if name == FIRST and result != "done":
+            break
     return state
 
 
@@ -186,7 +194,7 @@ def all_slices(args: argparse.Namespace) -> Slices:
         *("env", "CUBLAS_WORKSPACE_CONFIG=:4096:8"),
         *(python, "-m", "pytest", "-q", "-W", "default", "-rs", "-p", "no:cacheprovider"),
     )
-    slices: dict[str, Sequence[str]] = {"environment": (*inner, "--inner", "environment")}
+    slices: dict[str, Sequence[str]] = {FIRST: (*inner, "--inner", FIRST)}
     if args.device == "fake":
         slices |= {f"tests/{Path(t).stem}": (*pytest, t) for t in FAKE_TESTS}
     else:
@@ -229,7 +237,9 @@ def environment(device: str) -> None:
     print(about_versions())
     print("CUDA", torch.version.cuda)
     for k in range(torch.cuda.device_count()):
-        print(torch.cuda.get_device_properties(k), flush=True)
+        p = torch.cuda.get_device_properties(k)
+        memory = f"{p.total_memory >> 20:,} MiB, {p.multi_processor_count} multiprocessors"
+        print(f"GPU {k}: {p.name}, compute capability {p.major}.{p.minor}, {memory}", flush=True)
     if device == "cuda":
         ones = torch.ones(16, 16, device=device_named(device), dtype=torch.bfloat16)
         assert (ones @ ones).sum().item() == 16**3
@@ -343,10 +353,13 @@ def report(out: Path) -> str:
     from tierplan.sim.output.text import markdown_table
 
     state = read_state(out)
-    rows = [(name, one["result"], str(one.get("seconds", ""))) for name, one in state.items()]
-    lines = ["# On a borrowed GPU", "", *markdown_table(("slice", "result", "s"), rows)]
-    log = out / "logs" / "environment.log"
-    lines += ["", "```", log.read_text().strip() if log.exists() else "", "```"]
+    machines = [*dict.fromkeys(one["on"] for one in state.values() if one.get("on"))]
+    rows = [
+        (name, one["result"], str(one.get("seconds", "")), f"{machines.index(one['on']) + 1}" if one.get("on") else "")
+        for name, one in state.items()
+    ]
+    lines = ["# On a borrowed GPU", "", *markdown_table(("slice", "result", "s", "on"), rows), ""]
+    lines += [f"{k}. {machine}" for k, machine in enumerate(machines, 1)]
     for path in sorted(out.glob("beside-plain-*.json")):
         found = json.loads(path.read_text())
         shape = f"{found['blocks']} blocks of width {found['width']}, {found['dtype']}, on {found['device']}"
@@ -427,7 +440,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if args.inner is not None:
         what, *numbers = args.inner
-        if what == "environment":
+        if what == FIRST:
             environment(args.device)
         elif what == "calibrate":
             calibrate(args.device, args.out, *map(int, numbers), is_tiny=bool(args.size))

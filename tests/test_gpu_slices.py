@@ -128,6 +128,21 @@ def test_what_a_rehearsal_has_done_is_not_done_on_a_gpu(tmp_path: Path, monkeypa
         main(["--out", str(out), "--device", "cpu", "--tiny"])
 
 
+def test_the_page_says_on_what_each_slice_ran_and_without_a_machine_none_does(tmp_path: Path) -> None:
+    """Each loan may have another card, or another PyTorch; what was done before is kept, with where."""
+    says = "echo torch 2.{0}; echo GPU 0: {0}"
+    slices = {"environment": ("bash", "-c", says.format(6)), "a": ("true",), "b": ("false",), "c": ("true",)}
+    run_slices({name: slices[name] for name in ("environment", "a", "b")}, tmp_path)
+    slices |= {"environment": ("bash", "-c", f"{says.format(7)}; exit 1"), "b": ("true",)}
+    assert run_slices(slices, tmp_path)["c"]["result"] == "not run"
+    slices |= {"environment": ("bash", "-c", says.format(8))}
+    run_slices(slices, tmp_path)
+    page = report(tmp_path)
+    assert "\n1. torch 2.8; GPU 0: 8\n2. torch 2.6; GPU 0: 6\n" in page
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
+    assert {row[0]: row[3] for row in rows[2:]} == {"environment": "1", "a": "2", "b": "1", "c": "1"}
+
+
 def test_the_page_is_made_of_a_campaign_that_was_killed_in_its_first_run(tmp_path: Path) -> None:
     run_slices({"good": ("true",)}, tmp_path)
     (tmp_path / "campaign" / "gpt2-2560").mkdir(parents=True)
@@ -144,8 +159,8 @@ def test_without_a_gpu_no_slice_of_one_is_done(tmp_path: Path) -> None:
         out=tmp_path, device="cuda", size=("--tiny",), campaign="gpu-billions", nvme_dir=tmp_path / "nvme", wheels=None
     )
     slices = all_slices(args)
-    asked = {name: slices[name] for name in ("environment", "tests/test_gpu")}
-    assert all(one["result"].startswith("exit status") for one in run_slices(asked, tmp_path).values())
+    for name in ("environment", "tests/test_gpu"):
+        assert run_slices({name: slices[name]}, tmp_path)[name]["result"].startswith("exit status")
     assert "sees no GPU" in (tmp_path / "logs" / "environment.log").read_text()
     assert "sees no GPU" in (tmp_path / "logs" / "tests-test_gpu.log").read_text()
 
