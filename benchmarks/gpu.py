@@ -44,6 +44,8 @@ TURNS_S = 420.0
 TAR_BYTES = 16 << 20
 FIRST = "environment"
 """The slice that says what the machine is: it begins each run, and without it no other does."""
+LEFT_OUT = "left-out.txt"
+"""Names of what the packed file had no room for."""
 STATE, NOT_RUN = "state.json", "not run"
 NEEDS_GPU = "TIERPLAN_NEEDS_GPU"
 """Where this is set, tests fail without a GPU: all that need one would be skipped, and that counts as passed."""
@@ -150,20 +152,28 @@ def _check_asked(out: Path, state: State, asked: set[str]) -> None:
 
 
 def pack(out: Path, tar: Path | None) -> None:
-    """Into one file, but for what slices work on; without the largest files where it would become too large."""
+    """Into one file, but for what slices work on; without the largest files where it would become too large, and with
+    their names."""
     if tar is None:
         return
     waiting = tar.with_name(tar.name + ".tmp")
-    work = {out / name for name in ("lock", "packages", "nvme", "text.txt")} | {tar, waiting}
+    work = {out / name for name in ("lock", "packages", "nvme", "text.txt", LEFT_OUT)} | {tar, waiting}
     files = [p for p in out.rglob("*") if p.is_file() and not work.intersection((p, *p.parents))]
-    files = sorted((p for p in files if p.stat().st_size < 4 * TAR_BYTES), key=lambda p: p.stat().st_size)
-    while True:
+    files.sort(key=lambda p: p.stat().st_size)
+    left_out: list[str] = []
+    (out / LEFT_OUT).unlink(missing_ok=True)
+    is_too_large = True
+    while is_too_large:
+        while files and files[-1].stat().st_size >= 4 * TAR_BYTES:
+            left_out.append(str(files.pop().relative_to(out)))
         with tarfile.open(waiting, "w:gz", compresslevel=3) as packed:
+            if left_out:
+                (out / LEFT_OUT).write_text("\n".join(left_out))
+                packed.add(out / LEFT_OUT, LEFT_OUT)
             for path in files:
                 packed.add(path, path.relative_to(out))
-        if waiting.stat().st_size < TAR_BYTES:
-            break
-        files.pop()
+        if is_too_large := waiting.stat().st_size >= TAR_BYTES:
+            left_out.append(str(files.pop().relative_to(out)))
     waiting.replace(tar)
 
 
@@ -360,6 +370,8 @@ def report(out: Path) -> str:
     ]
     lines = ["# On a borrowed GPU", "", *markdown_table(("slice", "result", "s", "on"), rows), ""]
     lines += [f"{k}. {machine}" for k, machine in enumerate(machines, 1)]
+    if (left_out := out / LEFT_OUT).exists():
+        lines += ["", f"Too large for the packed file, and not there: {', '.join(left_out.read_text().splitlines())}."]
     for path in sorted(out.glob("beside-plain-*.json")):
         found = json.loads(path.read_text())
         shape = f"{found['blocks']} blocks of width {found['width']}, {found['dtype']}, on {found['device']}"

@@ -177,10 +177,12 @@ def test_results_are_packed_into_a_file_of_limited_size_that_the_page_is_made_fr
     run_slices({"good": ("true",)}, out, tar=tar)
     assert tar.stat().st_size < 40_000
     with tarfile.open(tar) as packed:
-        assert set(packed.getnames()) == {"state.json", "logs/good.log", "d/e"}  # all of those below the first too many
+        assert set(packed.getnames()) == {"state.json", "logs/good.log", "d/e", "left-out.txt"}  # below the first too many
     shutil.rmtree(out)
     assert main(["--out", str(out), "--report"]) == 0
-    assert "| good | done |" in (out / "gpu.md").read_text()
+    page = (out / "gpu.md").read_text()
+    assert "| good | done |" in page
+    assert "not there: zeros, f, c." in page
     run_slices({"later": ("true",)}, out, tar=tmp_path / "came-back.tar.gz")
     pack(out, tmp_path / "came-back.tar.gz")
     assert main(["--out", str(tmp_path / "other"), "--tar", str(tmp_path / "came-back.tar.gz"), "--report"]) == 0
