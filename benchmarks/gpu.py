@@ -470,6 +470,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; the same command goes on behind the slices that are done", file=sys.stderr)
         return 130
+    except OSError as error:  # a full disk
+        print(f"{error}; what was done is kept, and the same command goes on behind it", file=sys.stderr)
+        return 1
     return 0 if all(one["result"] == "done" for one in state.values()) else 1
 
 

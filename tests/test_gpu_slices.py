@@ -94,6 +94,31 @@ def test_ctrl_c_ends_it_in_one_line(
     assert "| long | not run |" in report(tmp_path)
 
 
+def test_a_full_disk_ends_it_in_one_line_and_what_was_done_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slices = {"good": ("true",), "full": ("touch", str(tmp_path / "full"))}
+    monkeypatch.setattr("benchmarks.gpu.all_slices", lambda args: slices)
+    write_text = Path.write_text
+
+    def written(path: Path, text: str) -> int:
+        if (tmp_path / "full").exists():
+            path.touch()
+            raise OSError(28, "No space left on device", str(path))
+        return write_text(path, text)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", written)
+        assert main(["--device", "cpu", "--tiny", "--out", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().err
+    assert "No space left on device" in said
+    assert said.endswith("; what was done is kept, and the same command goes on behind it\n")
+    (tmp_path / "full").unlink()
+    slices["full"] = ("true",)
+    assert main(["--device", "cpu", "--tiny", "--out", str(tmp_path / "out")]) == 0
+    assert "good ..." not in capsys.readouterr().out
+
+
 def test_what_fails_or_takes_too_long_is_noted_and_repeated_by_the_next_run_behind_what_is_new(tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     slices = {name: ("bash", "-c", f"echo {name} >> {ran}; {work}") for name, work in
@@ -177,7 +202,8 @@ def test_results_are_packed_into_a_file_of_limited_size_that_the_page_is_made_fr
     run_slices({"good": ("true",)}, out, tar=tar)
     assert tar.stat().st_size < 40_000
     with tarfile.open(tar) as packed:
-        assert set(packed.getnames()) == {"state.json", "logs/good.log", "d/e", "left-out.txt"}  # below the first too many
+        names = {"state.json", "logs/good.log", "d/e", "left-out.txt"}  # all of those below the first too many
+        assert set(packed.getnames()) == names
     shutil.rmtree(out)
     assert main(["--out", str(out), "--report"]) == 0
     page = (out / "gpu.md").read_text()
