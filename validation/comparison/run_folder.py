@@ -30,7 +30,8 @@ def load_run(folder: str | os.PathLike[str]) -> tuple[Trace, tuple[float, ...]]:
     losses = []
     metrics = path / "metrics.jsonl"
     if metrics.is_file():
-        *lines, _ = metrics.read_text(encoding="utf-8").split("\n")  # what has no end was cut off by a crash
+        text = metrics.read_text(encoding="utf-8", errors="replace")
+        *lines, _ = text.split("\n")  # what has no end was cut off by a crash
         for number, line in enumerate(lines, 1):
             try:
                 loss = json.loads(line)["loss"]

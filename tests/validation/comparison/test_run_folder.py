@@ -170,6 +170,13 @@ def test_a_folder_without_a_run_is_refused(folder: Path) -> None:
         load_run(folder / "run")
 
 
+def test_a_line_that_is_no_text_is_named(folder: Path) -> None:
+    """As a drive leaves it: the error said which byte, and not of what file."""
+    (folder / "run" / "metrics.jsonl").write_bytes(b'{"loss": 1.0}\n\xff\xfe\n')
+    with pytest.raises(RunFolderError, match=r"metrics\.jsonl, line 2, is no record of a step"):
+        load_run(folder / "run")
+
+
 def test_a_line_that_a_crash_cut_off_is_no_step(folder: Path) -> None:
     """As one left of a resumed run, beside the trace of the run before."""
     metrics = folder / "run" / "metrics.jsonl"
