@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
@@ -292,6 +292,8 @@ def _map_pinned(size_bytes: int) -> torch.Tensor:
     portable = 1  # cudaHostRegisterPortable: for whichever GPU, and not for the one that is current here alone
     status = torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), pages.numel(), portable)
     if int(status) != 0:
+        with suppress(RuntimeError):  # CUDA keeps the error until this thread's next kernel is looked at: this one
+            torch.ones(1, device="cuda")
         raise MemoryError(f"CUDA could not pin {pages.numel():,} bytes of host memory (error {int(status)})")
     return pages
 

@@ -215,6 +215,25 @@ def test_all_threads_use_the_gpu_that_was_current_where_the_device_was_opened() 
     event().record.assert_called_once_with(current())
 
 
+def test_memory_that_cannot_be_pinned_leaves_no_error_to_the_next_kernel() -> None:
+    """CUDA keeps it for this thread, and PyTorch raises it at the next launch, whosever that is."""
+    cudart, latched = mock.Mock(), [2]
+    cudart.cudaHostRegister.return_value = 2
+
+    def launch(*args: object, **settings: object) -> None:
+        if latched:
+            raise RuntimeError(f"CUDA error: {latched.pop()}")
+
+    with (
+        mock.patch("torch._C._accelerator_setAllocatorSettings", create=True),
+        mock.patch("torch.cuda.cudart", return_value=cudart),
+        mock.patch("torch.ones", launch),
+    ):
+        with pytest.raises(MemoryError, match=r"CUDA could not pin 8,192 bytes of host memory \(error 2\)"):
+            CudaDevice("cuda:0").host_pool(1 << 20).take(5000)
+        torch.ones(1, device="cuda:0")
+
+
 def test_threads_that_ask_for_a_new_stream_at_once_get_the_same_one() -> None:
     """One has its own by then: on another, no event would be behind its work, and no wait in front of it."""
     both_make, has_first = threading.Barrier(2), threading.Event()
