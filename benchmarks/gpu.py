@@ -157,7 +157,7 @@ def pack(out: Path, tar: Path | None) -> None:
     if tar is None:
         return
     waiting = tar.with_name(tar.name + ".tmp")
-    work = {out / name for name in ("lock", "packages", "nvme", "text.txt", LEFT_OUT)} | {tar, waiting}
+    work = {out / name for name in ("lock", "packages", "packages.tmp", "nvme", "text.txt", LEFT_OUT)} | {tar, waiting}
     files = [p for p in out.rglob("*") if p.is_file() and not work.intersection((p, *p.parents))]
     files.sort(key=lambda p: p.stat().st_size)
     left_out: list[str] = []
@@ -394,8 +394,8 @@ def report(out: Path) -> str:
 
 
 def install_missing(wheels: Path | None, out: Path) -> None:
-    """Into a folder of its own beside the results, which is on the path of all slices. Nothing that is there already
-    is installed beside it, so their own needs must be there, too."""
+    """Into a folder of its own beside the results, which is on the path of all slices, and is there when all of it is.
+    Nothing that is there already is installed beside it, so their own needs must be there, too."""
     packages = out / "packages"
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(packages), os.environ.get("PYTHONPATH", "")])
     sys.path.append(str(packages))
@@ -408,7 +408,13 @@ def install_missing(wheels: Path | None, out: Path) -> None:
     if missing:
         names = [{"yaml": "pyyaml"}.get(name, name) for name in missing]
         pip = (sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--find-links", str(wheels))
-        subprocess.run([*pip, "--target", str(packages), *names], check=True)
+        waiting = packages.with_suffix(".tmp")
+        shutil.rmtree(waiting, ignore_errors=True)  # of one that was killed
+        subprocess.run([*pip, "--target", str(waiting), *names], check=True)
+        if packages.exists():
+            shutil.copytree(packages, waiting, dirs_exist_ok=True)
+            shutil.rmtree(packages)
+        waiting.rename(packages)
         importlib.invalidate_caches()
 
 

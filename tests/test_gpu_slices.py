@@ -316,6 +316,16 @@ def test_only_what_is_missing_is_installed(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     with pytest.raises(SystemExit, match=f"missing: {name}; .*make gpu-wheels"):
         install_missing(tmp_path / "no such folder", tmp_path / "out")
+
+    def killed(command: list[str], *, check: bool) -> None:
+        """As pip moves what it has installed."""
+        (Path(command[command.index("--target") + 1]) / name).mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "run", killed)
+        with pytest.raises(KeyboardInterrupt):
+            install_missing(wheels, tmp_path / "out")
     install_missing(wheels, tmp_path / "out")
     installed = {path.name for path in (tmp_path / "out" / "packages").iterdir()} - {"__pycache__"}
     assert installed == {f"{name}.py", info[:-1]}
