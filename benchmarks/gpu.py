@@ -30,8 +30,8 @@ import sys
 import tarfile
 import time
 import zlib
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -78,15 +78,19 @@ def run_slices(
     """Runs those that are not done by the state file, the ones that failed last, and notes and packs each as it ends.
     One at a time: none outlives this process, and a second one in the same folder is refused; so is one that asks for
     something else, since a slice of a rehearsal is not done on a GPU."""
+    with _held(out):
+        return _run_slices(slices, out, limit_s, tar, asked)
+
+
+@contextmanager
+def _held(out: Path) -> Iterator[None]:
     out.mkdir(parents=True, exist_ok=True)
     with (out / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise SystemExit(f"{out} is in use by another run; wait for it, or give another folder") from None
-        state = _run_slices(slices, out, limit_s, tar, asked)
-        pack(out, tar)
-        return state
+        yield
 
 
 def _run_slices(slices: Slices, out: Path, limit_s: float, tar: Path | None, asked: str) -> State:
@@ -123,6 +127,7 @@ def _run_slices(slices: Slices, out: Path, limit_s: float, tar: Path | None, ask
         print(result, flush=True)
         if name == FIRST and result != "done":
             break
+    pack(out, tar)
     return state
 
 
@@ -446,9 +451,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.out = args.out.resolve()
     args.campaign = args.campaign or (str(ROOT / "benchmarks" / "gpu-tiny.toml") if args.size else "gpu-billions")
     tar = (args.tar or args.out.with_name(args.out.name + ".tar.gz")).resolve()
-    if args.inner is None and tar.exists() and ((args.report and args.tar) or not (args.out / STATE).exists()):
-        unpack(tar, args.out)
     if args.report:
+        if tar.exists() and (args.tar or not (args.out / STATE).exists()):
+            unpack(tar, args.out)
         if not (args.out / STATE).exists():
             raise SystemExit(
                 f"neither {args.out} nor {tar} has results; give another folder or file, or run `make gpu`"
@@ -467,12 +472,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             beside_plain(args.device, args.out, int(numbers[0]), int(numbers[1]), **few)
         return 0
     args.nvme_dir = (args.nvme_dir or args.out / "nvme").resolve()
-    args.nvme_dir.mkdir(parents=True, exist_ok=True)
-    install_missing(args.wheels, args.out)
-    print(about_versions(), flush=True)
+    asked = " ".join(("--device", args.device, *args.size))
     try:
-        asked = " ".join(("--device", args.device, *args.size))
-        state = run_slices(all_slices(args), args.out, tar=tar, asked=asked)
+        with _held(args.out):
+            if tar.exists() and not (args.out / STATE).exists():
+                unpack(tar, args.out)
+            args.nvme_dir.mkdir(parents=True, exist_ok=True)
+            install_missing(args.wheels, args.out)
+            print(about_versions(), flush=True)
+            state = _run_slices(all_slices(args), args.out, SLICE_S, tar, asked)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on behind the slices that are done", file=sys.stderr)
         return 130

@@ -65,13 +65,18 @@ run_slices({"long": ("bash", "-c", work.format(out))}, out)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_slice_ends_with_the_run_and_a_second_run_beside_it_is_refused(tmp_path: Path, number: int) -> None:
+def test_a_slice_ends_with_the_run_and_a_second_run_beside_it_is_refused(
+    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setattr(gpu, "install_missing", lambda wheels, out: pytest.fail("beside the other one"))
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)]) as holder, (tmp_path / "pipe").open() as pipe:
         assert pipe.readline() == "begun\n"
         try:
             with pytest.raises(SystemExit, match="in use by another run"):
                 run_slices({"other": ("true",)}, tmp_path)
+            with pytest.raises(SystemExit, match="in use by another run"):
+                main(["--device", "cpu", "--tiny", "--out", str(tmp_path), "--wheels", str(tmp_path)])
         finally:
             holder.send_signal(number)
             holder.wait()
