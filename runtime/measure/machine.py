@@ -217,7 +217,7 @@ def _typical(all_loads: Sequence[Load], op_s: dict[Load, float]) -> dict[str, Lo
 
 
 def _priors(streams: Sequence[str], alone: Alone, device: Device) -> list[LimitPrior]:
-    have, one = set(streams), 1.0 / (os.cpu_count() or 1)
+    have, one = set(streams), 1.0 / len(os.sched_getaffinity(0))
     priors = []
     if {NVME_READ, NVME_WRITE} <= have:
         priors.append(LimitPrior(NVME_LIMIT, {NVME_READ: 1.0, NVME_WRITE: 1.0}, 0.0, 1.2, 0.4))

@@ -6,6 +6,7 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -23,6 +24,8 @@ from tierplan.runtime.memory.files import room_bytes
 Alone = dict[Load, list[float]]
 """Work per second of each load with nothing beside it, by round."""
 
+MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""Of the control group, in its two versions."""
 THOROUGH_BYTES = 16 * GIB
 KEYS = {
     H2D: "link.h2d",
@@ -194,7 +197,7 @@ def _capacities(folders: tuple[Path, ...], device: Device, source: str) -> dict[
     eighth = "for the system, Python and the framework: an eighth, at most 8 GiB"
     rows += [
         ("host.reserve", min(8 * GIB, memory // 8), "assumed", eighth),
-        ("host.cores", os.cpu_count() or 1, "measured", source),
+        ("host.cores", len(os.sched_getaffinity(0)), "measured", source),
         ("nvme.drives", 1 if folders else 0, "measured", f"{source}; all folders together count as one"),
     ]
     if folders:
@@ -206,8 +209,7 @@ def _capacities(folders: tuple[Path, ...], device: Device, source: str) -> dict[
 def _host_memory_bytes() -> int:
     """Memory of the system, or of the control group that this process lives in, whichever is less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8").strip()
-    except OSError:
-        return total
-    return min(total, int(limit)) if limit.isdecimal() else total
+    for path in MEMORY_LIMITS:
+        with suppress(OSError, ValueError):  # not there, or `max`
+            total = min(total, int(path.read_text(encoding="utf-8")))
+    return total

@@ -283,6 +283,22 @@ def test_other_programs_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert OtherPrograms().text().startswith("no other program worked meanwhile")
 
 
+def test_a_container_has_the_cores_and_the_memory_that_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its control group, of either version, and not those of the computer that it runs on."""
+    new, old = tmp_path / "memory.max", tmp_path / "memory.limit_in_bytes"
+    monkeypatch.setattr(report, "MEMORY_LIMITS", (new, old))
+    monkeypatch.setattr("os.cpu_count", lambda: 192)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {3, 4, 8})
+    whole = report._host_memory_bytes()
+    for path, text, limit in ((new, "max", whole), (old, f"{2**63 - 4096}", whole), (old, "12345678", 12345678)):
+        path.write_text(f"{text}\n")
+        assert report._host_memory_bytes() == limit
+    values = report._capacities((), Device(), "a test")
+    assert values["host.cores"].value == 3
+
+
 def test_folders_of_one_drive_share_what_is_free_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drives = {"a": 1, "a2": 1, "b": 2}
     for name in drives:
