@@ -119,13 +119,15 @@ def _run_slices(slices: Slices, out: Path, limit_s: float, tar: Path | None, ask
                 if not isinstance(error, subprocess.TimeoutExpired):
                     raise
                 result = f"over {limit_s:.0f} s"
-        here = "; ".join(log_path.read_text().splitlines()) if name == FIRST else here
+        if name == FIRST:
+            here = "; ".join(log_path.read_text().splitlines()) if result == "done" else ""
         seconds = round(time.monotonic() - began_s, 1)
         state[name] = {"result": result, "seconds": seconds, "asked": asked, "on": here}
         _write_state(out, state)
         pack(out, tar)
         print(result, flush=True)
         if name == FIRST and result != "done":
+            print(f"no other slice is begun; {log_path} ends: {log_path.read_text()[-500:]}", file=sys.stderr)
             break
     pack(out, tar)
     return state

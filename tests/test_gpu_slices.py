@@ -158,13 +158,18 @@ def test_what_a_rehearsal_has_done_is_not_done_on_a_gpu(tmp_path: Path, monkeypa
         main(["--out", str(out), "--device", "cpu", "--tiny"])
 
 
-def test_the_page_says_on_what_each_slice_ran_and_without_a_machine_none_does(tmp_path: Path) -> None:
+def test_the_page_says_on_what_each_slice_ran_and_without_a_machine_none_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Each loan may have another card, or another PyTorch; what was done before is kept, with where."""
     says = "echo torch 2.{0}; echo GPU 0: {0}"
     slices = {"environment": ("bash", "-c", says.format(6)), "a": ("true",), "b": ("false",), "c": ("true",)}
     run_slices({name: slices[name] for name in ("environment", "a", "b")}, tmp_path)
     slices |= {"environment": ("bash", "-c", f"{says.format(7)}; exit 1"), "b": ("true",)}
     assert run_slices(slices, tmp_path)["c"]["result"] == "not run"
+    assert "no other slice is begun; " in (said := capsys.readouterr().err)
+    assert said.endswith("environment.log ends: torch 2.7\nGPU 0: 7\n\n")
+    assert "GPU 0: 7" not in report(tmp_path)
     slices |= {"environment": ("bash", "-c", says.format(8))}
     run_slices(slices, tmp_path)
     page = report(tmp_path)
