@@ -205,7 +205,7 @@ class StageEstimate:
         free = self.capacity_bytes - self.needed_bytes(tuple(ahead.items()), turns.waiting_sums)
         own, states_bytes, away = [k for stage in numbers for k in stage], self.states_bytes, list[int]()
         for k in reversed(own):  # gradients of the last come first
-            if self.host_update_s[k] and (free < 0 or num_away):
+            if states_bytes[k] and self.host_update_s[k] and (free < 0 or num_away):
                 num_away -= free >= 0
                 free += states_bytes[k]
                 away.append(k)
