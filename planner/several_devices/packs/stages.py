@@ -46,8 +46,6 @@ PROMISING = 1.05
 """By the estimate, what is simulated takes at most so many times the best so far."""
 MOST_STAGES = 3
 """Of one device."""
-BROUGHT = 1
-"""Of the starts from which the estimate falls furthest, so many are gone on from with all states that leave brought."""
 NEARLY = 0.1
 """What lacks at most so much of all memory is simulated last: the estimate has all that may wait there."""
 SHIFTS = (1, 2)
@@ -315,10 +313,13 @@ class _Search:
         """The best of those that the estimate ranks first; None where none fits, or none seems to be that quick."""
         none, every = (0,) * self.num, (len(self.held_bytes),) * self.num
         ways = [[*self._descended(Stages(ends, none, none))] for ends in self._starts()]
-        ways.sort(key=lambda way: self.estimate.of(min(way, key=self.estimate.of)))
-        for first, last in [(way[0], min(way, key=self.estimate.of)) for way in ways[:BROUGHT]]:
-            if any(share.host_states for share in self.estimate.shares(last)):
-                ways += ([*self._descended(begun._replace(here=every))] for begun in (first, last))
+        if not ways:
+            return None
+        first, last = min(
+            ((way[0], min(way, key=self.estimate.of)) for way in ways), key=lambda e: self.estimate.of(e[1])
+        )
+        if any(share.host_states for share in self.estimate.shares(last)):  # once more with all that leave brought
+            ways += ([*self._descended(begun._replace(here=every))] for begun in (first, last))
         met = dict.fromkeys(chain(*ways))
         ranked = sorted((*self.estimate.of(stages), stages) for stages in met)
         most = NEARLY * self.num * self.estimate.capacity_bytes
