@@ -5,7 +5,7 @@ stages than devices, device d has every n-th, and micro-batches go round in grou
 stage more than that comes home to the first device, which goes forward and backward there whenever a micro-batch has
 come. A stage keeps the inputs of its blocks; their activations it keeps, too, or makes again. Borders go to the
 neighbour by its link, or through the host at the rate of a ring of two; compute waits for what it sends. Every device
-updates its own stages in the end. States in host memory come to the device for that, one unit's after the other's and
+updates its own stages in the end. States in host memory come to the device for that in parts, one after the other and
 behind all that is there, and go back; or the host updates its units, in the order in which their gradients have come,
 and the new parameters come back.
 
@@ -87,7 +87,7 @@ def _with_last_stage(turns: list[list[StageTurn]], each: int, num_batches: int) 
 
 
 class _Resident(Pipeline):
-    """As `Pipeline`, with all that a stage has on its device."""
+    """As `Pipeline`, with all that a stage has on its device, but for states that the plan has in host memory."""
 
     def __init__(self, plan: PackPlan, workload: Workload, machine: Machine) -> None:
         super().__init__(plan, workload, machine)

@@ -137,6 +137,8 @@ class StageEstimate:
         compute_s = partial(seconds_alone, self.machine, COMPUTE)
         self.seconds = np.array([[compute_s(work) for work in each] for each in works])
         """Of each unit: forward, backward, and what makes a block's activations again."""
+        self.seconds_of = self.seconds.T.tolist()
+        """The same by what it is of."""
         self.worth = [
             again_s / max(u.saved_bytes, 1) for u, again_s in zip(units, self.seconds[:, 2].tolist(), strict=True)
         ]
@@ -167,6 +169,7 @@ class StageEstimate:
         """Of the gradient that a tied head makes of the embedding."""
         self.new_s = sum(self.send_s(u.num_trained * training.param_bytes) for u in tied)
         self.of = cache(self._of)
+        """What such stages lack, and take."""
 
     def shares(self, stages: Stages) -> list[Share]:
         num, runs = self.machine.num_devices, runs_to(stages.ends)
@@ -222,7 +225,7 @@ class StageEstimate:
             if (needed := blocks[k] * units[k].saved_bytes) <= free:
                 free -= needed
                 kept.add(k)
-        forward_s, back_s, again_s = self.seconds.T.tolist()
+        forward_s, back_s, again_s = self.seconds_of
         return Share(
             forward_s=[sum(forward_s[k] for k in stage) for stage in numbers],
             backward_s=[sum(back_s[k] + (0.0 if k in kept else again_s[k]) for k in stage) for stage in numbers],

@@ -84,11 +84,9 @@ class Case:
         if self.policy == "stages":
             found = decide("megatron-pp", workload, several(num))
             assert isinstance(found, PackPlan)
-            stay = {name: self.options.get(name, ()) for name in ("kept", "host_states", "updates_here")}
-            packs = replace(found.packs, sums_tied=False, state_shards=self.options.get("state_shards", 1), **stay)
-            if "ends" in self.options:
-                runs = tuple(pairwise((0, *self.options["ends"])))  # type: ignore[misc]
-                packs = replace(packs, forward=runs[:-1], backward=runs)
+            given: dict[str, Any] = dict(self.options)
+            runs = tuple(pairwise((0, *ends))) if (ends := given.pop("ends", ())) else found.packs.backward
+            packs = replace(found.packs, sums_tied=False, forward=runs[:-1], backward=runs, **given)
             return replace(found, packs=packs)
         if self.policy != "random":
             return decide(self.policy, workload, several(num), self.options)
@@ -110,7 +108,7 @@ class Case:
         pipeline, what one rank sends waits on the other for as long as that is busy with something else.
         """
         names = ("ddp", "zero-1", "zero-2", "zero-3", "fsdp", "megatron-pp", "stages", "harmony-dp")
-        leaves = {"host", "off"} & set(self.options.values()) or self.options.get("host_states")
+        leaves = {"host", "off"} & {*self.options.values()} or "host_states" in self.options
         return self.policy in names and not leaves
 
     @property
@@ -264,6 +262,7 @@ HOST: dict[str, object] = {"optimizer": "host"}
 STATES_IN_HOST = Case("zero-2", HOST, dtype="bf16", clip=0.5)
 ALL_HOST: dict[str, object] = {"optimizer": "host", "params": "host"}
 OWN_MEMORY: dict[str, object] = {"host_memory": "own"}
+BROUGHT = {"host_states": (0, 1, 4, 5), "updates_here": (1, 4), "state_shards": 3, "ends": (2, 3, 4, 6)}
 PAIR = [
     Case("harmony-dp", OWN_MEMORY, dtype="bf16", accumulation=2, clip=0.5),
     Case("harmony-pp", {**OWN_MEMORY, "pack": 1, "pack_forward": 2}, family="llama", dtype="bf16", accumulation=3),
@@ -278,13 +277,7 @@ PAIR = [
     Case("stages", {"kept": (1, 4), "ends": (2, 3, 4, 6)}, accumulation=4, clip=0.5),
     Case("stages", {"kept": (2, 4), "ends": (1, 2, 4, 5, 6)}, dtype="bf16", accumulation=4),
     Case("stages", {"kept": (1,), "host_states": (0, 2, 4, 5)}, accumulation=3, clip=0.5),
-    Case(
-        "stages",
-        {"host_states": (0, 1, 4, 5), "updates_here": (1, 4), "state_shards": 3, "ends": (2, 3, 4, 6)},
-        "llama",
-        "bf16",
-        4,
-    ),
+    Case("stages", BROUGHT, family="llama", dtype="bf16", accumulation=4),
     Case.random(0),
     Case("planned", {"device_bytes": 240_000}, family="llama", dtype="bf16", accumulation=2, clip=0.5),
 ]
