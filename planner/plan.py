@@ -279,7 +279,9 @@ class Packs:
     """In stages that stay: units, by number, whose optimizer states are in host memory. The host updates them: their
     gradients go there after the last micro-batch, and new parameters come back."""
     updates_here: tuple[int, ...] = ()
-    """Units of these that their device updates: in the end their states come, and go back."""
+    """Units that their device updates: their states come, and go back. In stages that stay, some of `host_states`, in
+    the end. In packs that go round, those of whole backward packs, between the micro-batches of the device's next one,
+    or in the end where updates are held; the host updates all others."""
     state_shards: Count = 1
     """Parts in which these come and go, one after the other."""
     sums_tied: bool = False

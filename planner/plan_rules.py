@@ -101,6 +101,13 @@ def shared_micro_batches(workload: Workload, devices: int) -> list[range]:
     return [range(d * total // devices, (d + 1) * total // devices) for d in range(devices)]
 
 
+def updatable_packs(backward: Runs, workload: Workload) -> list[tuple[int, int]]:
+    """Backward packs that go round and that their device may update: those whose parameters no other pack uses."""
+    number = {unit.name: u for u, unit in enumerate(workload.units)}
+    lent = [(number[unit.shares], u) for u, unit in enumerate(workload.units) if unit.shares]
+    return [(a, b) for a, b in backward if not any(a <= owner < b <= user for owner, user in lent)]
+
+
 def check_packs(plan: PackPlan, workload: Workload) -> None:
     packs = plan.packs
     check_record(packs, PlanError, f"plan {plan.policy!r}: ")
@@ -131,13 +138,16 @@ def check_packs(plan: PackPlan, workload: Workload) -> None:
             f"{packs.form!r}; only blocks, in form 'resident', can keep theirs ({len(blocks)} of "
             f"{len(workload.units)} units are blocks)"
         )
+    here, are_gone = set(packs.updates_here), packs.form == "pipeline" and not packs.late_updates
+    able = [(a, b) for a, b in updatable_packs(packs.backward, workload) if are_gone and here.issuperset(range(a, b))]
     of_host = range(len(workload.units) if packs.stays else 0)
-    is_cut = packs.state_shards > 1 and not packs.updates_here
-    if is_cut or not set(of_host) >= set(packs.host_states) >= set(packs.updates_here):
+    is_able = here <= (set(packs.host_states) if packs.stays else {u for a, b in able for u in range(a, b)})
+    if not is_able or not set(of_host) >= set(packs.host_states) or (packs.state_shards > 1 and not here):
         raise PlanError(
-            f"plan {plan.policy!r} has the states of units {packs.host_states} in host memory and updates "
-            f"{packs.updates_here} of them on devices, in {packs.state_shards} parts, in packs of form "
-            f"{packs.form!r}; name some of the {len(workload.units)} units, in form 'resident'"
+            f"plan {plan.policy!r} has the states of units {packs.host_states} in host memory and updates units "
+            f"{packs.updates_here} on devices, in {packs.state_shards} parts, in packs of form {packs.form!r}; name "
+            f"some of the {len(workload.units)} units, in form 'resident'; or in form 'pipeline', whose states are all "
+            "in host memory, units of whole backward packs whose parameters no other pack uses, without late updates"
         )
     if packs.stays:
         each, at_home = divmod(len(packs.backward), packs.devices)

@@ -107,6 +107,13 @@ def test_where_states_of_stages_are_is_said(states, here, said):
     assert [row for row in rows if row[0] == "  states"] == said
 
 
+def test_units_of_packs_that_devices_update_are_counted() -> None:
+    packs = Packs(form="pipeline", devices=2, forward=((0, 2),), backward=((0, 2), (2, 4)))
+    assert [row[0] for row in devices_rows(PackPlan(policy="x", packs=packs))] == ["devices", "  forward", "  backward"]
+    rows = devices_rows(PackPlan(policy="x", packs=replace(packs, updates_here=(0, 1))))
+    assert rows[-1] == ("  states", "of 4 units in host memory: 2 brought for the update, 2 updated there")
+
+
 def test_nothing_fits_is_an_answer(tmp_path, capsys):
     """With a head of its own: a tied one's gradients may be added up in the other order. As many sequences are not cut
     into single ones, and no other number divides them."""

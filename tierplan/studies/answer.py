@@ -269,6 +269,7 @@ def devices_rows(plan: Plan) -> list[tuple[str, str]]:
                 ("devices", f"packs of units {how} {packs.devices} devices, which share the micro-batches"),
                 ("  forward", sizes[0] or "in the first backward pack"),
                 ("  backward", sizes[1]),
+                *([("  states", _states_of(packs))] if packs.updates_here else []),
             ]
         case UnitwisePlan(devices=devices, sharing=sharing) if devices > 1:
             return [("devices", f"{devices}, {DIVIDED[sharing.divided]}")]
@@ -277,7 +278,7 @@ def devices_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _states_of(packs: Packs) -> str:
-    num, here = len(packs.host_states), len(packs.updates_here)
+    num, here = len(packs.host_states) if packs.stays else packs.backward[-1][1], len(packs.updates_here)
     who = ", ".join(f"{n} {what}" for n, what in ((here, "brought for the update"), (num - here, "updated there")) if n)
     return f"of {num} unit{'s' * (num != 1)} in host memory: {who}"
 

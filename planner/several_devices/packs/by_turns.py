@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import chain, pairwise, product, zip_longest
-from operator import attrgetter
 from typing import Any
 
 from tierplan.hwmodels.machine import Machine
@@ -26,19 +25,16 @@ from tierplan.planner.plan_rules import shared_micro_batches
 from tierplan.planner.several_devices.collectives import add_all_reduce
 from tierplan.planner.several_devices.packs.estimate import PackSizes
 from tierplan.planner.several_devices.packs.task import Task
-from tierplan.sim.builder import About, Builder, Said, tiers_of
+from tierplan.planner.several_devices.packs.updates import PackUpdates, update_key
+from tierplan.sim.builder import About, Said, tiers_of
 from tierplan.sim.columns import ScheduleColumns, collector_paused
 from tierplan.sim.contents import (
-    NORM_BYTES,
-    Clip,
     Frozen,
     Gradients,
     Input,
     InputGradient,
-    Norm,
     PackActs,
     Params,
-    States,
     TiedGradients,
     Transient,
     backward_key,
@@ -60,21 +56,14 @@ def pack_columns(plan: PackPlan, workload: Workload, machine: Machine) -> Schedu
     return PackLowering(plan, workload, machine).lowered()
 
 
-class PackLowering(Builder):
+class PackLowering(PackUpdates):
     """Builds the schedule turn by turn, with one op per pack; `unitwise` overrides what differs unit by unit."""
 
     def __init__(self, plan: PackPlan, workload: Workload, machine: Machine) -> None:
-        super().__init__()
-        self.plan, self.workload, self.machine = plan, workload, machine
-        self.packs = plan.packs
-        self.units, self.training = workload.units, workload.training
-        self.params_home: dict[str, int] = {}
+        super().__init__(plan, workload, machine)
         self.frozen_home: dict[str, int] = {}
-        self.states_home: dict[str, int] = {}
         self.stash: dict[tuple[int, int], int | None] = {}  # (unit, micro-batch) -> its input in host memory
         self.handed: dict[tuple[str, int, int], int] = {}  # ("y" or "dx", unit, micro-batch) -> where it waits
-        # by first unit of the backward pack, and as in `Task.grads`: gradients in host memory, of each device
-        self.arrived_grads: dict[tuple[int, str], list[int]] = {}
         self.flushed: list[int] = []  # ends of the turns that a round comes after
         self.brought: dict[tuple[str, int, int], int | None] = {}  # as `handed`: host memory that is free when it came
         self.stash_at = dict.fromkeys(a for a, _ in self.packs.backward[:-1])  # first units, rising
@@ -86,9 +75,6 @@ class PackLowering(Builder):
         self.leaving = {"s": self.packs.cleanup_s}
         self.at, self.first = 0, 0  # the turn's device and first unit
         self.may_begin: dict[int, list[int]] = {}  # device -> ops that its next one comes after, beside what it reads
-        self.norms: list[int] = []
-        self.coefficients: list[int] = []  # of clipping, one in each host memory
-        self.num_memories = 1
         self.takes_backward: dict[int, int] = {}  # first unit of a backward pack -> device, in pipelines
 
     # ---- tasks and their order ----
@@ -148,6 +134,9 @@ class PackLowering(Builder):
             self._coefficients()
             for task in reversed(updated):
                 self._update(task)  # the next step needs the first pack first
+        while any(self.waiting.values()):
+            for d, parts in self.waiting.items():
+                self._update_waiting(d, min(len(parts), 1))
 
     def about(self) -> About:
         return f"{self.plan.policy} {self.workload.name}", self.step(), self.meta()
@@ -165,8 +154,7 @@ class PackLowering(Builder):
                 self.frozen_home[unit.name] = self.home((Frozen, unit.name), HOST, unit.frozen_bytes, "params")
             if size := unit.num_trained * self.training.param_bytes:
                 self.params_home[unit.name] = self.home((Params, unit.name), HOST, size, "params")
-            if size := self.training.states_bytes(unit):
-                self.states_home[unit.name] = self.home((States, unit.name), HOST, size, "states")
+            self._home_states(unit, HOST)
 
     # ---- names and units ----
 
@@ -181,8 +169,9 @@ class PackLowering(Builder):
     # ---- one turn ----
 
     def _turn(self, task: Task) -> None:
-        """The ops of one task but for its end."""
+        """The ops of one task but for its end. What its device is to update is divided among its micro-batches."""
         self.at, self.first = task.device, task.first
+        waiting = self.waiting.get(task.device, ())
         params_first = task.left is None or (self._goes_round and (task.phase == "fwd" or task.is_last))
         if params_first:
             self._fetch_params(task)
@@ -202,6 +191,7 @@ class PackLowering(Builder):
                 self._forward(task, i, m, x)
             else:
                 self._backward(task, m, x, dy)
+            self._update_waiting(task.device, -(-len(waiting) // (len(task.batches) - i)), task.computes[-2:-1])
 
     @property
     def _goes_round(self) -> bool:
@@ -375,6 +365,9 @@ class PackLowering(Builder):
         first = tasks[0].first
         for name in tasks[0].grads:
             grads = reduced = [task.grads[name] for task in tasks]
+            if not name and self._stay(tasks[0]):
+                self.arrived_grads[first, name] = grads
+                continue
             if len(tasks) > 1:
                 keys = [(op_key, "all_reduce", name, self.name(task)) for task in tasks]
                 reduced = [add_all_reduce(self, key, own, grads) for key, own in zip(keys, grads, strict=True)]
@@ -384,6 +377,10 @@ class PackLowering(Builder):
                 key = (op_key, copy_key("offload", "grads"), name, self.name(task))
                 self.arrived_grads[first, name].append(self.copy(key, d2h(task.device), buffer, HOST, over=over))
                 task.sent.append(self.last_op)
+
+    def _stay(self, task: Task) -> bool:
+        """Whether the pack's gradients stay on the device that has made them, which updates by them."""
+        return task.is_final and not self.packs.hold_updates and any(unit.name in self.comes for unit in task.units)
 
     def _earlier_gradients(self, task: Task) -> dict[str, int]:
         """Brings the sums of earlier rounds' gradients to the device, which adds to them."""
@@ -409,58 +406,6 @@ class PackLowering(Builder):
         waits, key = task.phase == "bwd" and not self.packs.streams, (op_key, "leave", task.phase, self.name(task))
         after = [task.computes[-1], *(task.sent if waits else [])]
         task.gone = self.op(key, compute(task.device), "leave", work=self.leaving, reads=task.params, after=after)
-
-    def _norms(self, task: Task) -> None:
-        """The norms of the pack's gradients in host memory, which wait there."""
-        for unit in task.units:
-            if unit.num_trained:
-                reads, after = self._arrived(task, unit)
-                self.norms.append(self.buffer((Norm, unit.name), HOST, NORM_BYTES, "work"))
-                work = {"elementwise_bytes": unit.num_trained * self.training.grad_bytes}
-                stream = self._updates_on(task.device, unit)
-                key, writes = self._key_on(task.device, (op_key, "norm", unit.name), stream), self.norms[-1:]
-                self.op(key, stream, "norm", work=work, reads=reads[:1], writes=writes, after=after, unit=unit.name)
-
-    def _coefficients(self) -> None:
-        """The coefficient of exact clipping, from the norms of all units."""
-        for d in range(self.num_memories):
-            self.coefficients.append(self.buffer(Clip(), HOST, NORM_BYTES, "work"))
-            key, writes = self._key_on(d, op_key(Clip()), HOST_ADAM), self.coefficients[-1:]
-            self.op(key, HOST_ADAM, "clip", work={}, reads=self.norms, writes=writes)
-
-    def _update(self, task: Task) -> None:
-        """Updates the pack's units one by one in host memory, while the next turns run, or after all where it clips."""
-        for unit in (unit for unit in task.units if unit.num_trained):
-            self._update_unit(task, unit)
-
-    def _update_unit(self, task: Task, unit: Unit) -> None:
-        reads, after = self._arrived(task, unit)
-        old, new = self._params_to_update(unit)
-        reads, writes = [*reads, *old], [new]
-        if (states := self.states_home.get(unit.name)) is not None:
-            reads.append(states)
-            self.states_home[unit.name] = self.over(states)
-            writes.append(self.states_home[unit.name])
-        if self.coefficients:
-            reads.append(self.coefficients[task.device % self.num_memories])
-        stream = self._updates_on(task.device, unit)
-        key = self._key_on(task.device, _update_key(unit), stream)
-        work = (self.training.host_work if stream == HOST_ADAM else self.training.update_work)(unit)
-        self.op(key, stream, "update", work=work, reads=reads, writes=writes, after=after, unit=unit.name)
-
-    def _params_to_update(self, unit: Unit) -> tuple[list[int], int]:
-        """What an update reads of a unit's parameters, and what it writes."""
-        old = self.params_home[unit.name]
-        self.params_home[unit.name] = self.over(old)
-        return [old], self.params_home[unit.name]
-
-    def _updates_on(self, device: int, unit: Unit) -> str:
-        """The stream of a unit's update, and of what that waits for."""
-        return HOST_ADAM
-
-    def _key_on(self, device: int, key: Said, stream: str) -> Said:
-        """What the host does for a device: said where each has host memory of its own."""
-        return key if self.num_memories == 1 or stream != HOST_ADAM else (device_name, key, device)
 
     def _update_late(self, tasks: list[Task]) -> None:
         """Applies the gradients of the step before, in host memory, and makes new parameters beside those in use.
@@ -488,13 +433,5 @@ class PackLowering(Builder):
                     reads, writes = [old, home, spare], [new, params]
                 if not self.training.has_master:
                     reads.append(used)
-                work, key = self.training.host_work(unit), _update_key(unit)
+                work, key = self.training.host_work(unit), update_key(unit)
                 self.op(key, HOST_ADAM, "update", work=work, reads=reads, writes=writes, unit=unit.name)
-
-    def _arrived(self, task: Task, unit: Unit) -> tuple[list[int], list[int]]:
-        """Gradients in host memory that a unit's update reads, and the ops that it comes after."""
-        return [*self.arrived_grads[task.first, ""]], []
-
-
-def _update_key(unit: Unit) -> Said:
-    return attrgetter("update_key"), (States, unit.name)

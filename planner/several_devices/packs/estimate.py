@@ -9,7 +9,7 @@ every plan is simulated before it counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache, partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from tierplan.planner.plan import Packs
 from tierplan.planner.plan_rules import PackForm
 from tierplan.planner.several_devices.alike import first_for_all
 from tierplan.planner.several_devices.collectives import collective_work
+from tierplan.planner.several_devices.packs.updates import AT_ONCE
 from tierplan.sim.columns import Float64, Int64
 from tierplan.sim.compiled.compiler import compiled
 from tierplan.sim.workloads.work import Amounts, total_work
@@ -50,12 +51,19 @@ class _Pack(NamedTuple):
     """Its stashed input from host memory, in backward."""
     gradients_s: float
     """From the end of its last micro-batch until its gradients are in host memory."""
+    states_s: float
+    """Until its device has updated it, where nothing else goes on there."""
+    held_bytes: int
+    states_bytes: int
+    """Of its states, what is on its device at once while that updates."""
+    grads_bytes: int
 
 
-(FIRST, END, IS_BACKWARD, IS_LAST, PARAMS_S, FIRST_S, SECOND_S, SEND_S, STASH_S, GRADIENTS_S) = range(
-    len(_Pack._fields)
-)
+(FIRST, END, IS_BACKWARD, IS_LAST, PARAMS_S, FIRST_S, SECOND_S, SEND_S, STASH_S, GRADIENTS_S, STATES_S, HELD_BYTES,
+ STATES_BYTES, GRADS_BYTES) = range(len(_Pack._fields))  # fmt: skip
 """Its fields in a row of an array."""
+STATE_PARTS = 8
+"""In which states come to a device that updates them."""
 
 
 class PackWork(NamedTuple):
@@ -158,17 +166,21 @@ class PackEstimate:
 
     def step_s(self, packs: Packs) -> float:
         """Seconds of a step among others like it; infinite where a pack does not fit."""
-        return self.of_runs(packs.form, packs.devices, packs.forward, packs.backward, packs.cleanup_s)
+        here = set(packs.updates_here)
+        firsts = {a for a, _ in packs.backward if a in here}
+        return self.of_runs(packs.form, packs, packs.forward, packs.backward, firsts)
 
     def of_runs(
         self,
         form: PackForm,
-        num_devices: int,
+        like: Packs,
         forward: Iterable[tuple[int, int]],
-        backward: Iterable[tuple[int, int]],
-        cleanup_s: float,
+        backward: Sequence[tuple[int, int]],
+        here: Collection[int],
     ) -> float:
-        """The same of packs that nobody has put together: they are the units from the first to the second number."""
+        """The same of packs that nobody has put together, but `like` some in all else: they are the units from the
+        first to the second number; devices update those that begin with the units `here`."""
+        num_devices = like.devices
         at_once = 1 if form == "pipeline" else num_devices  # of data-parallel devices, all do the same
         turns = [self._number("fwd", a, b, at_once) for a, b in forward]
         turns += [self._number("bwd", a, b, at_once) for a, b in backward][::-1]
@@ -176,8 +188,10 @@ class PackEstimate:
             return INFINITE
         total = self.training.gradient_accumulation_steps
         devices = num_devices if form == "pipeline" else 1
-        shared = devices, -(-total // at_once), float(cleanup_s), self.update_s
-        return float(_step_s(self._costs, np.array(turns), *shared))
+        shared = devices, -(-total // at_once), float(like.cleanup_s), self.update_s
+        comes = np.array([0] * (len(turns) - len(backward)) + [a in here for a, _ in reversed(backward)], np.int64)
+        held = like.hold_updates, float(self.capacity_bytes)
+        return float(_step_s(self._costs, np.array(turns), comes, *shared, *held))
 
     def work_s(self, phase: str, first: int, end: int) -> float:
         """Compute of one micro-batch: `fwd` or `bwd`, the latter without its recomputation."""
@@ -198,6 +212,7 @@ class PackEstimate:
         units, num = self.units[first:end], len(self.units)
         is_backward, is_last = phase == "bwd", phase == "bwd" and end == num
         border = units[-1].output_bytes if is_backward and not is_last else units[0].input_bytes
+        states_bytes = sum(map(self.training.states_bytes, units))
         gradients_s = 0.0
         if is_backward:
             size = self.sizes.grads_bytes(first, end)
@@ -217,7 +232,20 @@ class PackEstimate:
             send_s=sum(self._copy_s(stream, border, at_once) for stream in down_and_up),
             stash_s=self._copy_s(H2D, units[0].input_bytes, at_once) if is_backward and not is_last else 0.0,
             gradients_s=gradients_s,
+            states_s=self._update_s(units, states_bytes) if is_backward else 0.0,
+            held_bytes=self.sizes.held_bytes(phase, first, end),
+            states_bytes=AT_ONCE * states_bytes // STATE_PARTS,
+            grads_bytes=self.sizes.grads_bytes(first, end),
         )
+
+    def _update_s(self, units: Sequence[Unit], states_bytes: int) -> float:
+        """Of a pack on its device, which is alone unless updates are held: states come, the last part goes, then
+        parameters."""
+        last_bytes = states_bytes / STATE_PARTS + sum(u.num_trained for u in units) * self.training.param_bytes
+        work = total_work(self.training.update_work(u) for u in units if u.num_trained)
+        last_s = self.machine.cost(COMPUTE, work).alone_s / STATE_PARTS if work else 0.0
+        num = 1 if self.training.max_grad_norm is None else self.machine.num_devices
+        return self._copy_s(H2D, states_bytes, num) + last_s + self._copy_s(D2H, last_bytes, num)
 
     def _copy_s(self, stream: str, size_bytes: float, at_once: int) -> float:
         """A copy on a link, beside as many like it on other devices' links."""
@@ -230,19 +258,34 @@ class PackEstimate:
 
 
 @compiled
-def _step_s(packs: Float64, turns: Int64, devices: int, num_batches: int, cleanup_s: float, update_s: Float64) -> float:
-    """The time from the end of a step to that of the next, after the first few, of turns by their rows of `packs`."""
+def _step_s(
+    packs: Float64,
+    turns: Int64,
+    comes: Int64,
+    devices: int,
+    num_batches: int,
+    cleanup_s: float,
+    update_s: Float64,
+    hold_updates: bool,
+    capacity_bytes: float,
+) -> float:
+    """The time from the end of a step to that of the next, after the first few, of turns by their rows of `packs`;
+    where states come to devices (`comes`), infinite if there is no room beside what the device's next turn has."""
     last_s, second_last_s = np.zeros(devices), np.zeros(devices)  # by device: ends of its last two micro-batches,
     gone_s, handed_s = np.zeros(devices), np.empty(num_batches)  # and of its last turn; by micro-batch: its end so far
     updated_s, host_s, end_s, end_before_s = np.zeros(len(update_s)), 0.0, 0.0, 0.0
+    link_s, waits_bytes = np.zeros(devices), np.zeros(devices)  # by device: states have come until then; beside a turn
     for _ in range(STEPS):
         handed_s[:] = 0.0
+        waits_bytes[:] = 0.0
         for turn, k in enumerate(turns):
             d, first, end = turn % devices, int(packs[k, FIRST]), int(packs[k, END])
             is_backward, is_last = packs[k, IS_BACKWARD], packs[k, IS_LAST]
             first_s, second_s = packs[k, FIRST_S], packs[k, SECOND_S]
             send_s, stash_s = packs[k, SEND_S], packs[k, STASH_S]
             now, again_s = last_s[d], second_last_s[d]
+            if waits_bytes[d] and waits_bytes[d] + packs[k, HELD_BYTES] > capacity_bytes:
+                return INFINITE
             for u in range(first, end):
                 now = max(now, updated_s[u])
             now = max(gone_s[d], now + packs[k, PARAMS_S])
@@ -258,14 +301,31 @@ def _step_s(packs: Float64, turns: Int64, devices: int, num_batches: int, cleanu
                 else:
                     now += first_s + second_s
                 handed_s[i] = now
-            left_s = now
-            if is_backward:
-                left_s += packs[k, GRADIENTS_S]
-                host_s = max(host_s, left_s)
+            left_s, waits_bytes[d] = now, 0.0
+            if comes[turn] and not hold_updates:
+                link_s[d] = max(link_s[d], now) + packs[k, STATES_S]
+                waits_bytes[d] = packs[k, STATES_BYTES] + packs[k, GRADS_BYTES]
                 for u in range(first, end):
-                    host_s += update_s[u]
-                    updated_s[u] = host_s
+                    updated_s[u] = link_s[d]
+            elif is_backward:
+                left_s += packs[k, GRADIENTS_S]
+                if not hold_updates:
+                    host_s = max(host_s, left_s)
+                    for u in range(first, end):
+                        host_s += update_s[u]
+                        updated_s[u] = host_s
             second_last_s[d] = handed_s[-2] if num_batches > 1 else gone_s[d]
             last_s[d], gone_s[d] = now, left_s + cleanup_s
-        end_before_s, end_s = end_s, max(host_s, gone_s.max())
+        if hold_updates:  # all gradients have left: the first units' updates come first
+            host_s = gone_s.max()
+            link_s[:] = host_s
+            for turn in range(len(turns) - 1, -1, -1):
+                k, d = turns[turn], turn % devices
+                if packs[k, IS_BACKWARD]:
+                    if comes[turn]:
+                        link_s[d] += packs[k, STATES_S] + packs[k, GRADIENTS_S]
+                    for u in range(int(packs[k, FIRST]), int(packs[k, END])):
+                        host_s += 0.0 if comes[turn] else update_s[u]
+                        updated_s[u] = link_s[d] if comes[turn] else host_s
+        end_before_s, end_s = end_s, max(host_s, gone_s.max(), link_s.max())
     return end_s - end_before_s

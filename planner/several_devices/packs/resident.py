@@ -27,7 +27,7 @@ from tierplan.planner.several_devices.packs.task import Task
 from tierplan.planner.several_devices.packs.unitwise import Pipeline
 from tierplan.sim.builder import Said
 from tierplan.sim.columns import ScheduleColumns
-from tierplan.sim.contents import Frozen, Gradients, KeptActs, Params, RecomputedActs, Shared, States, copy_key, op_key
+from tierplan.sim.contents import Frozen, Gradients, KeptActs, Params, RecomputedActs, Shared, copy_key
 from tierplan.sim.step import StepSpec, unit_spec
 from tierplan.sim.workloads.workload import Unit, Workload
 
@@ -99,11 +99,7 @@ class _Resident(Pipeline):
         self.kept: dict[tuple[str, int], list[int | None]] = {}  # unit, micro-batch -> its input, and what it has saved
         self.shared: dict[tuple[int, int], int] = {}
         self.kept_blocks = frozenset(self.packs.kept)
-        self.comes, self.host_has = (
-            {unit.name for unit in (self.units[u] for u in some) if self.training.states_bytes(unit)}
-            for some in (self.packs.updates_here, self.packs.host_states)
-        )
-        self.parts_home: dict[str, list[int]] = {}  # of units whose states come: these in host memory
+        self.host_has = self._with_states(self.packs.host_states)
         self.last_forward: dict[int, int] = {}  # of each device: before it there is no room for states that come
         self.made_there: dict[str, int] = {}  # of a unit that the host has updated: its new parameters there
         self.left: list[int] = []  # units that the host updates, in the order in which their gradients leave
@@ -116,15 +112,9 @@ class _Resident(Pipeline):
             for content, size, homes in (sizes, (Frozen, unit.frozen_bytes, self.frozen[d])):
                 if size and (is_lent or own[unit.name] == d):
                     homes[unit.name] = self.home((content, unit.name), device(d), size, "params")
-            if unit.name in self.comes and own[unit.name] == d:
-                parts = self.training.state_parts(unit, self.packs.state_shards)
-                self.parts_home[unit.name] = [
-                    self.home(States(unit.name, k, len(parts)), HOST, size, "states", owner=d)
-                    for k, size in enumerate(self.training.states_bytes(unit, part) for part in parts)
-                ]
-            elif (size := self.training.states_bytes(unit)) and own[unit.name] == d:
+            if own[unit.name] == d:
                 tier, owner = (HOST, d) if unit.name in self.host_has else (device(d), None)
-                self.states_home[unit.name] = self.home((States, unit.name), tier, size, "states", owner=owner)
+                self._home_states(unit, tier, owner)
 
     def step(self) -> StepSpec:
         units = tuple(unit_spec(u, "keep" if self._keeps(k) else "recompute") for k, u in enumerate(self.units))
@@ -227,19 +217,13 @@ class _Resident(Pipeline):
     def _arrived(self, task: Task, unit: Unit) -> tuple[list[int], list[int]]:
         return [self.grads[unit.name]], []
 
-    def _update_unit(self, task: Task, unit: Unit) -> None:
-        if unit.name not in self.comes:
-            super()._update_unit(task, unit)
-            return
-        d, homes, (grads, *_) = task.device, self.parts_home[unit.name], self._arrived(task, unit)[0]
-        for k, part in enumerate(self.training.state_parts(unit, self.packs.state_shards)):
-            states, old = States(unit.name, k, len(homes)), self.params_home[unit.name]
-            after = [self.last_forward[d]]
-            here = self.copy((copy_key, "fetch", states), h2d(d), homes[k], device(d), after=after)
-            self.params_home[unit.name], reads = self.over(old), [grads, old, here, *self.coefficients[d : d + 1]]
-            writes, work = [self.params_home[unit.name], self.over(here)], self.training.update_work(unit, part)
-            self.op(states.update_key, compute(d), "update", work=work, reads=reads, writes=writes, unit=unit.name)
-            homes[k] = self.copy((copy_key, "offload", states), d2h(d), writes[1], HOST, over=homes[k])
+    def _update_in_parts(self, task: Task, unit: Unit) -> None:
+        """At once: behind all that is there."""
+        d, grads = task.device, self.grads[unit.name]
+        for k in range(len(self.parts_home[unit.name])):
+            old, after = self.params_home[unit.name], [self.last_forward[d]]
+            self.params_home[unit.name] = self._update_part(d, unit, k, grads, old, after)
+        self._updated(unit, d)
 
     def _params_to_update(self, unit: Unit) -> tuple[list[int], int]:
         if not self._is_updated_there(unit):
@@ -250,22 +234,16 @@ class _Resident(Pipeline):
         if self.training.has_master:  # by which they are made anew
             reads, new = [], self.buffer((Params, unit.name), HOST, size, "params", owner=d)
         else:
-            reads = [self.copy((copy_key, "offload", _to_update(unit)), d2h(d), old, HOST, owner=d)]
+            reads = [self._to_update("offload", unit, old, d2h(d), HOST, owner=d)]
             new = self.over(reads[0])
         self.made_there[unit.name] = new
         return reads, new
 
-    def _send_params(self, task: Task) -> None:
-        for unit in task.units:
-            if (made := self.made_there.get(unit.name)) is not None:
-                key, home, d = (copy_key, "fetch", _to_update(unit)), self.params_home[unit.name], task.device
-                self.params_home[unit.name] = self.copy(key, h2d(d), made, device(d), over=home)
-        super()._send_params(task)
+    def _updated(self, unit: Unit, d: int) -> None:
+        if (made := self.made_there.get(unit.name)) is not None:
+            home = self.params_home[unit.name]
+            self.params_home[unit.name] = self._to_update("fetch", unit, made, h2d(d), device(d), over=home)
+        super()._updated(unit, d)
 
     def _new_params(self, unit: Unit, d: int) -> Said:
         return Params, unit.name
-
-
-def _to_update(unit: Unit) -> Said:
-    """Parameters that go for an update, and come from it."""
-    return op_key, (Params, unit.name), "update"

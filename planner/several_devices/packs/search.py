@@ -18,14 +18,15 @@ from functools import cache
 from itertools import accumulate, pairwise, product
 from typing import NamedTuple
 
+from tierplan.hwmodels.names import DEVICE
 from tierplan.planner.milp.amounts import Problem
 from tierplan.planner.milp.bounds import compute_s
 from tierplan.planner.plan import PackPlan, Packs
-from tierplan.planner.plan_rules import PackForm, Runs, shared_micro_batches
+from tierplan.planner.plan_rules import PackForm, Runs, shared_micro_batches, updatable_packs
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.incumbents import Incumbents
 from tierplan.planner.search.local.descent import BETTER
-from tierplan.planner.several_devices.packs.estimate import PackEstimate
+from tierplan.planner.several_devices.packs.estimate import STATE_PARTS, PackEstimate, PackSizes
 
 Ends = tuple[int, ...]
 """Of each pack in order, the unit after its last one."""
@@ -37,14 +38,19 @@ class Borders(NamedTuple):
     form: PackForm
     forward: Ends
     backward: Ends
+    num_here: int = 0
+    """Of the backward packs that their devices may update, how many they do."""
 
     @classmethod
     def of(cls, packs: Packs) -> Borders:
-        return cls(packs.form, tuple(b for _, b in packs.forward), tuple(b for _, b in packs.backward))
+        forward, backward = (tuple(b for _, b in runs) for runs in (packs.forward, packs.backward))
+        return cls(packs.form, forward, backward, sum(a in packs.updates_here for a, _ in packs.backward))
 
-    def packs(self, like: Packs) -> Packs:
-        """Such packs, alike in all else."""
-        return replace(like, form=self.form, forward=runs_to(self.forward), backward=runs_to(self.backward))
+    def packs(self, like: Packs, here: Runs) -> Packs:
+        """Such packs, alike in all else, of which devices update these."""
+        units = tuple(u for a, b in here for u in range(a, b))
+        packs = replace(like, form=self.form, forward=runs_to(self.forward), backward=runs_to(self.backward))
+        return replace(packs, updates_here=units, state_shards=STATE_PARTS if units else 1)
 
 
 Numbers = tuple[PackForm, int, int]
@@ -52,6 +58,7 @@ Numbers = tuple[PackForm, int, int]
 SHARE, SHARE_ALONE = 0.6, 0.95
 """Of the budget, what the search over packs may take: beside other plans, and where only packs are allowed."""
 SHIFTS = (1, -1, 2, -2, 4, -4)
+MORE_UPDATES = (8, -8, 2, -2, 1, -1)
 SHARE_OF_ESTIMATES, SHARE_OF_FIRST_SIMULATIONS = 0.4, 0.6
 """Parts of the search's budget that are spent when estimates end, and when what they found has been simulated."""
 OPS_OF_ESTIMATE = 15
@@ -69,6 +76,8 @@ KICKS = 3
 """Random moves of borders between two descents by the estimate."""
 SIMULATED = 16
 """Of what the descents found, at most so many are simulated."""
+GOLDEN = (5**0.5 - 1) / 2
+"""Multiples of it, without their whole parts, lie evenly, however many they are."""
 PROMISING = 1.02
 """A move is simulated when the estimate is at most this much above the best plan's."""
 
@@ -83,10 +92,17 @@ def search_packs(incumbents: Incumbents, simulate_plan: PlanSimulator, *, num_op
 
 
 def bound_of_packs(problem: Problem, packs: Packs) -> float:
-    """No step in packs that visit devices is shorter, in seconds: compute is shared, and every parameter is updated in
-    host memory."""
+    """No step in packs that visit devices is shorter, in seconds: compute is shared, all but the last pack go forward
+    twice, and late updates are the host's."""
+    sizes, num = PackSizes(problem.workload), len(problem.units)
+    device_bytes = problem.machine.tier(DEVICE).capacity_bytes
+    again = [unit.fwd_s for u, unit in enumerate(problem.units) if sizes.held_bytes("bwd", u, num) > device_bytes]
+    again_s = problem.workload.training.gradient_accumulation_steps * sum(again)
+    computes_s = (compute_s(problem) + again_s) / packs.devices
+    if not packs.late_updates:
+        return computes_s
     parameters, adam = sum(map(problem.host_gparams, problem.units)), problem.rates.adam
-    return max(compute_s(problem) / packs.devices, parameters / adam if adam else 0.0)
+    return max(computes_s, parameters / adam if adam else 0.0)
 
 
 def improve_packs(
@@ -139,6 +155,7 @@ class _Search:
         self.rng = random.Random(seed)
         self.estimate = PackEstimate(simulate_plan.workload, simulate_plan.machine)
         self._estimated_s = cache(self._estimate_s)
+        self._updated_here = cache(self._here)
         self.best = start
         self.begun, self.end = self.budget.spent_frac, spent_frac
         num = len(simulate_plan.workload.units)
@@ -162,24 +179,45 @@ class _Search:
 
     def _estimate_s(self, borders: Borders) -> float:
         self.budget.ops_left -= OPS_OF_ESTIMATE
-        runs = runs_to(borders.forward), runs_to(borders.backward)
-        return self.estimate.of_runs(borders.form, self.packs.devices, *runs, self.packs.cleanup_s)
+        runs, here = (runs_to(borders.forward), runs_to(borders.backward)), self._updated_here(borders)
+        return self.estimate.of_runs(borders.form, self.packs, *runs, {a for a, _ in here})
+
+    def _may_be_here(self, borders: Borders) -> bool:
+        """Whether devices may update such packs."""
+        has_states = self.simulate_plan.workload.states_bytes > 0
+        return has_states and borders.form == "pipeline" and not self.packs.late_updates
+
+    def _here(self, borders: Borders) -> Runs:
+        """The backward packs that their devices update: spread over time and devices. The first one, which is updated
+        when there is nothing left to compute, is chosen first."""
+        if not borders.num_here:
+            return ()
+        able = updatable_packs(runs_to(borders.backward), self.simulate_plan.workload)
+        chosen = sorted(range(len(able)), key=lambda k: k * GOLDEN % 1)[: borders.num_here]
+        return tuple(able[k] for k in sorted(chosen))
+
+    def _neighbours(self, borders: Borders) -> Iterator[Borders]:
+        if self._may_be_here(borders):
+            yield from with_other_updates(borders)
+        yield from neighbours(borders)
 
     # ---- by the estimate ----
 
     def by_estimate(self) -> list[Borders]:
-        """Ends of descents from Harmony's packs, from the best shapes, and from the best so far with a few kicks."""
+        """Ends of descents from Harmony's packs, from the best shapes, and from the best of each form, kicked."""
         shapes = self._shapes()
         starts = [Borders.of(self.packs), *shapes[:STARTS]]
-        ends_s: dict[Borders, float] = {}
+        ends_s, best = dict[Borders, float](), list[Borders]()
         turn = stale = 0
         while not self._is_over(SHARE_OF_ESTIMATES) and stale < PATIENCE:
-            begun = starts[turn] if turn < len(starts) else self._kicked(min(ends_s, key=lambda p: ends_s[p]))
+            begun = starts[turn] if turn < len(starts) else self._kicked(best[turn % len(best)])
             turn += 1
             borders = self._descend(begun)
             shorter = not ends_s or self._estimated_s(borders) < min(ends_s.values()) * BETTER
             stale = 0 if shorter or turn <= len(starts) else stale + 1
             ends_s[borders] = self._estimated_s(borders)
+            quickest_last = sorted(ends_s, key=lambda p: -ends_s[p])
+            best = list({borders.form: borders for borders in quickest_last}.values())
         ranked = sorted(dict.fromkeys([*ends_s, *shapes[: 4 * SIMULATED]]), key=self._estimated_s)
         return [borders for borders in ranked if self._estimated_s(borders) < float("inf")][:SIMULATED]
 
@@ -193,14 +231,15 @@ class _Search:
         for form, backward, forward in product(forms, self._numbers("bwd"), self._numbers("fwd")):
             borders = self._shape((form, backward, forward), 1.0, 1.0, 1.0)
             if borders is not None and not self._is_over(SHARE_OF_ESTIMATES / 2):
-                numbers.setdefault(borders, (form, backward, forward))
+                for num_here in {0, backward} if self._may_be_here(borders) else {0}:
+                    numbers.setdefault(borders._replace(num_here=num_here), (form, backward, forward))
         ranked = sorted(numbers, key=self._estimated_s)
         shapes = dict.fromkeys(ranked)
         for equal in ranked[:VARIED]:
             for sizes in product(SIZES_OF_ENDS, repeat=3):
                 borders = self._shape(numbers[equal], *sizes)
                 if borders is not None and not self._is_over(SHARE_OF_ESTIMATES / 2):
-                    shapes[borders] = None
+                    shapes[borders._replace(num_here=equal.num_here)] = None
         return sorted(shapes, key=self._estimated_s)
 
     def _shape(self, numbers: Numbers, first: float, last: float, first_forward: float) -> Borders | None:
@@ -232,7 +271,7 @@ class _Search:
 
     def _kicked(self, borders: Borders) -> Borders:
         for _ in range(KICKS):
-            options = list(neighbours(borders))
+            options = list(self._neighbours(borders))
             borders = self.rng.choice(options) if options else borders
         return borders
 
@@ -240,7 +279,7 @@ class _Search:
         """Moves of borders while the estimate falls."""
         while True:
             limit = self._estimated_s(borders) * BETTER
-            for changed in neighbours(borders):
+            for changed in self._neighbours(borders):
                 if self._is_over(SHARE_OF_ESTIMATES):
                     return borders
                 if self._estimated_s(changed) < limit:
@@ -262,7 +301,7 @@ class _Search:
         while True:
             borders = Borders.of(self.best.plan.packs)
             limit = self._estimated_s(borders) * PROMISING
-            for changed in sorted(neighbours(borders), key=self._estimated_s):
+            for changed in sorted(self._neighbours(borders), key=self._estimated_s):
                 if self._is_over(1.0) or self._estimated_s(changed) > limit:
                     return
                 if self._try(changed):
@@ -271,7 +310,8 @@ class _Search:
                 return
 
     def _try(self, borders: Borders) -> bool:
-        tried = self.simulate_plan(replace(self.start.plan, policy="planner", packs=borders.packs(self.packs)))
+        packs = borders.packs(self.packs, self._updated_here(borders))
+        tried = self.simulate_plan(replace(self.start.plan, policy="planner", packs=packs))
         if tried.step_s is None or self.best.step_s is None or tried.step_s >= self.best.step_s * BETTER:
             return False
         self.best = tried
@@ -283,14 +323,21 @@ def neighbours(of: Borders) -> Iterator[Borders]:
 
     Forward packs follow the last backward pack.
     """
-    form, forward, backward = of
+    _, forward, backward, _ = of
     for borders in _changed(backward):
         end = borders[-2] if len(borders) > 1 else 0
-        yield Borders(form, (*(b for b in forward if b < end), end) if end else (), borders)
+        yield of._replace(forward=(*(b for b in forward if b < end), end) if end else (), backward=borders)
     for borders in _changed(forward):
-        yield Borders(form, borders, backward)
+        yield of._replace(forward=borders)
     if len(backward) > 1 and forward != backward[:-1]:
-        yield Borders(form, backward[:-1], backward)
+        yield of._replace(forward=backward[:-1])
+
+
+def with_other_updates(of: Borders) -> Iterator[Borders]:
+    """The same packs, of which devices update others than now: some more or fewer, half of them or all."""
+    num, most = of.num_here, len(of.backward)
+    others = [most // 2, most, 0, *(num + shift for shift in MORE_UPDATES)]
+    yield from (of._replace(num_here=n) for n in dict.fromkeys(others) if 0 <= n <= most and n != num)
 
 
 def _changed(borders: Ends) -> Iterator[Ends]:

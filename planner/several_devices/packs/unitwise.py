@@ -32,7 +32,6 @@ from tierplan.sim.contents import (
     KeptActs,
     Params,
     RecomputedActs,
-    States,
     TiedGradients,
     backward_key,
     copy_key,
@@ -181,6 +180,8 @@ class _UnitwiseLowering(PackLowering):
 
     def _gradients(self, tasks: list[Task]) -> None:
         (task,) = tasks
+        if self._stay(task):
+            return
         for u, unit in enumerate(task.units, task.first):
             if unit.num_trained:
                 label, on_device = (copy_key, "offload", (Gradients, unit.name)), self.grads[unit.name]
@@ -216,8 +217,7 @@ class Pipeline(_UnitwiseLowering):
             if size := unit.num_trained * self.training.param_bytes:
                 for d in dict.fromkeys((own, *wanted_by[unit.name])):
                     self.homes[d][unit.name] = self.home((Params, unit.name), HOST, size, "params", owner=d)
-            if size := self.training.states_bytes(unit):
-                self.states_home[unit.name] = self.home((States, unit.name), HOST, size, "states", owner=own)
+            self._home_states(unit, HOST, own)
 
     def _turn(self, task: Task) -> None:
         self.params_home = self.homes[task.device]
@@ -255,15 +255,16 @@ class Pipeline(_UnitwiseLowering):
     def _update(self, task: Task) -> None:
         self.params_home = self.homes[task.device]
         super()._update(task)
-        self._send_params(task)
 
-    def _send_params(self, task: Task) -> None:
-        """To all others that compute with what has been updated."""
-        for unit in task.units:
-            for d, homes in enumerate(self.homes):
-                if d != task.device and unit.name in homes:
-                    key, new = (copy_key, "send", self._new_params(unit, d)), self.params_home[unit.name]
-                    homes[unit.name] = self._send(key, new, d, over=homes[unit.name])
+    def _homes_of(self, d: int) -> dict[str, int]:
+        return self.homes[d]
+
+    def _updated(self, unit: Unit, d: int) -> None:
+        """Sends new parameters to all others that compute with them."""
+        for other, homes in enumerate(self.homes):
+            if other != d and unit.name in homes:
+                key, new = (copy_key, "send", self._new_params(unit, other)), self.homes[d][unit.name]
+                homes[unit.name] = self._send(key, new, other, over=homes[unit.name])
 
     def _new_params(self, unit: Unit, d: int) -> Said:
         return op_key, (Params, unit.name), f"for{d}"

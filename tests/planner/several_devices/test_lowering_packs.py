@@ -342,6 +342,44 @@ def test_with_clipping_updates_wait_for_the_norms_of_all_gradients(policy: str, 
     assert trace.peak_bytes["host"] > free.peak_bytes["host"]
 
 
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("more", [{}, {"streams": True}, {"own_memory": True}, {"rounds": 2, "streams": True}])
+def test_states_come_to_the_device_of_a_pack_between_the_next_ones_micro_batches(
+    clip: float | None, dtype: str, more: dict[str, Any]
+) -> None:
+    """Bytes by hand: of two packs of three, states come and go, and new parameters go, where old ones come if there is
+    no copy of them among the states. Their gradients never leave, or where updates are held, they come back."""
+    workload = toy_workload(4, tied=False, gradient_accumulation_steps=4, max_grad_norm=clip, dtype=dtype)
+    training, here = workload.training, (0, 1, 2, 3)
+    packs = Packs(form="pipeline", devices=2, forward=((0, 2), (2, 4)), backward=((0, 2), (2, 4), (4, 6)),
+                  hold_updates=clip is not None, updates_here=here, state_shards=3, **more)  # fmt: skip
+    schedule, hosts = (
+        lower(PackPlan(policy="t", packs=each), workload, devices(2))
+        for each in (packs, replace(packs, updates_here=(), state_shards=1))
+    )
+    states_bytes = sum(training.states_bytes(workload.units[u]) for u in here)
+    params_bytes, grads_bytes = (
+        sum(workload.units[u].num_trained for u in here) * each for each in (training.param_bytes, training.grad_bytes)
+    )
+
+    def more_of(kind: str, link: str) -> float:
+        return bytes_of(schedule, kind, link) - bytes_of(hosts, kind, link)
+
+    assert {more_of("states", link) for link in ("h2d", "d2h")} == {states_bytes}
+    old_bytes = 0 if training.has_master else params_bytes
+    assert (more_of("params", "h2d"), more_of("params", "d2h")) == (old_bytes, params_bytes)
+    assert (more_of("grads", "h2d"), more_of("grads", "d2h")) == ((grads_bytes, 0) if clip else (0, -grads_bytes))
+    updates = [op for op in schedule.ops if op.kind == "update"]
+    assert {op.unit for op in updates if op.stream == "host.adam"} == {unit.name for unit in workload.units[4:]}
+    spans = {span.key: span for span in simulate_on(schedule, devices(2)).spans}
+    for d in (0, 1):  # at most two parts of states are there at once
+        ended = [spans[op.key].end_ns for op in updates if op.stream == f"gpu{d}.compute"]
+        came = [spans[op.key].start_ns for op in schedule.ops if op.stream == f"gpu{d}.h2d" and "states" in op.key]
+        assert len(ended) == len(came) == 2 * 3
+        assert all(start >= end for start, end in zip(came[2:], ended, strict=False))
+
+
 def test_packs_hold_updates_where_training_clips_and_never_late_ones() -> None:
     clipped = toy_workload(4, tied=False, gradient_accumulation_steps=4, max_grad_norm=0.5)
     packs = Packs(form="pipeline", devices=2, forward=FORWARD, backward=BACKWARD, streams=True, hold_updates=True)
@@ -398,6 +436,8 @@ def test_one_forward_one_backward_takes_as_long_as_the_papers_say() -> None:
         replace(plan.packs, host_states=(6,)),
         replace(plan.packs, updates_here=(1,)),
         replace(plan.packs, host_states=(1,), state_shards=2),
+        replace(plan.packs, form="pipeline", updates_here=(1,)),
+        replace(plan.packs, form="pipeline", updates_here=(3, 4, 5), late_updates=True),
     ):
         with pytest.raises(
             PlanError, match=r"on devices, in [12] parts, in packs of form .*; name some of the 6 units, in form 'res"

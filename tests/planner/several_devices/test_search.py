@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.planner.several_devices.test_packs import with_device_bytes
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner import loop
@@ -33,6 +34,7 @@ from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.incumbents import Batches
 from tierplan.planner.search.lesser import Known
 from tierplan.planner.search.local.moves import on_its_devices, with_late_here
+from tierplan.planner.several_devices.packs.estimate import PackEstimate
 from tierplan.planner.several_devices.packs.search import bound_of_packs
 from tierplan.planner.several_devices.sharded import sharded
 from tierplan.sim.workloads.workload import Workload
@@ -193,15 +195,24 @@ def test_no_plan_of_all_devices_beats_the_program_of_one_of_them(keeps: Keeps) -
     assert fits > 10
 
 
-def test_packs_that_visit_devices_are_bound_by_the_hosts_updates() -> None:
-    """Those that stay are updated where they are."""
+def test_packs_that_visit_devices_with_late_updates_are_bound_by_the_host() -> None:
+    """Others may be updated where their gradients are made, and so are those that stay."""
     point = Point(model="gpt2-large", machine="fsdp-qlora-2x4090", overrides={"host.adam": "0.1 G/s"}, accumulation=8)
     workload, machine = task_of(point)
     posed = problem(workload, machine, semantics=plain_semantics(workload.training))
-    visiting = decide("roundpipe", workload, machine, {})
+    visiting, at_once = (decide(name, workload, machine, {}) for name in ("roundpipe", "roundpipe-sync"))
     assert isinstance(visiting, PackPlan)
+    assert isinstance(at_once, PackPlan)
     bound_s = bound_of_packs(posed, visiting.packs)
     assert bound_s == pytest.approx(sum(u.num_trained for u in workload.units) / 1e8, 1e-3)
+    assert bound_of_packs(posed, at_once.packs) == pytest.approx(compute_s(posed) / 2), "one pack has room"
+    small = with_device_bytes(machine, 2 * 10**9)
+    tight = problem(workload, small, semantics=plain_semantics(workload.training))
+    num, fits = len(workload.units), PackEstimate(workload, small).fits
+    last = next(u for u in range(num) if fits("bwd", u, num))
+    assert 0 < last < num - 1
+    again_s = workload.training.gradient_accumulation_steps * sum(u.fwd_s for u in tight.units[:last])
+    assert bound_of_packs(tight, at_once.packs) == pytest.approx((compute_s(tight) + again_s) / 2)
     quick = replace(posed, rates=replace(posed.rates, adam=inf))
     assert bound_of_packs(quick, visiting.packs) == pytest.approx(compute_s(posed) / 2)
     result = predict("megatron-pp", workload, machine)

@@ -34,7 +34,6 @@ from tierplan.planner.plan import PackPlan, Plan, Sharing, UnitPlan, UnitwisePla
 from tierplan.planner.planning import plan
 from tierplan.planner.policies import decide
 from tierplan.runtime.autograd.units import split_model
-from tierplan.runtime.execution.executable import executable_step
 from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.optim.adam import OptimizerSettings
 from tierplan.runtime.ranks import group
@@ -88,6 +87,9 @@ class Case:
             runs = tuple(pairwise((0, *ends))) if (ends := given.pop("ends", ())) else found.packs.backward
             packs = replace(found.packs, sums_tied=False, forward=runs[:-1], backward=runs, **given)
             return replace(found, packs=packs)
+        if self.policy == "packs":
+            packed: Any = decide("harmony-pp", workload, several(num), {**OWN_MEMORY, "pack": 1, "pack_forward": 2})
+            return replace(packed, packs=replace(packed.packs, **self.options))
         if self.policy != "random":
             return decide(self.policy, workload, several(num), self.options)
         rng = random.Random(str(self))
@@ -113,7 +115,7 @@ class Case:
 
     @property
     def is_pipeline(self) -> bool:
-        return self.policy in ("megatron-pp", "stages", "harmony-pp")
+        return self.policy in ("megatron-pp", "stages", "harmony-pp", "packs")
 
     @property
     def sums_tied(self) -> bool:
@@ -278,6 +280,8 @@ PAIR = [
     Case("stages", {"kept": (2, 4), "ends": (1, 2, 4, 5, 6)}, dtype="bf16", accumulation=4),
     Case("stages", {"kept": (1,), "host_states": (0, 2, 4, 5)}, accumulation=3, clip=0.5),
     Case("stages", BROUGHT, family="llama", dtype="bf16", accumulation=4),
+    Case("packs", {"updates_here": (1, 3, 4), "state_shards": 3}, dtype="bf16", accumulation=3),
+    Case("packs", {"updates_here": (0, 2, 5), "state_shards": 2}, "llama", "bf16", accumulation=2, clip=0.5),
     Case.random(0),
     Case("planned", {"device_bytes": 240_000}, family="llama", dtype="bf16", accumulation=2, clip=0.5),
 ]
@@ -298,6 +302,9 @@ EVERY = [
     for pack, forward in [(1, 1), (2, 1), (1, 2), (2, 3)]
     for family, dtype in [("gpt2", "fp32"), ("gpt2", "bf16"), ("llama", "bf16")]
     for accumulation, clip in [(1, None), (1, 0.5), (3, None), (3, 0.5)]
+] + [
+    Case("packs", {"updates_here": here, "state_shards": 2}, "llama", dtype, accumulation, clip)
+    for here in [(2,), tuple(range(6))] for dtype in ("fp32", "bf16") for accumulation, clip in [(4, None), (3, 0.5)]
 ] + [
     Case(policy, options, family, dtype, accumulation, clip)
     for policy, options in [("megatron-pp", {}), ("stages", {"kept": (1, 2, 4)})]
@@ -425,26 +432,6 @@ def test_ranks_train_the_numbers_of_pytorchs_data_parallelism(tmp_path: Path) ->
 
     for wrong in run_ranks(unlike_torch, 2, tmp_path):
         assert wrong == []
-
-
-def test_states_that_are_not_alike_for_all_values_are_not_divided() -> None:
-    model = make_model("gpt2", num_blocks=2)
-    workload = observed_workload(model, make_batches(1)[0], CPU)
-    plan = Case("zero-infinity").plan(workload, 2)
-    coded = replace(workload, training=replace(workload.training, optimizer="adamw:states=8bit"))
-    what = "states of adamw:states=8bit, not alike for all values, are executed on one device only: plan for one, or"
-    with pytest.raises(TrainingError, match=what):
-        executable_step(lower(plan, coded, several(2)), 1, 2)
-
-
-def test_frozen_parameters_are_not_divided() -> None:
-    model = make_model("gpt2", num_blocks=2)
-    model.transformer.wte.weight.requires_grad_(False)  # type: ignore[union-attr,operator]
-    workload = observed_workload(model, make_batches(1)[0], CPU)
-    divided, whole = (lower(Case(name).plan(workload, 2), workload, several(2)) for name in ("zero-3", "zero-2"))
-    with pytest.raises(TrainingError, match=r"a device's share of frozen parameters, .* Take policy ddp or zero-2"):
-        executable_step(divided, 1, 2)
-    assert executable_step(whole, 1, 2) is not None
 
 
 def check_moved(folder: Path, cases: Sequence[Case], steps: int) -> None:
