@@ -120,7 +120,7 @@ class InfeasiblePlan(PlanError):
     @cached_property
     def largest_batch(self) -> LargestBatch:
         """Sequences per micro-batch that would fit. Found when first asked for, which takes a while."""
-        training = self.workload.training  # in steps of one, all sequences of a step may be in it
+        training = self.workload.training  # where a step has one micro-batch, all sequences of a step may be in it
         below = training.per_device_train_batch_size * training.gradient_accumulation_steps
         make = partial(with_batch, self.workload)
         return largest_batch(make, self.machine, self.semantics, self.write_limit_bytes_per_s, below=below)
@@ -154,7 +154,9 @@ class InfeasiblePlan(PlanError):
     def __str__(self) -> str:
         if self.endurance or self.not_found:
             return self.what
-        steps = ", in steps of one" if self.workload.training.gradient_accumulation_steps > 1 else ""
+        steps = (
+            " where a step has one (--accumulation 1)" if self.workload.training.gradient_accumulation_steps > 1 else ""
+        )
         return f"{self.what}; sequences per micro-batch that fit{steps}: {self.largest_batch}"
 
 

@@ -298,9 +298,13 @@ def test_in_steps_of_one_micro_batch_more_sequences_may_fit_than_in_each_of_many
     machine = small_machine(device_mb=100, host_mb=60, nvme_mb=0)
     largest = largest_batch(make, machine, below=100).num_sequences
     assert largest > 1
-    assert str(InfeasiblePlan(make(1, accumulation=1000), machine, ())).endswith(f"in steps of one: up to {largest}")
+    assert str(InfeasiblePlan(make(1, accumulation=1000), machine, ())).endswith(
+        f"where a step has one (--accumulation 1): up to {largest}"
+    )
     few = InfeasiblePlan(make(1, accumulation=2), machine, ())
-    assert str(few).endswith("in steps of one: 2 or more"), "of a step that has two, three are not looked for"
+    assert str(few).endswith("where a step has one (--accumulation 1): 2 or more"), (
+        "of a step that has two, three are not looked for"
+    )
 
 
 def test_a_largest_batch_that_the_clock_ended_says_that_more_may_fit(monkeypatch: pytest.MonkeyPatch):
