@@ -5,6 +5,7 @@ PlanError(ValueError)   a plan that contradicts itself, its workload or its mach
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
 from tierplan.hwmodels.values.records import check_record
@@ -101,11 +102,15 @@ def shared_micro_batches(workload: Workload, devices: int) -> list[range]:
     return [range(d * total // devices, (d + 1) * total // devices) for d in range(devices)]
 
 
-def updatable_packs(backward: Runs, workload: Workload) -> list[tuple[int, int]]:
-    """Backward packs that go round and that their device may update: those whose parameters no other pack uses."""
+def lent_units(workload: Workload) -> list[tuple[int, int]]:
+    """Units whose parameters others use too, each with the number of such another."""
     number = {unit.name: u for u, unit in enumerate(workload.units)}
-    lent = [(number[unit.shares], u) for u, unit in enumerate(workload.units) if unit.shares]
-    return [(a, b) for a, b in backward if not any(a <= owner < b <= user for owner, user in lent)]
+    return [(number[unit.shares], u) for u, unit in enumerate(workload.units) if unit.shares]
+
+
+def updatable_packs(backward: Runs, lent: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Backward packs that go round and that their device may update: those whose parameters no other pack uses."""
+    return [(a, b) for a, b in backward if not lent or not any(a <= owner < b <= user for owner, user in lent)]
 
 
 def check_packs(plan: PackPlan, workload: Workload) -> None:
@@ -139,9 +144,10 @@ def check_packs(plan: PackPlan, workload: Workload) -> None:
             f"{len(workload.units)} units are blocks)"
         )
     here, are_gone = set(packs.updates_here), packs.form == "pipeline" and not packs.late_updates
-    able = [(a, b) for a, b in updatable_packs(packs.backward, workload) if are_gone and here.issuperset(range(a, b))]
+    able = updatable_packs(packs.backward if are_gone else (), lent_units(workload))
+    whole = {u for a, b in able if here.issuperset(range(a, b)) for u in range(a, b)}
     of_host = range(len(workload.units) if packs.stays else 0)
-    is_able = here <= (set(packs.host_states) if packs.stays else {u for a, b in able for u in range(a, b)})
+    is_able = here <= (set(packs.host_states) if packs.stays else whole)
     if not is_able or not set(of_host) >= set(packs.host_states) or (packs.state_shards > 1 and not here):
         raise PlanError(
             f"plan {plan.policy!r} has the states of units {packs.host_states} in host memory and updates units "

@@ -22,11 +22,12 @@ from tierplan.hwmodels.names import DEVICE
 from tierplan.planner.milp.amounts import Problem
 from tierplan.planner.milp.bounds import compute_s
 from tierplan.planner.plan import PackPlan, Packs
-from tierplan.planner.plan_rules import PackForm, Runs, shared_micro_batches, updatable_packs
+from tierplan.planner.plan_rules import PackForm, Runs, lent_units, shared_micro_batches, updatable_packs
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.incumbents import Incumbents
 from tierplan.planner.search.local.descent import BETTER
 from tierplan.planner.several_devices.packs.estimate import STATE_PARTS, PackEstimate, PackSizes
+from tierplan.sim.compiled.compiler import interrupts_wait
 
 Ends = tuple[int, ...]
 """Of each pack in order, the unit after its last one."""
@@ -48,7 +49,7 @@ class Borders(NamedTuple):
 
     def packs(self, like: Packs, here: Runs) -> Packs:
         """Such packs, alike in all else, of which devices update these."""
-        units = tuple(u for a, b in here for u in range(a, b))
+        units = tuple(u for a, b in sorted(here) for u in range(a, b))
         packs = replace(like, form=self.form, forward=runs_to(self.forward), backward=runs_to(self.backward))
         return replace(packs, updates_here=units, state_shards=STATE_PARTS if units else 1)
 
@@ -153,9 +154,9 @@ class _Search:
         self.start, self.simulate_plan, self.budget = start, simulate_plan, simulate_plan.budget
         self.packs = start.plan.packs
         self.rng = random.Random(seed)
+        self.lent = lent_units(simulate_plan.workload)
         self.estimate = PackEstimate(simulate_plan.workload, simulate_plan.machine)
         self._estimated_s = cache(self._estimate_s)
-        self._updated_here = cache(self._here)
         self.best = start
         self.begun, self.end = self.budget.spent_frac, spent_frac
         num = len(simulate_plan.workload.units)
@@ -179,7 +180,7 @@ class _Search:
 
     def _estimate_s(self, borders: Borders) -> float:
         self.budget.ops_left -= OPS_OF_ESTIMATE
-        runs, here = (runs_to(borders.forward), runs_to(borders.backward)), self._updated_here(borders)
+        runs, here = (runs_to(borders.forward), runs_to(borders.backward)), self._here(borders)
         return self.estimate.of_runs(borders.form, self.packs, *runs, {a for a, _ in here})
 
     def _may_be_here(self, borders: Borders) -> bool:
@@ -192,9 +193,8 @@ class _Search:
         when there is nothing left to compute, is chosen first."""
         if not borders.num_here:
             return ()
-        able = updatable_packs(runs_to(borders.backward), self.simulate_plan.workload)
-        chosen = sorted(range(len(able)), key=lambda k: k * GOLDEN % 1)[: borders.num_here]
-        return tuple(able[k] for k in sorted(chosen))
+        able = updatable_packs(runs_to(borders.backward), self.lent)
+        return tuple(able[k] for k in evenly(len(able))[: borders.num_here])
 
     def _neighbours(self, borders: Borders) -> Iterator[Borders]:
         if self._may_be_here(borders):
@@ -277,16 +277,14 @@ class _Search:
 
     def _descend(self, borders: Borders) -> Borders:
         """Moves of borders while the estimate falls."""
-        while True:
+        while not self._is_over(SHARE_OF_ESTIMATES):
             limit = self._estimated_s(borders) * BETTER
-            for changed in self._neighbours(borders):
-                if self._is_over(SHARE_OF_ESTIMATES):
-                    return borders
-                if self._estimated_s(changed) < limit:
-                    borders = changed
+            with interrupts_wait():
+                shorter = (changed for changed in self._neighbours(borders) if self._estimated_s(changed) < limit)
+                if (found := next(shorter, None)) is None:
                     break
-            else:
-                return borders
+            borders = found
+        return borders
 
     # ---- by simulation ----
 
@@ -310,7 +308,7 @@ class _Search:
                 return
 
     def _try(self, borders: Borders) -> bool:
-        packs = borders.packs(self.packs, self._updated_here(borders))
+        packs = borders.packs(self.packs, self._here(borders))
         tried = self.simulate_plan(replace(self.start.plan, policy="planner", packs=packs))
         if tried.step_s is None or self.best.step_s is None or tried.step_s >= self.best.step_s * BETTER:
             return False
@@ -331,6 +329,12 @@ def neighbours(of: Borders) -> Iterator[Borders]:
         yield of._replace(forward=borders)
     if len(backward) > 1 and forward != backward[:-1]:
         yield of._replace(forward=backward[:-1])
+
+
+@cache
+def evenly(num: int) -> list[int]:
+    """So many numbers from 0, in an order of which each beginning lies evenly among them."""
+    return sorted(range(num), key=lambda k: k * GOLDEN % 1)
 
 
 def with_other_updates(of: Borders) -> Iterator[Borders]:
