@@ -75,6 +75,8 @@ def _read_keys() -> dict[str, Key]:
 
 
 KEYS: Mapping[str, Key] = _read_keys()
+END = "end"
+"""The last section of a file that a command writes."""
 GONE = ("gpu.adam", "gpu.adam_traffic")
 """Keys that mean nothing any more, which files of earlier measurements have."""
 
@@ -207,6 +209,10 @@ class _File:
     date: str = ""
     sources: Mapping[str, str] = field(default_factory=dict)
     """By the short name that entries give as their source."""
+    last_section: str = ""
+    """Of a file that a command wrote: one that was cut off has it not. Empty where people wrote it."""
+    end: Mapping[str, object] = field(default_factory=dict)
+    """Has nothing in it."""
     switch: tuple[Switch, ...] = ()
     limit: tuple[Limit, ...] = ()
     shares: Mapping[str, Amount] = field(default_factory=dict)
@@ -238,6 +244,11 @@ def parse_description(text: str, *, where: str) -> Description:
             if not isinstance(said := table.get(section, {}), dict):
                 raise RecordError(f"{section} is {said!r}; write [{section}] on a line, and what it has below, by key")
         file = decode(_File, table, complete=False)
+        if file.last_section and file.last_section not in table:
+            raise RecordError(
+                f"it was cut off: its last section is to be [{file.last_section}], which is not there; write it again "
+                "(tierplan machine measure, where it was measured), or where nothing is missing, leave last_section out"
+            )
     except RecordError as error:
         raise MachineError(f"{where}: {error}") from error
     except (ValueError, RecursionError) as error:
@@ -444,8 +455,9 @@ def _points_or_text(name: str, text: str) -> object:
 
 
 def write_description(description: Description) -> str:
-    """TOML that `parse_description` reads back to an equal description."""
+    """TOML that `parse_description` reads back to an equal description, and refuses where its end was cut off."""
     table: dict[str, object] = {name: getattr(description, name) for name in ("name", "summary", "date")}
+    table["last_section"] = END
     for name, quantity in description.values.items():
         section = table.setdefault(KEYS[name].section, {})
         assert isinstance(section, dict)
@@ -456,7 +468,7 @@ def write_description(description: Description) -> str:
         "shares": dict(description.shares),
         "notes": dict(description.notes),
     }
-    return tomli_w.dumps({name: value for name, value in table.items() if value})
+    return tomli_w.dumps({name: value for name, value in table.items() if value} | {END: {}})
 
 
 def _record(entry: Quantity | Switch | Limit) -> dict[str, object]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tierplan.hwmodels import MachineError, catalog_names, load_description, load_machine
+from tierplan.hwmodels.build import build_machine
 from tierplan.hwmodels.catalog import here_path, load_curves, load_part
 from tierplan.hwmodels.description import PARTS, Quantity, parse_description, write_description
 
@@ -102,6 +103,22 @@ def test_descriptions_survive_a_round_trip(name: str) -> None:
     text = files("tierplan.hwmodels").joinpath("catalog", "machines", f"{name}.toml").read_text(encoding="utf-8")
     description = parse_description(text, where=f"{name}.toml")
     assert parse_description(write_description(description), where=f"{name}.toml") == description
+
+
+@pytest.mark.parametrize("path", sorted(Path("docs/campaign").glob("*/*/machine.toml"))[:1], ids=str)
+def test_a_file_that_was_measured_is_read_whole_or_not_at_all(path: Path) -> None:
+    """Behind its required keys come drives, shared limits and shares, all of which a machine may be without."""
+    text = write_description(parse_description(path.read_text(encoding="utf-8"), where="here.toml"))
+    lines = text.splitlines(keepends=True)
+    for kept in range(len(lines)):
+        with pytest.raises(MachineError):
+            build_machine(parse_description("".join(lines[:kept]), where="here.toml"))
+    limits = text.index("[[limit]]")
+    with pytest.raises(MachineError, match=r"here.toml: it was cut off: its last section is to be \[end\]"):
+        parse_description(text[:limits], where="here.toml")
+    for kept in range(limits, len(text.rstrip())):
+        with pytest.raises(MachineError):
+            parse_description(text[:kept], where="here.toml")
 
 
 @pytest.mark.parametrize("name", catalog_names())
