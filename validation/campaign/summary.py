@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from math import hypot
+from math import hypot, isnan
 from statistics import median
 
 from scipy.stats import kendalltau
@@ -101,17 +101,20 @@ def _by_model(artifacts: Iterable[Artifact], measure: Callable[[Sequence[Artifac
     return {model: tau for model, tau in taus.items() if tau is not None}
 
 
-def _tau(runs: Sequence[Artifact]) -> float:
-    return float(kendalltau([a.predicted_step_s for a in runs], [a.measured_step_s for a in runs]).statistic)
+def _tau(runs: Sequence[Artifact]) -> float | None:
+    """None where all plans are predicted, or measured, to be as quick as each other: they have no order."""
+    tau = float(kendalltau([a.predicted_step_s for a in runs], [a.measured_step_s for a in runs]).statistic)
+    return None if isnan(tau) else tau
 
 
 def _tau_distinct(runs: Sequence[Artifact]) -> float | None:
     """None where no two plans differ by more than noise."""
-    signs = []
+    signs: list[int] = []
     for a, b in itertools.combinations(runs, 2):
         difference = a.measured_step_s - b.measured_step_s
         if abs(difference) > 2.0 * hypot(a.noise_s, b.noise_s):
-            signs.append(1.0 if difference * (a.predicted_step_s - b.predicted_step_s) > 0 else -1.0)
+            told = difference * (a.predicted_step_s - b.predicted_step_s)
+            signs.append((told > 0) - (told < 0))  # of plans that are predicted to be as quick, neither is said to be
     return sum(signs) / len(signs) if signs else None
 
 

@@ -176,6 +176,12 @@ def test_plans_that_are_as_quick_as_each_other_are_told_from_those_that_are_not(
     assert summarise(alike).tau_distinct == {}
 
 
+def test_plans_that_are_predicted_to_be_as_quick_as_each_other_have_no_order() -> None:
+    found = summarise([artifact(1.0, m) for m in (1.0, 3.0, 9.0)])
+    assert found.tau == {}
+    assert list(found.tau_distinct.values()) == [0.0]
+
+
 def test_runs_that_nobody_made_count_as_asked() -> None:
     wanted = ("gpt2-64/4-blocks-in-memory-roomy-roomy", "gpt2-64/4-blocks-fuyou-roomy-roomy")
     found = summarise([artifact(1.0, 1.0, campaign_runs=wanted)])
