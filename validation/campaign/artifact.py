@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median, stdev
 from typing import Any
 
-from tierplan.hwmodels.values.records import load_record
+from tierplan.hwmodels.values.records import NotNegative, Positive, Whole, load_record
 from tierplan.sim.trace import write_atomically
 from tierplan.validation.campaign.spec import CampaignError
 
@@ -40,31 +40,31 @@ class Artifact:
     answered: bool
     """Whether the run was predicted and executed."""
     why_not: str = ""
-    capacity_bytes: Mapping[str, int] = field(default_factory=dict)
-    predicted_step_s: float = 0.0
-    interval_s: tuple[float, float] | None = None
+    capacity_bytes: Mapping[str, Whole] = field(default_factory=dict)
+    predicted_step_s: NotNegative = 0.0
+    interval_s: tuple[Positive, Positive] | None = None
     """The predicted 90 % interval."""
-    measured_steps_s: tuple[float, ...] = ()
+    measured_steps_s: tuple[Positive, ...] = ()
     """All steps, in order."""
-    warmup_steps: int = 0
+    warmup_steps: Whole = 0
     """How many of the first steps are not counted."""
-    skipped_steps: tuple[int, ...] = ()
+    skipped_steps: tuple[Whole, ...] = ()
     """Numbers of further steps that are not counted: the first one of each later turn."""
-    turn_predictions_s: tuple[float, ...] = ()
+    turn_predictions_s: tuple[Positive, ...] = ()
     """Predicted seconds per step, by turn, for the slowdown measured right before the turn. `predicted_step_s` is for
     the median slowdown of all turns."""
-    slowdowns: tuple[float, ...] = ()
+    slowdowns: tuple[Positive, ...] = ()
     """By turn: seconds per step of the calibration model right before it, over those in the calibration run."""
     campaign_runs: tuple[str, ...] = ()
     """`group/run` of all runs of the campaign, so that a table knows which are missing."""
-    predicted_peak_bytes: Mapping[str, int] = field(default_factory=dict)
-    measured_peak_bytes: Mapping[str, int] = field(default_factory=dict)
-    predicted_bytes: Mapping[str, int] = field(default_factory=dict)
+    predicted_peak_bytes: Mapping[str, Whole] = field(default_factory=dict)
+    measured_peak_bytes: Mapping[str, Whole] = field(default_factory=dict)
+    predicted_bytes: Mapping[str, Whole] = field(default_factory=dict)
     """Per step, by stream."""
-    measured_bytes: Mapping[str, float] = field(default_factory=dict)
-    busy_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    measured_bytes: Mapping[str, NotNegative] = field(default_factory=dict)
+    busy_s: Mapping[str, tuple[NotNegative, NotNegative]] = field(default_factory=dict)
     """By stream: predicted, measured, per step."""
-    kinds_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    kinds_s: Mapping[str, tuple[NotNegative, NotNegative]] = field(default_factory=dict)
     """By kind of op and stream (`copy on nvme.read`): predicted, measured, per step."""
     causes: tuple[tuple[str, float], ...] = ()
     """Largest contributions to the difference: ops, seconds of the step."""
@@ -122,11 +122,47 @@ class Artifact:
     def load(cls, path: str | os.PathLike[str]) -> Artifact:
         """Reads what `save` wrote. Raises `CampaignError`."""
         made_by = "an artifact of a campaign as Artifact.save writes it"
-        return load_record(
+        found = load_record(
             cls, path, format=FORMAT, version=VERSION, made_by=made_by, error=CampaignError, complete=False
         )
+        if wrong := found._contradiction():
+            raise CampaignError(f"{path} is not {made_by}: {wrong}")
+        return found
+
+    def _contradiction(self) -> str:
+        """What no run leaves, though each value alone may be; empty where there is nothing of the kind."""
+        if not self.answered:
+            return "" if self.why_not else "answered is false, and why_not is empty; it must say why"
+        if self.why_not:
+            return f"answered is true, but why_not is {self.why_not!r}; one of both must go"
+        if not self.predicted_step_s:
+            return "predicted_step_s is 0 or not there; a run that is answered has a prediction above 0"
+        if not self.counted_steps_s:
+            num = len(self.measured_steps_s)
+            return (
+                f"none of its {num} measured_steps_s counts, with warmup_steps {self.warmup_steps} and skipped_steps "
+                f"{[*self.skipped_steps]}; one or more must"
+            )
+        if beyond := [k for k in self.skipped_steps if k >= len(self.measured_steps_s)]:
+            return f"skipped_steps has {beyond[0]}, but there are {len(self.measured_steps_s)} steps, from 0 on"
+        if self.interval_s and self.interval_s[0] > self.interval_s[1]:
+            return f"interval_s is {[*self.interval_s]}; it must be its lower end, then its upper one"
+        if missing := sorted({*self.measured_peak_bytes} - {*self.predicted_peak_bytes}):
+            return f"measured_peak_bytes has tier {missing[0]!r}, which predicted_peak_bytes has not"
+        return ""
 
 
 def load_artifacts(folder: str | os.PathLike[str]) -> list[Artifact]:
-    """All artifacts in a folder and below, by path."""
-    return [Artifact.load(path) for path in sorted(Path(folder).rglob("*.json"))]
+    """All artifacts in a folder and below, by path. Raises `CampaignError` where one is there twice: every run counts
+    once in statistics."""
+    artifacts: list[Artifact] = []
+    paths = sorted(Path(folder).rglob("*.json"))
+    for path in paths:
+        artifact = Artifact.load(path)
+        if artifact in artifacts:
+            raise CampaignError(
+                f"{path} and {paths[artifacts.index(artifact)]} are one run, which would count twice; take one of both "
+                "out of the folder"
+            )
+        artifacts.append(artifact)
+    return artifacts

@@ -129,6 +129,36 @@ def test_artifact_round_trips(tmp_path: Path) -> None:
         load_artifacts(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"measured_steps_s": ()}, "none of its 0 measured_steps_s counts"),
+        ({"warmup_steps": 4}, "none of its 4 measured_steps_s counts, with warmup_steps 4"),
+        ({"measured_steps_s": (1.0, 0.0)}, r"measured_steps_s\[1\] is 0.0; it must be a number > 0"),
+        ({"warmup_steps": -1}, "warmup_steps is -1; it must be a whole number >= 0"),
+        ({"skipped_steps": (7,)}, "skipped_steps has 7, but there are 4 steps"),
+        ({"predicted_step_s": 0.0}, "predicted_step_s is 0 or not there"),
+        ({"interval_s": (2.0, 1.0)}, r"interval_s is \[2.0, 1.0\]; it must be its lower end"),
+        ({"predicted_peak_bytes": {"host": 1}}, "measured_peak_bytes has tier 'gpu0', which predicted_peak_bytes"),
+        ({"why_not": "no drive"}, "answered is true, but why_not is 'no drive'"),
+        ({"answered": False}, "answered is false, and why_not is empty"),
+    ],
+)
+def test_an_artifact_that_no_run_leaves_is_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    artifact(1.0, 1.1, **changes).save(tmp_path / "one.json")
+    with pytest.raises(CampaignError, match=rf"one\.json is not an artifact .*: {message}"):
+        load_artifacts(tmp_path)
+
+
+def test_a_run_does_not_count_twice(tmp_path: Path) -> None:
+    for path, when in (("one.json", "2026-01-01"), ("again/one.json", "2026-01-02")):
+        artifact(1.0, 1.1, when=when).save(tmp_path / path)
+    assert len(load_artifacts(tmp_path)) == 2
+    artifact(1.0, 1.1).save(tmp_path / "copy" / "one.json")
+    with pytest.raises(CampaignError, match=r"one\.json and .*copy/one\.json are one run, which would count twice"):
+        load_artifacts(tmp_path)
+
+
 def test_figures_of_one_run() -> None:
     one = artifact(1.0, 1.25)
     assert one.measured_step_s == 1.25
