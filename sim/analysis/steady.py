@@ -1,14 +1,16 @@
 """The step time in steady state: several steps in a row, overlapping as the rules allow, until they repeat.
 
 The first steps of a run differ from later ones, since no op of an earlier step is still running. So the schedule is
-unrolled and simulated until a step repeats: every op starts and ends at the same moments, relative to the end of the
-step, as in the step before (or two or three steps before: a delayed update may alternate). Where steps go round the
-devices, so do as many in a row as together use all streams.
+unrolled and simulated until a step repeats: every op is reached by its stream, starts and ends at the same moments,
+relative to the end of the step, as in the step before (or two or three steps before: a delayed update may alternate).
+When a stream reaches its first op is when the step before leaves it: two steps of the same starts and ends, beside
+others of the steps before them, are followed by other ones. Where steps go round the devices, so do as many in a row as
+together use all streams.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import starmap
@@ -120,7 +122,8 @@ def steady_state(
     while True:
         unrolled = columns.unrolled(num_steps)
         execution = simulate_columns(unrolled, machine, prices if unrolled.works is columns.works else None)
-        repetition = _repetition(execution.start_ns, execution.end_ns, num_steps, around, in_a_row, machine)
+        moments_ns = (execution.free_ns, execution.start_ns, execution.end_ns)
+        repetition = _repetition(moments_ns, num_steps, around, in_a_row, machine)
         if repetition["cycle_steps"] or num_steps == most:
             peak_bytes = dict(zip((t.name for t in columns.tiers), execution.peak_bytes.tolist(), strict=True))
             return SteadyState(**repetition, columns=unrolled, peak_bytes=peak_bytes, machine=machine)
@@ -141,16 +144,16 @@ def _steps_of_all_streams(columns: ScheduleColumns) -> int:
 
 
 def _repetition(
-    start_ns: Int64, end_ns: Int64, num_steps: int, around: int, in_a_row: int, machine: Machine
+    of_ops_ns: Sequence[Int64], num_steps: int, around: int, in_a_row: int, machine: Machine
 ) -> dict[str, Any]:
-    """What a `SteadyState` says of the repetition in `num_steps` steps, whose ops are step after step in these arrays;
-    after `around` steps, devices do the same again.
+    """What a `SteadyState` says of the repetition in `num_steps` steps, whose ops are step after step in these arrays
+    of moments; after `around` steps, devices do the same again.
 
     No op waits for one that is listed later, so the last step is like any other, except under shared limits: the last
     ones have them to themselves while nothing follows. Where steps go round devices, one step says nothing of the
     streams that it leaves out: so many `in_a_row` that leave none out must repeat, and all by the same time.
     """
-    moments_ns = np.concatenate([start_ns.reshape(num_steps, -1), end_ns.reshape(num_steps, -1)], axis=1)
+    moments_ns = np.concatenate([moments.reshape(num_steps, -1) for moments in of_ops_ns], axis=1)
     ends_ns = moments_ns.max(axis=1)
     done_ns = np.maximum.accumulate(ends_ns)
     last = num_steps - 1 - (in_a_row if machine.shared_limits else 0)

@@ -117,6 +117,23 @@ def test_a_cycle_of_two_steps() -> None:
     assert steady.warmup_s + 40 * steady.period_s == pytest.approx(long.duration_s, rel=1e-3)
 
 
+def test_two_steps_alike_inside_are_no_cycle_where_those_before_them_are_not() -> None:
+    """With room for two of what is made, steps take 10 and 12 s in turns; the third is as the second inside."""
+    ops = [
+        op("make", "", "x", stream="a", work={"s": 10.0}),
+        op("use", "x", "y", stream="b", work={"s": 10.0}),
+        op("end", "x y", "", stream="c", work={"s": 2.0}),
+    ]
+    buffers = [buffer("x", size_bytes=1), buffer("y", size_bytes=0)]
+    schedule = validate(schedule_of(buffers, ops, Tier(name="host", capacity_bytes=2)))
+    target = machine("a", "b", "c", limit=100.0)
+    steady = steady_state(schedule, target)
+    ends_s = [s.end_ns / 1e9 for s in simulate_on(unroll(schedule, 20), target).spans if s.key.endswith("end")]
+    assert [b - a for a, b in pairwise(ends_s)][:6] == [10.0, 12.0] * 3
+    assert (ends_s[16] - ends_s[6]) / 10 == steady.period_s == 11.0
+    assert (steady.cycle_steps, steady.num_steps) == (2, 8)
+
+
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("semantics", ["in-backward", "exact-clip"])
 def test_a_long_run_takes_as_long_as_was_said(shared: bool, semantics: str) -> None:
@@ -296,7 +313,7 @@ def test_steps_that_do_not_repeat_are_averaged_over_whole_rounds() -> None:
     inside_ns = rng.integers(100_000, 900_000, num_steps)
     start_ns, end_ns = ends_ns - inside_ns, ends_ns
     for around in (1, 2, 4):
-        found = _repetition(start_ns, end_ns, num_steps, around, around, toy_machine())
+        found = _repetition((start_ns, end_ns), num_steps, around, around, toy_machine())
         assert found["cycle_steps"] == 0
         assert found["period_s"] == pytest.approx(0.002)
 
