@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tierplan.hwmodels.description import KEYS
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import DRAM_LIMIT, NVME_LIMIT, parse_stream
 from tierplan.sim.columns import columns_of
@@ -121,7 +122,8 @@ def vary(
 def measured_spreads(machine: Machine) -> dict[str, float]:
     """Relative standard deviation by stream and shared limit, where the machine's description states one.
 
-    A stream with several kinds of work has the largest of their spreads.
+    A stream with several kinds of work has the largest of their spreads; latencies, which are drawn for none, have no
+    part in it.
     """
     limits = machine.description.get("limits", {})
     assert isinstance(limits, Mapping)
@@ -139,7 +141,7 @@ def measured_spreads(machine: Machine) -> dict[str, float]:
 def _named_by(key: str, machine: Machine) -> list[str]:
     """Streams and limits whose rate an entry of the description gives: `link.h2d` is that of `gpu0.h2d`, `gpu1.h2d`."""
     part, _, what = key.partition(".")
-    if part == "gpu":
+    if part == "gpu" and KEYS[key].unit != "s":
         return [s.name for s in machine.streams if parse_stream(s.name).is_compute]
     if part == "link":
         return [s.name for s in machine.streams if parse_stream(s.name).task == what]

@@ -97,6 +97,8 @@ def test_spreads_are_read_from_the_description() -> None:
     assert measured_spreads(machine) == {"gpu0.compute": 0.03, "gpu0.h2d": 0.01, "nvme.read": 0.1}
     with_dram = replace(machine, shared_limits=(SharedLimit(name="dram", limit=1e11),))
     assert measured_spreads(with_dram)["dram"] == 0.5
+    slow_start = {**machine.description, "gpu.latency": {"value": 1e-5, "spread": 0.7}}
+    assert measured_spreads(replace(machine, description=slow_start)) == measured_spreads(machine)
 
 
 def test_the_spread_of_a_listed_limit_reaches_the_draws(tmp_path: Path) -> None:
