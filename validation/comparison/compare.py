@@ -216,7 +216,6 @@ def compare(
     for trace, steps in ((predicted, steps_p), (measured, steps_m)):
         check_same_plan(schedule, trace)
         _check_same_ops(schedule, trace, steps)
-    counted = measured.meta.get("bytes_per_step")
     kinds = _compare_kinds(schedule, steps_p, steps_m)
     step_s = Pair(steps_p.step_s if predicted_step_s is None else predicted_step_s, steps_m.step_s)
     durations = steps_m.durations_s
@@ -236,12 +235,18 @@ def compare(
             )
             for t in schedule.tiers
         ),
-        moved_bytes={
-            stream: Pair(moved, counted.get(stream, 0) if isinstance(counted, Mapping) else None)
-            for stream, moved in schedule.bytes_moved().items()
-        },
+        moved_bytes=_moved_bytes(schedule, measured.meta.get("bytes_per_step")),
         attribution=attribute(schedule, steps_p.ns_by_key(), steps_m.ns_by_key(), step_s.predicted, steps_m.step_s),
     )
+
+
+def _moved_bytes(schedule: Schedule, counted: object) -> dict[str, Pair]:
+    """Per step by stream, also of those that moved some though the schedule does nothing there."""
+    if not isinstance(counted, Mapping):
+        return {stream: Pair(moved, None) for stream, moved in schedule.bytes_moved().items()}
+    elsewhere = (stream for stream, moved in counted.items() if moved and stream not in schedule.streams)
+    predicted = schedule.bytes_moved() | dict.fromkeys(elsewhere, 0)
+    return {stream: Pair(moved, counted.get(stream, 0)) for stream, moved in predicted.items()}
 
 
 def _check_same_ops(schedule: Schedule, trace: Trace, steps: Steps) -> None:

@@ -240,3 +240,8 @@ def test_record_is_json_and_says_what_was_not_counted() -> None:
     assert record["moved_bytes"]["nvme.read"] == {"predicted": SCHEDULE.bytes_moved()["nvme.read"], "measured": None}
     counted = replace(PREDICTED, meta={"bytes_per_step": SCHEDULE.bytes_moved()})
     assert compare(SCHEDULE, PREDICTED, counted).bytes_agree
+    elsewhere = {**SCHEDULE.bytes_moved(), "gpu0.p2p.gpu1": 5.0, "gpu1.h2d": 0.0}
+    found = compare(SCHEDULE, PREDICTED, replace(PREDICTED, meta={"bytes_per_step": elsewhere}))
+    assert not found.bytes_agree
+    assert found.moved_bytes["gpu0.p2p.gpu1"] == Pair(0, 5.0)
+    assert "gpu1.h2d" not in found.moved_bytes
