@@ -51,7 +51,8 @@ def head(tape: Tape, config: Config, x: Value, labels: Value) -> Value:
     hidden = linear(tape, x, config.hidden, "dense")
     hidden = activation(tape, hidden, config.text("hidden_act", "gelu"))
     hidden = layer_norm(tape, hidden)
-    tape.num_modules += 1  # of which the output's bias is
+    tape.num_modules += 1  # of which the output's bias is, before all else of the head
+    tape.rank = -1
     hidden = product(tape, hidden, config.vocabulary, shared=True)
     return cross_entropy(tape, hidden, labels)
 

@@ -63,6 +63,12 @@ def test_closed_forms_are_exact(family: str, size: int, setting: dict[str, Any])
     exact(config_of(family, size), **setting)
 
 
+@pytest.mark.parametrize("sizes", [{"hidden_size": 24}, {"vocab_size": 128}], ids=str)
+def test_the_parameters_of_berts_head_lie_as_those_of_the_class(sizes: dict[str, int]) -> None:
+    """Its output's bias comes first, whichever of them are whole vectors."""
+    exact({**config_of("bert"), **sizes}, per_device_train_batch_size=1)
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "bert"])
 @pytest.mark.parametrize("more", [{}, {"loss_chunks": 2}, {"torch_compile": True}, {"lora": "r=4"}], ids=str)
