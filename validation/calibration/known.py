@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from math import hypot
 from pathlib import Path
@@ -13,7 +15,7 @@ from tierplan.hwmodels.catalog import user_folder
 from tierplan.hwmodels.machine import CATALOG, Machine
 from tierplan.hwmodels.names import parse_stream
 from tierplan.sim.workloads.models import SIZES
-from tierplan.sim.workloads.workload import Training, Workload
+from tierplan.sim.workloads.workload import NOT_OF_AMOUNTS, Training, Workload
 from tierplan.validation.calibration.calibration import Calibration, CalibrationError, machine_sha256
 
 AUTO, NONE = "auto", "none"
@@ -24,6 +26,8 @@ FAMILY_HALF_WIDTH, OTHER_HALF_WIDTH = 0.11, 0.15
 of twelve calibrations from the others (`tierplan validate --transfer`; rows and table: docs/commands_campaign.md)."""
 SAME = ("dtype", "autocast", "backend", "optimizer", "attention", "loss", "torch_compile")
 """Of the training settings: what has to be that of the calibration."""
+OF_UNITS = tuple(f.name for f in fields(Training) if f.name not in NOT_OF_AMOUNTS)
+"""Of the training settings: what has to be that of the calibration for its units to be those that are asked about."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +75,10 @@ def own_path(calibration: Calibration) -> Path:
     name = re.sub(r"[^\w.-]+", "-", calibration.model)
     shape = f"{t.dtype}-{t.per_device_train_batch_size}x{t.sequence_length}-{calibration.num_threads}t"
     shape += f"-{calibration.num_ranks}r" if calibration.num_ranks > 1 else ""
+    named = ("dtype", "per_device_train_batch_size", "sequence_length", "backend")  # here, or by the machine
+    others = {f.name: getattr(t, f.name) for f in fields(t) if f.name in {*SAME, *OF_UNITS} - {*named}}
+    if others != {name: getattr(Training(), name) for name in others}:
+        shape += f"-{hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()[:6]}"
     return calibrations_dir() / f"{name}-{shape}-{calibration.machine_sha256[:8]}.json"
 
 
@@ -165,8 +173,8 @@ def _nearness(calibration: Calibration, workload: Workload) -> int:
         return 0
     t = workload.training
     its, depth = calibration.training, max(_depths(calibration.config).values(), default=0)
-    shape, its_shape = ((x.per_device_train_batch_size, x.sequence_length) for x in (t, its))
-    return 1 + (shape == its_shape and calibration_config(workload.config, depth) == dict(calibration.config))
+    is_alike = all(getattr(its, name) == getattr(t, name) for name in OF_UNITS)
+    return 1 + (is_alike and calibration_config(workload.config, depth) == dict(calibration.config))
 
 
 def _placed(calibration: Calibration, described: Machine, base: Machine, workload: Workload) -> CalibratedPlace:

@@ -111,6 +111,35 @@ def test_the_nearest_of_the_users_own_is_taken() -> None:
     assert place(workload(), machine, NONE) == CalibratedPlace(described=machine, machine=machine)
 
 
+@pytest.mark.usefixtures("data_home")
+@pytest.mark.parametrize("other", [{"lora": "r=4"}, {"loss_chunks": 2}, {"padded": True}, {"freeze": "*wte*"}], ids=str)
+def test_one_of_other_units_is_carried_over_and_is_not_replaced(other: dict[str, object]) -> None:
+    """Of one model, batch and length, units differ by what is trained, and by how the loss is computed."""
+    machine, asked = load_machine(MACHINE), workload("llama")
+    full = calibration_of("llama", machine, versions=VERSIONS)
+    full.save(own_path(full))
+    tuned = replace(asked, training=replace(TRAINING, **other), computed_for=None)
+    assert "carried over" in place(tuned, machine).machine.basis.text
+    assert "carried over" not in place(asked, machine).machine.basis.text
+    own = replace(full, training=tuned.training)
+    own.save(own_path(own))
+    for question, taken in ((asked, full), (tuned, own)):
+        assert place(question, machine).calibration == taken
+        assert "carried over" not in place(question, machine).machine.basis.text
+
+
+@pytest.mark.usefixtures("data_home")
+def test_calibrations_for_other_optimizers_stand_side_by_side() -> None:
+    machine, asked = load_machine(MACHINE), workload()
+    for optimizer in ("adamw", "sgd"):
+        one = calibration_of("gpt2", machine, versions=VERSIONS, training=replace(TRAINING, optimizer=optimizer))
+        one.save(own_path(one))
+    assert len(eligible_paths(machine)) == 2
+    found = place(asked, machine).calibration
+    assert found is not None
+    assert found.training.optimizer == "adamw"
+
+
 @pytest.mark.parametrize("kind", ["dangling", "folder", "forbidden"])
 def test_what_cannot_be_read_is_passed_over(kind: str, data_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A link to nothing, a folder, a file of another user: the best of the others is taken, or none."""
