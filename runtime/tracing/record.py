@@ -30,8 +30,16 @@ from tierplan.sim.workloads.workload import Training
 
 aten = torch.ops.aten
 DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()} | {torch.float64: "fp64"}
-CPU_FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default
-CPU_FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+}
+ATTENTION_BACKWARD = {
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+}
 DECODED = torch.ops.tierplan.decoded_weight.default if decoded_weight else None
 GROUPED_MM = aten._grouped_mm.default
 GATHERS = {aten.embedding.default}
@@ -57,15 +65,16 @@ def is_causal(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bo
 def work_of(
     func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object, lora: str = ""
 ) -> dict[str, float]:
-    """The work of one operation: FLOPs where PyTorch's counter has a formula, or for CPU attention; else bytes. Both
-    for thin products beside adapters (`is_thin`)."""
+    """The work of one operation: FLOPs where PyTorch's counter has a formula, or for attention; else bytes. Both for
+    thin products beside adapters (`is_thin`)."""
     ins, outs = tensors_in((args, kwargs)), tensors_in(out)
     kind = next((dtype_name(t.dtype) for t in (*ins, *outs) if t.dtype in DTYPE_NAMES), "fp32")
     attention = "attention" if is_causal(func, args, kwargs) else "noncausal_attention"
-    if func is CPU_FLASH:
-        return {f"{attention}_{kind}_flops": sdpa_flop_count(*(t.shape for t in args[:3]))}
-    if func is CPU_FLASH_BACKWARD:
-        return {f"{attention}_{kind}_flops": sdpa_backward_flop_count(*(t.shape for t in args[:4]))}
+    if func in ATTENTION:
+        return {f"{attention}_{kind}_flops": sdpa_flop_count(*_with_equal_heads(args[:3]))}
+    if func in ATTENTION_BACKWARD:
+        flops = sdpa_backward_flop_count(args[0].shape, *_with_equal_heads(args[1:4]))
+        return {f"{attention}_{kind}_flops": flops}
     if func is GROUPED_MM:  # one product per expert, over the tokens that it gets: together those of all tokens
         return {f"matmul_{kind}_flops": 2 * args[0].numel() * args[1].shape[-1]}
     if func is DECODED:
@@ -82,6 +91,13 @@ def work_of(
     if func in GATHERS:
         return {"elementwise_bytes": bytes_touched(args[1]) + 2 * sum(map(bytes_touched, outs))}
     return {"elementwise_bytes": sum(map(bytes_touched, (*ins, *outs)))}
+
+
+def _with_equal_heads(tensors: Sequence[torch.Tensor]) -> list[Sequence[int]]:
+    """Shapes of queries, keys and values. Grouped heads count as many, and PyTorch before 2.13 counts no others."""
+    query_bhtk, *pair = tensors
+    batch, heads, *_ = query_bhtk.shape
+    return [query_bhtk.shape, *((batch, heads, *t.shape[2:]) for t in pair)]
 
 
 @dataclass(eq=False)

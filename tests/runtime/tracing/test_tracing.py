@@ -18,6 +18,7 @@ import transformers
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import flop_counter
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.configs import CONFIGS, config_of
@@ -26,6 +27,7 @@ from tierplan.runtime.checkpoint import weights
 from tierplan.runtime.checkpoint.weights import hollow_model
 from tierplan.runtime.data.synthetic import random_batches
 from tierplan.runtime.execution.device import TORCH_DTYPES
+from tierplan.runtime.tracing import record
 from tierplan.runtime.tracing.backend import backend_rules, behind_autocast, cuda_attention
 from tierplan.runtime.tracing.models import build_config, build_model
 from tierplan.runtime.tracing.trace import trace_config, trace_one_size
@@ -354,6 +356,29 @@ def test_grouped_heads_without_a_kernel_are_products_as_pytorch_computes_them(
     assert my_saved == saved
     for a, b in zip(mine, numbers, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+def test_grouped_heads_are_counted_where_pytorch_counts_no_others(
+    backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As PyTorch 2.11, in which each model with grouped heads was said not to be one that can be trained."""
+
+    def strict(count: Any) -> Any:
+        def counted(*shapes: Any) -> int:
+            assert len({shape[1] for shape in shapes}) == 1, "shapes are incompatible"
+            return count(*shapes)  # type: ignore[no-any-return]
+
+        return counted
+
+    training, raw = Training(sequence_length=16, dtype="bf16", backend=backend), config_of("llama")
+    expected = trace_config("llama", raw, training)
+    for name in ("sdpa_flop_count", "sdpa_backward_flop_count"):
+        own = strict(getattr(flop_counter, name))
+        for module in (flop_counter, record):
+            monkeypatch.setattr(module, name, own)
+    assert raw["num_attention_heads"] != raw["num_key_value_heads"]
+    assert trace_config("llama", raw, training) == expected
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
