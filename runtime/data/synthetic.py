@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -19,8 +20,17 @@ from tierplan.sim.workloads.workload import Training
 
 
 def versions() -> dict[str, str]:
-    """Of tierplan, of the libraries that decide how long kernels take and what a model is made of, and of Python."""
-    libraries = {"torch": torch.__version__, "transformers": transformers.__version__}
+    """Of tierplan, of the libraries that decide how long kernels take and what a model is made of, and of Python.
+
+    As the packages are installed, which can be asked without importing them: for CUDA, the package of 2.11.0 says of
+    itself, once imported, that it is 2.11.0+cu130.
+    """
+    libraries = {}
+    for module in (torch, transformers):
+        try:
+            libraries[module.__name__] = version(module.__name__)
+        except PackageNotFoundError:  # built here, and not installed
+            libraries[module.__name__] = module.__version__
     return {"tierplan": __version__, **libraries, "Python": platform.python_version()}
 
 

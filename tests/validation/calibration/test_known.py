@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.configs import config_of
 from tierplan.cli import main
@@ -18,6 +19,7 @@ from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import CATALOG, Machine
 from tierplan.hwmodels.scaling import with_ample_memory
 from tierplan.planner.lowering import lower
+from tierplan.runtime.data.synthetic import versions
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.workloads.models import workload_of
 from tierplan.sim.workloads.workload import Training, Workload
@@ -237,6 +239,16 @@ def test_what_does_not_suit_is_passed_over_or_refused_by_name(
     calibration.save(data_home / "mine.json")
     with pytest.raises(CalibrationError, match=rf"mine\.json does not suit: {why}.*run tierplan calibrate"):
         place(workload(), machine, str(data_home / "mine.json"))
+
+
+def test_a_calibration_made_here_suits_where_torch_says_more_of_itself_than_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that for CUDA: "it is of torch 2.11.0+cu130, and 2.11.0 is installed"."""
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    machine = load_machine(MACHINE)
+    calibration_of("gpt2", machine, versions=versions()).save(tmp_path / "mine.json")
+    assert place(workload(), machine, str(tmp_path / "mine.json")).calibration is not None
 
 
 def test_parts_that_are_no_longer_there_have_no_calibration(data_home: Path) -> None:
