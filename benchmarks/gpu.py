@@ -250,8 +250,10 @@ def environment(device: str) -> None:
     import torch
 
     from tierplan.runtime.execution.device import device_named
+    from tierplan.runtime.memory.arena import system_bytes
 
     print(about_versions())
+    print(f"{len(os.sched_getaffinity(0))} cores, {system_bytes() >> 20:,} MiB of host memory")
     print("CUDA", torch.version.cuda)
     for k in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(k)

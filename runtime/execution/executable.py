@@ -10,7 +10,6 @@ train what the step says (`agreement`).
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -23,6 +22,7 @@ from tierplan.runtime.autograd.flow import treated_apart
 from tierplan.runtime.autograd.units import ModelUnit
 from tierplan.runtime.execution.agreement import Agreements, Way, wrong_settings
 from tierplan.runtime.execution.placement import TrainingError
+from tierplan.runtime.memory.arena import HOST_GIB, system_bytes
 from tierplan.runtime.optim.kernels import KERNELS
 from tierplan.sim.contents import (
     ContentError,
@@ -300,13 +300,13 @@ def _check_op(op: Op, tiers: Mapping[str, str], step: StepSpec, units: Mapping[s
 
 def _check_memory(schedule: Schedule) -> Wrongs:
     """What the host is to hold at the least must be there, whatever capacity the schedule claims."""
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    there = system_bytes()
     held = sum(b.size_bytes for b in schedule.buffers if b.initial and b.tier == HOST)
     largest = max((b.size_bytes for b in schedule.buffers if b.tier == HOST), default=0)
     if max(held, largest) > there:
         yield (
             f"it holds {max(held, largest):,} bytes in host memory at once, but this machine has {there:,}; plan for a "
-            "machine with so much"
+            f"machine with so much, or say in {HOST_GIB} how much this one gets where more is added as it is used"
         )
 
 

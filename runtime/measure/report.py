@@ -19,6 +19,7 @@ from tierplan.runtime.execution.device import Device
 from tierplan.runtime.measure.limits import Fit, Mix
 from tierplan.runtime.measure.loads import BLOCK, GIB, MIB, Load, Sizes, block_work
 from tierplan.runtime.measure.timing import summary
+from tierplan.runtime.memory.arena import system_bytes
 from tierplan.runtime.memory.files import room_bytes
 
 Alone = dict[Load, list[float]]
@@ -208,7 +209,7 @@ def _capacities(folders: tuple[Path, ...], device: Device, source: str) -> dict[
 
 def _host_memory_bytes() -> int:
     """Memory of the system, or of the control group that this process lives in, whichever is less."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total = system_bytes()
     for path in MEMORY_LIMITS:
         with suppress(OSError, ValueError):  # not there, or `max`
             total = min(total, int(path.read_text(encoding="utf-8")))

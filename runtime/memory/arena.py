@@ -8,7 +8,9 @@ whole pages, hands them out by exact size, and keeps what comes back for the nex
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
+import os
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -22,6 +24,22 @@ HUGE_PAGE_BYTES = 2 << 20
 MADV_WIPEONFORK = 18
 """Of <sys/mman.h>. With `MADV_DONTFORK` there would be a hole in the forked process, where something else may come to
 lie that is unmapped when our tensor is freed there."""
+
+
+HOST_GIB = "TIERPLAN_HOST_GIB"
+"""In the environment: how much memory this system has. A hypervisor may add some as it is used, and until then the
+system says that there is little."""
+
+
+def system_bytes() -> int:
+    """Memory of this system. Raises `ValueError` where the environment says what is no amount of it."""
+    said = os.environ.get(HOST_GIB)
+    if said is None:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(ValueError, OverflowError):
+        if (gib := float(said)) > 0 and math.isfinite(gib):
+            return int(gib * 2**30)
+    raise ValueError(f"{HOST_GIB} is {said!r}; give the memory that this system has, or can get, as a number of GiB")
 
 
 def padded(size_bytes: int) -> int:

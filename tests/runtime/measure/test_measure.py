@@ -11,19 +11,25 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.runtime.models import make_model, schedule_for
 from tierplan.cli import main
 from tierplan.hwmodels import Machine, MachineError, load_description, load_machine
 from tierplan.hwmodels.build import build_machine
 from tierplan.hwmodels.catalog import here_path
 from tierplan.hwmodels.description import Quantity, write_description
+from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.execution.device import Device
+from tierplan.runtime.execution.executable import executable_step
 from tierplan.runtime.execution.fake_device import FakeCuda
+from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.measure import machine as module
 from tierplan.runtime.measure import report
-from tierplan.runtime.measure.loads import Load, Sizes, TransformerBlock, block_work, loads
+from tierplan.runtime.measure.loads import GIB, Load, Sizes, TransformerBlock, block_work, loads
 from tierplan.runtime.measure.machine import MeasurementError, measure_description
 from tierplan.runtime.measure.timing import LEAST_SPREAD, OtherPrograms, StreamThreads, summary
+from tierplan.runtime.memory.arena import HOST_GIB, system_bytes
 from tierplan.runtime.tracing.trace import trace_module
+from tierplan.sim.contents import States, parse_content
 from tierplan.sim.trace import write_atomically
 from tierplan.sim.workloads.work import total_work
 from tierplan.sim.workloads.workload import Training
@@ -281,6 +287,23 @@ def test_other_programs_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     assert OtherPrograms().text() == "other programs took 1.5 of 2 cores meanwhile, which keeps spreads wide"
     assert OtherPrograms().text().startswith("no other program worked meanwhile")
+
+
+def test_memory_that_is_added_as_it_is_used_is_said_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guest of a hypervisor that adds memory on demand has little at first; plans for all of it were refused."""
+    monkeypatch.setattr(report, "MEMORY_LIMITS", ())
+    monkeypatch.setenv(HOST_GIB, "4096")
+    assert report._host_memory_bytes() == 4096 * GIB
+    schedule = schedule_for(make_model("gpt2"), UnitPlan(states="host", grads="host"))
+    states = (b.size_bytes if isinstance(parse_content(b.content), States) else 0 for b in schedule.buffers)
+    executable_step(schedule)
+    monkeypatch.setenv(HOST_GIB, f"{max(states) / GIB}")
+    with pytest.raises(TrainingError, match=r"but this machine has .* or say in TIERPLAN_HOST_GIB"):
+        executable_step(schedule)
+    for wrong in ("much", "nan", "inf", "0", "-3", ""):
+        monkeypatch.setenv(HOST_GIB, wrong)
+        with pytest.raises(ValueError, match=f"TIERPLAN_HOST_GIB is '{wrong}'; give the memory"):
+            system_bytes()
 
 
 def test_a_container_has_the_cores_and_the_memory_that_it_was_given(
