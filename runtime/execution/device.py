@@ -171,7 +171,10 @@ class CudaDevice(Device):
         return self._streams[name]
 
     def record(self, stream: str) -> Event | None:
-        return _CudaEvent(self, self._stream(stream)) if stream in DEVICE_STREAMS else None
+        if stream not in DEVICE_STREAMS:
+            return None
+        self._begin_clock()
+        return _CudaEvent(self, self._stream(stream))
 
     def wait_for(self, stream: str, event: Event) -> None:
         assert isinstance(event, _CudaEvent)
@@ -220,14 +223,19 @@ class CudaDevice(Device):
         torch.set_rng_state(state[0])
         torch.cuda.set_rng_state(state[1], self.torch_device)
 
-    def time_ns(self, event: torch.cuda.Event) -> int:
-        """The host's time of an event that is done."""
+    def _begin_clock(self) -> None:
+        """Before the first event: later there may be work on the stream that is taken for it, to be waited for."""
         with self._clock_lock:
             if self._clock is None:
                 zero = torch.cuda.Event(enable_timing=True)
                 zero.record(torch.cuda.Stream(self.torch_device))
                 zero.synchronize()
                 self._clock = zero, time.perf_counter_ns()
+
+    def time_ns(self, event: torch.cuda.Event) -> int:
+        """The host's time of an event that is done."""
+        with self._clock_lock:
+            assert self._clock is not None, "an event was recorded"
             zero, zero_ns = self._clock
             found_ns = zero_ns + round(1e6 * zero.elapsed_time(event))
             if found_ns - zero_ns > CLOCK_PERIOD_S * 10**9:

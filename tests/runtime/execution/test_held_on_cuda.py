@@ -259,6 +259,39 @@ def test_threads_that_ask_for_a_new_stream_at_once_get_the_same_one() -> None:
     assert first is second
 
 
+def test_times_count_from_before_the_first_event() -> None:
+    """It was waited for when the first op had ended, on a stream of PyTorch's 32 that another may have: behind all that
+    had been put there by then, while nothing else went on."""
+    done, events = list[str](), iter(("zero", "first", "second"))
+
+    class Event:
+        def __init__(self, **settings: object) -> None:
+            self.name = next(events)
+
+        def record(self, stream: str) -> None:
+            done.append(f"{self.name} on the stream {stream}")
+
+        def synchronize(self) -> None:
+            done.append(f"{self.name} waited for")
+
+        def elapsed_time(self, other: Event) -> float:
+            assert self.name == "zero"
+            return {"first": 2.0, "second": 3.5}[other.name]
+
+    with (
+        mock.patch("torch._C._accelerator_setAllocatorSettings", create=True),
+        mock.patch("torch.cuda.Event", Event),
+        mock.patch("torch.cuda.Stream", side_effect=["of the clock", "compute"]),
+    ):
+        device = CudaDevice("cuda:0")
+        first, second = device.record(COMPUTE), device.record(COMPUTE)
+        assert first is not None
+        assert second is not None
+        assert second.time_ns() - first.time_ns() == 1_500_000
+    on = "on the stream"
+    assert done == [f"zero {on} of the clock", "zero waited for", f"first {on} compute", f"second {on} compute"]
+
+
 @pytest.mark.parametrize("name", ["cuda", "cuda:1"])
 def test_a_run_may_be_resumed_on_another_gpu(name: str) -> None:
     with Trainer(schedule_for(model := make_model("gpt2")), model, device=name) as trainer:
