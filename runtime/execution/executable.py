@@ -47,7 +47,8 @@ COPIES = {H2D: (HOST, DEVICE), D2H: (DEVICE, HOST), NVME_READ: (NVME, HOST), NVM
 ON_GRADIENTS = (COMPUTE, HOST_ADAM)
 STREAMS_BY_KIND = {
     **dict.fromkeys(("forward", "recompute", "backward", "encode", "decode", "leave"), (COMPUTE,)),
-    **dict.fromkeys(("accumulate", "cast", "norm", "clip", "update"), ON_GRADIENTS),
+    **dict.fromkeys(("accumulate", "cast", "norm", "update"), ON_GRADIENTS),
+    "clip": (HOST_ADAM,),  # the host reads norms: on a GPU's stream it would before they have come
     "copy": tuple(COPIES),
     "wait": (COMPUTE,),
     **dict.fromkeys(COLLECTIVES, (names.collective(0),)),

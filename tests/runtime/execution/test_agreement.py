@@ -135,6 +135,9 @@ EDITS: dict[str, tuple[str, Change, str]] = {
     "a norm of nothing": ("clipped", less("norm/head", "grads"), "op 'norm/head' reads nothing and writes"),
     "a norm that nobody writes": ("clipped", without("norm/head"), "op 'norm/head' reads 'grads/head' and writes noth"),
     "a coefficient that nobody writes": ("clipped", without("clip"), "and writes nothing; an op of kind 'clip'"),
+    "clipping where a GPU runs ahead": (
+        "clipped", lambda r: op(r, "clip").update(stream="gpu0.compute"), "ops of kind clip run on host.adam"
+    ),
     "clipping in-backward": (
         "plain", training(max_grad_norm=0.01), "has max_grad_norm=0.01, but semantics 'in-backward'; 'exact-clip' clips"
     ),
