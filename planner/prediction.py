@@ -16,7 +16,7 @@ from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.hwmodels.names import NVME_READ, NVME_WRITE, parts_used
 from tierplan.hwmodels.values.shown import Shown
 from tierplan.planner.lowering import Lowering
-from tierplan.planner.plan import Plan, other_numbers
+from tierplan.planner.plan import PackPlan, PagedPlan, Plan, other_numbers
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.policies import decide
 from tierplan.planner.policies.options import OptionError
@@ -177,6 +177,18 @@ class Prediction(Shown):
         return ". ".join(notes)
 
     @property
+    def simulated_only(self) -> str:
+        """Why `tierplan run` does not execute such a plan; empty where it may."""
+        if self.plan is None or self.workload is None:
+            return ""
+        if self.devices > 1 and self.workload.training.backend == "cuda":
+            return "simulated only: `tierplan run` trains on one GPU, or on CPUs, not on several GPUs yet"
+        is_whole = isinstance(self.plan, PackPlan) and not self.plan.packs.is_executed
+        if is_whole or isinstance(self.plan, PagedPlan):
+            return "simulated only: `tierplan run` executes no packs or pages in a host memory that devices share"
+        return ""
+
+    @property
     def step_note(self) -> str:
         """That the step time is a mean of steps that differ a little; empty where they repeat."""
         if self.steady is None or self.steady.is_periodic:
@@ -246,6 +258,7 @@ class Prediction(Shown):
             **({} if self.phases is None else asdict(self.phases)),
             **figures("devices", "devices_of_machine", "where"),
             "devices_note": self.devices_note or None,
+            "simulated_only": self.simulated_only or None,
             "limited_by": self.limited_by or None,
             "limits": self.rows(),
             "critical_path_s": dict(self.critical_path_s),

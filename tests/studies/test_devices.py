@@ -93,6 +93,26 @@ def test_a_policy_has_all_devices_or_says_so(policy: str, model: str) -> None:
         with pytest.raises(OptionError, match="a number from 1 to 2"):
             predict(policy, workload, machine, {"devices": 3})
     assert f"{answer.devices} of its 2 GPUs" in answer.where
+    assert bool(answer.simulated_only) == (policy != "harmony"), "said of all that several GPUs do"
+    on_cpus = replace(workload, training=replace(workload.training, backend="cpu"), computed_for=None)
+    shares_memory = {"harmony-dp", "harmony-pp", "mobius", "roundpipe", "roundpipe-sync", "virtual-memory"}
+    if policy != "harmony":
+        why = predict(policy, on_cpus, machine).simulated_only
+        assert why.startswith("simulated only: `tierplan run` executes no packs or pages" * (policy in shares_memory))
+        assert bool(why) == (policy in shares_memory)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_what_is_only_simulated_is_said_before_it_is_run(
+    devices: int, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["--model", model, "--machine", "desktop-4090", "--seq", "64", "--set", f"gpu.count={devices}"]
+    said = "to run simulated only: `tierplan run` trains on one GPU, or on CPUs, not on several GPUs yet"
+    for command in (["plan", *asked, "--batch", "64"], ["simulate", "--policy", "fsdp", *asked]):
+        main(command)
+        assert (said in " ".join(capsys.readouterr().out.split())) == (devices > 1)
+        main([*command, "--json"])
+        assert bool(json.loads(capsys.readouterr().out)["simulated_only"]) == (devices > 1)
 
 
 def answer_of(command: str, model: str, capsys: pytest.CaptureFixture[str], *more: str) -> str:

@@ -109,7 +109,8 @@ def _head_rows(p: Prediction, tokens_per_s: str, below: str) -> list[tuple[str, 
 
 def _last_rows(p: Prediction) -> list[tuple[str, ...]]:
     text = "" if p.columns is None else life_text(p.lifetime_s, written_bytes(p.columns))
-    return [("drives last", text)] if text else []
+    rows: list[tuple[str, ...]] = [("drives last", text)] if text else []
+    return rows + [("" if k else "to run", line) for k, line in enumerate(wrapped(p.simulated_only, 58))]
 
 
 def question_text(point: Point, row: Mapping[str, Any], dtype: str) -> str:
