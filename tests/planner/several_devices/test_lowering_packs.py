@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Any
@@ -15,14 +16,15 @@ from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.names import parse_stream
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import PackPlan, Packs, PagedPlan
-from tierplan.planner.plan_rules import PlanError
+from tierplan.planner.plan_rules import PlanError, lent_units, updatable_packs
 from tierplan.planner.policies import decide
 from tierplan.planner.policies.several.megatron import even_stages
 from tierplan.planner.prediction import predict_plan
 from tierplan.planner.several_devices.packs.estimate import PackEstimate, PackSizes
 from tierplan.runtime.execution.executor import Executor
 from tierplan.sim.analysis.steady import steady_state
-from tierplan.sim.columns import columns_of
+from tierplan.sim.columns import columns_of, unroll
+from tierplan.sim.compiled.simulation import simulate_columns
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Op, Schedule, ScheduleError
 from tierplan.sim.workloads.workload import Workload
@@ -378,6 +380,33 @@ def test_states_come_to_the_device_of_a_pack_between_the_next_ones_micro_batches
         came = [spans[op.key].start_ns for op in schedule.ops if op.stream == f"gpu{d}.h2d" and "states" in op.key]
         assert len(ended) == len(came) == 2 * 3
         assert all(start >= end for start, end in zip(came[2:], ended, strict=False))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_packs_with_updates_anywhere_take_as_long_in_both_engines(seed: int) -> None:
+    rng = random.Random(seed)
+    clip, accumulation, blocks = rng.choice((None, 0.5)), rng.choice((2, 4, 6)), rng.randint(2, 6)
+    workload = toy_workload(
+        blocks, tied=rng.random() < 0.3, gradient_accumulation_steps=accumulation, max_grad_norm=clip,
+        dtype=rng.choice(("bf16", "fp32")),
+    )  # fmt: skip
+
+    def runs(end: int) -> tuple[tuple[int, int], ...]:
+        cuts = sorted(rng.sample(range(1, end), rng.randint(0, end - 1))) if end > 1 else []
+        return tuple(pairwise((0, *cuts, end)))
+
+    backward = runs(blocks + 2)
+    some = [pack for pack in updatable_packs(backward, lent_units(workload)) if rng.random() < 0.5]
+    here = tuple(u for a, b in some for u in range(a, b))
+    more: dict[str, Any] = {"own_memory": True}
+    if rng.random() < 0.6:
+        more = {"streams": rng.random() < 0.7, "rounds": rng.choice((1, 2)), "goes_on": rng.random() < 0.5}
+    packs = Packs(form="pipeline", devices=rng.choice((1, 2)), forward=runs(end) if (end := backward[-1][0]) else (),
+                  backward=backward, hold_updates=clip is not None, updates_here=here,
+                  state_shards=rng.randint(1, 5) if here else 1, **more)  # fmt: skip
+    three = unroll(lower(PackPlan(policy="t", packs=packs), workload, devices(2)), 3)
+    ends = sorted(span.end_ns for span in simulate_on(three, devices(2)).spans)
+    assert ends == sorted(simulate_columns(columns_of(three), devices(2)).end_ns)
 
 
 def test_packs_hold_updates_where_training_clips_and_never_late_ones() -> None:
