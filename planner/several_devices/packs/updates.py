@@ -148,12 +148,12 @@ class PackUpdates(Builder):
         for _ in range(num):
             task, unit, k = self.waiting[d].popleft()
             made, homes = self.made.setdefault(d, []), self._homes_of(d)
-            may_come = [*after, *made[-AT_ONCE : 1 - AT_ONCE]]
+            may_come = [*after, *made[: len(made) - AT_ONCE + 1][-1:]]
             grads, params = self._grads_there(task, unit, may_come), self.new_params.get(unit.name)
             if params is None and not self.training.has_master:
                 params = self._to_update("fetch", unit, homes[unit.name], h2d(d), device(d), after=may_come)
             self.new_params[unit.name] = self._update_part(d, unit, k, grads, params, may_come)
-            made.append(self.last_op - 1)
+            made.append(self.last_op - 1)  # behind it the states go
             if k + 1 == len(self.parts_home[unit.name]):
                 new, home = self.new_params.pop(unit.name), homes[unit.name]
                 homes[unit.name] = self._to_update("offload", unit, new, d2h(d), HOST, over=home)
