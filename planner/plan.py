@@ -127,6 +127,9 @@ class Sharing:
     """How, where each device keeps a shard: DeepSpeed's ZeRO-2 all-reduces, and drops what is not its own."""
     waits: bool = False
     """Compute waits for each collective; else one turn runs beside it."""
+    ahead: bool = False
+    """Parameters are gathered for a turn before the gradients of the turn before are summed: beside its backward, with
+    room for both. Else the sum comes first, for which that backward must have ended."""
     keeps: Keeps = "nothing"
     """Whose parameters are gathered once for a micro-batch, and stay for its backward. Ends: those of embedding and
     head, FSDP's root. All: every unit's, as FSDP does that does not reshard after forward (`SHARD_GRAD_OP`)."""

@@ -52,6 +52,7 @@ TASKS = np.dtype(
         ("batch", _INT),  # micro-batch
         ("end", _INT),  # `EMBED`, `HEAD` or `OTHER`
         ("is_on_device", _BOOL),  # its stream is one of the device
+        ("following", _INT),  # the next one that computes, or `NONE`
     ]
 )
 WHOLES = np.dtype(
@@ -65,6 +66,7 @@ WHOLES = np.dtype(
         ("unit", _INT),
         ("length", _INT),  # parameters of the unit that are trained; 0 where nobody says
         ("first", _INT),  # of those that stand for it, the number of the first device's
+        ("made_by", _INT),  # the task that writes it, or `NONE`
         ("is_initial", _BOOL),
         ("is_on_device", _BOOL),
         ("is_everywhere", _BOOL),  # each device has one
@@ -110,6 +112,7 @@ class SharingNumbers(NamedTuple):
     divides_all: bool
     divides_nothing: bool
     waits: bool
+    ahead: bool
     keeps: int
     by: int
     num_units: int
@@ -450,6 +453,13 @@ def divide(d: Dividing, reads: Lists, writes: Lists, after: Lists) -> None:
         if computes and not is_for_all:
             for r in range(d.terms.num_drawn):
                 d.last[r, 1], d.last[r, 0] = d.last[r, 0], d.parts[task, r]
+            following = d.tasks[task]["following"]
+            if d.terms.ahead and d.terms.divides_all and following >= 0:  # before what comes of this one's gradients
+                for k in range(reads.begins[following], reads.begins[following + 1]):
+                    b = reads.items[k]
+                    if d.whole[b]["is_on_device"] and d.whole[b]["kind"] == PARAMS and d.whole[b]["made_by"] <= task:
+                        for r in range(d.terms.num_drawn):
+                            _gather(d, following, b, r)
         for place in range(len(written)):
             b = written[place]
             if d.whole[b]["is_summed_at_once"] if computes else d.whole[b]["is_gathered_again"]:

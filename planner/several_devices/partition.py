@@ -59,6 +59,7 @@ def partition(
         divides_all=sharing.divided == "all",
         divides_nothing=sharing.divided == "nothing",
         waits=sharing.waits,
+        ahead=sharing.ahead,
         keeps=KEEPS[sharing.keeps],
         by=COLLECTIVES.index(sharing.by),
         num_units=len(kinds.lengths),
@@ -110,6 +111,9 @@ def _tasks(columns: ScheduleColumns, kinds: Kinds) -> Table:
     tasks["work"], tasks["is_on_device"] = columns.op_work, is_on_device[columns.op_work]
     tasks["kind"], tasks["unit"], tasks["batch"] = kinds.op_kind, kinds.op_unit, kinds.op_batch
     tasks["end"] = kinds.ends[kinds.op_unit]
+    computes = np.flatnonzero(np.isin(kinds.op_kind, (dividing.FORWARD, dividing.RECOMPUTE, dividing.BACKWARD)))
+    behind = np.searchsorted(computes, np.arange(columns.num_ops), side="right")
+    tasks["following"] = np.append(computes, NONE)[behind]
     return tasks
 
 
@@ -154,6 +158,8 @@ def _wholes(
     wholes["kind"], wholes["content"], wholes["unit"] = kind, content, kinds.unit
     wholes["length"] = np.where(kinds.unit == NONE, 0, kinds.lengths[kinds.unit])
     wholes["first"] = np.cumsum(num_standing) - num_standing
+    wholes["made_by"] = NONE
+    wholes["made_by"][writes] = np.repeat(np.arange(len(num_writes)), num_writes)
     wholes["is_on_device"], wholes["is_everywhere"] = is_on_device, is_everywhere
     wholes["is_copy"], wholes["is_summed_at_once"], wholes["is_summed_at_last"] = is_copy, is_summed, is_at_last
     wholes["has_tied_share"] = is_summed & (reuses >= 0) & ~is_summed[reuses]

@@ -90,6 +90,7 @@ def _windows(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
         yield lambda plan, num=num: replace(plan, update_over_units=num)  # type: ignore[misc]
     if plan.devices > 1:
         yield lambda plan: replace(plan, sharing=reducing(plan.sharing))
+        yield lambda plan: replace(plan, sharing=gathering(plan.sharing))
 
 
 def _loosened(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
@@ -327,9 +328,14 @@ def reducing(sharing: Sharing) -> Sharing:
     return replace(sharing, reduces="each" if sharing.reduces == "last" else "last")
 
 
+def gathering(sharing: Sharing) -> Sharing:
+    """The same with parameters that are gathered ahead, or are so no longer."""
+    return replace(sharing, ahead=not sharing.ahead)
+
+
 def on_its_devices(plan: UnitwisePlan, problem: Problem) -> UnitwisePlan:
-    """The plan on the problem's devices."""
-    sharing = Sharing(keeps=problem.keeps)
+    """The plan on the problem's devices, which gather parameters ahead if they fetch them so."""
+    sharing = Sharing(keeps=problem.keeps, ahead=plan.prefetch_params_units > 0)
     return replace(plan, policy=PLANNER, options={}, devices=problem.devices, sharing=sharing, fp32_by_link=False)
 
 

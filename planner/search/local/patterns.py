@@ -27,6 +27,7 @@ from tierplan.planner.search.local.exchanges import ACTIVATIONS, alike
 from tierplan.planner.search.local.moves import (
     OVER_UNITS,
     WINDOWS,
+    gathering,
     in_shards,
     more_gb,
     nearer,
@@ -293,5 +294,6 @@ class Patterns:
             {"updates_in_flight": self.rng.choice(IN_FLIGHT)},
         ]
         if self.plan.devices > 1:
-            changes.append({"sharing": reducing({"sharing": self.plan.sharing, **pattern.of_all}["sharing"])})
+            sharing = {"sharing": self.plan.sharing, **pattern.of_all}["sharing"]
+            changes += [{"sharing": reducing(sharing)}, {"sharing": gathering(sharing)}]
         return replace(pattern, of_all={**pattern.of_all, **self.rng.choice(changes)})

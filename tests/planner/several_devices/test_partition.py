@@ -180,3 +180,31 @@ def test_what_arithmetic_refuses_does_not_fit_on_several_devices_either(
         with monkeypatch.context() as patched:
             patched.setattr(simulate_plan, "_too_large", lambda plan: None)
             assert not simulate_plan(plan).fits
+
+
+def test_parameters_that_are_gathered_ahead_come_beside_the_backward_before() -> None:
+    """The same collectives and bytes: but each gather of backward goes before the sum of the gradients of the unit
+    behind it, and need not wait for that one's backward."""
+    plan = decide("fsdp", WORKLOAD, devices(NUM))
+    assert isinstance(plan, UnitwisePlan)
+    in_turn, ahead = (
+        lower(replace(plan, sharing=replace(plan.sharing, ahead=is_ahead)), WORKLOAD, devices(NUM), refine=False)
+        for is_ahead in (False, True)
+    )
+    assert sorted((op.key, str(op.work), op.after) for op in in_turn.ops) == sorted(
+        (op.key, str(op.work), op.after) for op in ahead.ops
+    )
+
+    def first_of_two(schedule: Schedule) -> list[str]:
+        """Of what L1's gradients and L0's parameters are for, in each micro-batch, which comes first."""
+        keys = [op.key for op in of_one(schedule)]
+        turns = [f"gather_params/L0/L0/bwd/mb{m}/gpu1" for m in range(BATCHES)]
+        sums = [key for key in keys if "reduce" in key and "L1" in key]
+        assert len(sums) == BATCHES
+        return [min(pair, key=keys.index) for pair in zip(turns, sums, strict=True)]
+
+    assert all("reduce" in key for key in first_of_two(in_turn))
+    assert all("gather" in key for key in first_of_two(ahead))
+    durations = [simulate_on(schedule, devices(NUM)).duration_s for schedule in (in_turn, ahead)]
+    assert durations[1] < durations[0]
+    assert simulate_on(ahead, devices(NUM)).peak_bytes["gpu0"] >= simulate_on(in_turn, devices(NUM)).peak_bytes["gpu0"]

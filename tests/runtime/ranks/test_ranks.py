@@ -95,6 +95,7 @@ class Case:
         rng = random.Random(str(self))
         drawn = with_updates_here(random_plan(workload, rng), rng)
         sharing = Sharing(keeps=rng.choice(("nothing", "ends", "all")), reduces=rng.choice(("last", "each")))
+        sharing = replace(sharing, ahead=rng.random() < 0.5)
         return replace(drawn, devices=num, sharing=sharing)
 
     def __str__(self) -> str:
