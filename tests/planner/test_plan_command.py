@@ -96,8 +96,8 @@ def test_what_devices_divide_is_said(divided, said):
 @pytest.mark.parametrize(
     ("states", "here", "said"),
     [
-        ((0, 1, 3), (0, 1), [("  states", "of 3 units in host memory: 2 brought for the update, 1 updated there")]),
-        ((3,), (), [("  states", "of 1 unit in host memory: 1 updated there")]),
+        ((0, 1, 3), (0, 1), [("  states", "of 3 units in host memory: 2 updated on a device, 1 updated on the host")]),
+        ((3,), (), [("  states", "of 1 unit in host memory: 1 updated on the host")]),
         ((), (), []),
     ],
 )
@@ -109,9 +109,23 @@ def test_where_states_of_stages_are_is_said(states, here, said):
 
 def test_units_of_packs_that_devices_update_are_counted() -> None:
     packs = Packs(form="pipeline", devices=2, forward=((0, 2),), backward=((0, 2), (2, 4)))
-    assert [row[0] for row in devices_rows(PackPlan(policy="x", packs=packs))] == ["devices", "  forward", "  backward"]
+    rows = devices_rows(PackPlan(policy="x", packs=packs))
+    assert rows[1:] == [
+        ("  forward", "1 of 2 units"),
+        ("  backward", "2 of 2 units"),
+        ("  states", "of 4 units in host memory: 4 updated on the host"),
+    ]
     rows = devices_rows(PackPlan(policy="x", packs=replace(packs, updates_here=(0, 1))))
-    assert rows[-1] == ("  states", "of 4 units in host memory: 2 brought for the update, 2 updated there")
+    assert rows[-1] == ("  states", "of 4 units in host memory: 2 updated on a device, 2 updated on the host")
+
+
+def test_packs_of_a_size_are_counted() -> None:
+    """A large model has more than a hundred of them."""
+    backward = (*((k, k + 1) for k in range(70)), (70, 72), (72, 74), (74, 75))
+    packs = Packs(form="pipeline", devices=2, forward=(), backward=backward)
+    _, forward, way_back, _ = devices_rows(PackPlan(policy="x", packs=packs))
+    assert forward == ("  forward", "in the first backward pack")
+    assert way_back == ("  backward", "70 of 1 unit, 2 of 2, 1 of 1")
 
 
 def test_nothing_fits_is_an_answer(tmp_path, capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from math import isclose
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from tierplan.hwmodels.names import DEVICE
 from tierplan.planner.infeasible import InfeasiblePlan, logits_note
 from tierplan.planner.plan import PackPlan, Packs, PagedPlan, Plan, UnitwisePlan
-from tierplan.planner.plan_rules import Divided
+from tierplan.planner.plan_rules import Divided, Runs
 from tierplan.planner.prediction import Prediction
 from tierplan.planner.questions.endurance import life_text, written_bytes
 from tierplan.planner.results import PlanResult
@@ -265,12 +266,11 @@ def devices_rows(plan: Plan) -> list[tuple[str, str]]:
             ]
         case PackPlan(packs=packs) if packs.devices > 1:
             how = "go round" if packs.form == "pipeline" else "visit each of"
-            sizes = [", ".join(str(b - a) for a, b in runs) for runs in (packs.forward, packs.backward)]
             return [
                 ("devices", f"packs of units {how} {packs.devices} devices, which share the micro-batches"),
-                ("  forward", sizes[0] or "in the first backward pack"),
-                ("  backward", sizes[1]),
-                *([("  states", _states_of(packs))] if packs.updates_here else []),
+                ("  forward", _sizes(packs.forward) or "in the first backward pack"),
+                ("  backward", _sizes(packs.backward)),
+                ("  states", _states_of(packs)),
             ]
         case UnitwisePlan(devices=devices, sharing=sharing) if devices > 1:
             return [("devices", f"{devices}, {DIVIDED[sharing.divided]}")]
@@ -278,9 +278,15 @@ def devices_rows(plan: Plan) -> list[tuple[str, str]]:
             return []
 
 
+def _sizes(runs: Runs) -> str:
+    """How many packs in a row have how many units."""
+    alike = [(len(list(packs)), size) for size, packs in groupby(b - a for a, b in runs)]
+    return ", ".join(f"{num} of {size}" + f" unit{'s' * (size != 1)}" * (k == 0) for k, (num, size) in enumerate(alike))
+
+
 def _states_of(packs: Packs) -> str:
     num, here = len(packs.host_states) if packs.stays else packs.backward[-1][1], len(packs.updates_here)
-    who = ", ".join(f"{n} {what}" for n, what in ((here, "brought for the update"), (num - here, "updated there")) if n)
+    who = ", ".join(f"{n} updated {where}" for n, where in ((here, "on a device"), (num - here, "on the host")) if n)
     return f"of {num} unit{'s' * (num != 1)} in host memory: {who}"
 
 
