@@ -32,6 +32,9 @@ window = p.steady.window_s
 plot_timeline(p.steady.trace, window_s=window)
 
 # %% [markdown]
+# Ops of one unit of the model are in full colour, those of the next one pale. Beside a lane stands how busy its stream
+# is.
+#
 # **Look one: waits.** A stream that waits for *input* waits for another stream; one that waits for *memory*, for room.
 
 # %%

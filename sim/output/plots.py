@@ -133,7 +133,7 @@ def _name_lanes(
     times = stream_times(excerpt.trace, (excerpt.begin_s, excerpt.end_s))
     for stream, centre in centres.items():
         busy_frac = times[stream].busy_s / excerpt.length_s if stream in times and excerpt.length_s else 0.0
-        _beside(ax, centre, f"{name} {format_frac(busy_frac)}".strip())
+        _beside(ax, centre, f"{name} busy {format_frac(busy_frac)}".strip())
         end = excerpt.length_s * per_s
         ax.plot([end, end], [centre - 0.45 * height, centre + 0.45 * height], color=INK, linewidth=1.5, clip_on=False)
 

@@ -34,7 +34,7 @@ from tierplan.sim.trace import Span
 HOW = (
     "Zoom: wheel (after a click on the picture, or with Ctrl), + and −. Move: drag, ← and →. The whole step: 0. "
     "Op by op: N and P; next lane: L. Busy: the time in which an op runs, with what sharing adds; what tables "
-    "call used is without it."
+    "call used is without it. Ops of one unit of the model are in full colour, those of the next one pale."
 )
 
 

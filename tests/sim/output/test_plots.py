@@ -69,7 +69,7 @@ def test_the_timeline_has_a_bar_for_each_op_on_its_lane() -> None:
         expected = sorted((s.start_ns / 1e9 * in_ms, s.end_ns / 1e9 * in_ms) for s in TRACE.spans if s.stream == stream)
         assert_drawn(drawn[stream], expected)
     assert {"forward", "backward", "acts", "waits for input"} <= set(labels(ax))
-    busy = {stream: f"{100 * seconds / TRACE.duration_s:.0f} %" for stream, seconds in TRACE.busy_s().items()}
+    busy = {stream: f"busy {100 * seconds / TRACE.duration_s:.0f} %" for stream, seconds in TRACE.busy_s().items()}
     assert [text.get_text() for text in ax.texts] == [busy[stream] for stream in streams]
 
 

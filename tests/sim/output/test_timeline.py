@@ -54,6 +54,13 @@ def test_what_tiers_hold_adds_up_to_the_peak() -> None:
         assert max(totals) == TRACE.peak_bytes[tier["name"]]
 
 
+def test_the_page_says_what_its_colours_mean() -> None:
+    page = timeline({"": Excerpt(TRACE, 0.0, TRACE.duration_s)}, "one step")
+    record = timeline_record({"": Excerpt(TRACE, 0.0, TRACE.duration_s)})
+    assert {pale for _, _, pale, *_ in record["ops"]} == {0.62, 1.0}
+    assert "Ops of one unit of the model are in full colour, those of the next one pale." in page
+
+
 def pixels(tab: Tab, row: int) -> list[tuple[int, ...]]:
     """Red, green, blue and opacity of each pixel along a row of bars."""
     top = 22 + 18 + row * (15 + 7) + 7
