@@ -8,10 +8,14 @@ import re
 import tokenize
 from contextlib import suppress
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from tests.test_imports import MODULES, ROOT, relative
+from tierplan.hwmodels.description import Basis
+from tierplan.planner.plan_rules import Order
+from tierplan.sim.step import Action, Semantics
 
 PAGE = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
 TERMS, RULED_OUT = PAGE.split("## Words that are not used")
@@ -58,6 +62,17 @@ def test_every_term_is_explained_in_a_sentence_and_lies_where_it_says(entry: lis
     assert places
     for place in places:
         assert is_there(place), f"there is no tierplan.{place}"
+
+
+@pytest.mark.parametrize(
+    ("term", "choices"),
+    [("basis", Basis), ("order", Order), ("action", Action), ("semantics", Semantics)],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_term_with_a_few_values_says_what_each_of_them_is(term: str, choices: object) -> None:
+    """They stand in what commands print."""
+    meanings = {name: meaning for name, meaning, _ in ENTRIES}
+    assert set(get_args(choices)) <= set(re.findall(r"`([\w-]+)`", meanings[term]))
 
 
 def test_terms_are_unique() -> None:
