@@ -16,7 +16,7 @@ from benchmarks import one_answer
 from tierplan.cli import main
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.infeasible import InfeasiblePlan
-from tierplan.planner.plan import UnitwisePlan
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.planning import plan
 from tierplan.planner.prediction import predict
 from tierplan.planner.questions.endurance import SECONDS_PER_YEAR
@@ -364,6 +364,21 @@ def test_where_frozen_parameters_are_is_told() -> None:
     texts = [text for _, text in placements(shown)]  # type: ignore[arg-type]
     assert any(text.startswith("5 x params host, frozen nvme, states") for text in texts)
     assert sum("frozen" in text for text in texts) == 1, "what lies with the adapters is not told apart"
+
+
+def test_where_units_are_updated_is_told() -> None:
+    """Units whose states come to the device for the update were counted among those that the host updates."""
+    result: Any = best_plan(Point(model="gpt2", machine="desktop-4090", batch=1, planner_s=0.1)).result
+    of_host = UnitPlan(params="host", grads="host", states="nvme")
+    brought = replace(of_host, states="host", update="device", grads="device")
+    units = [of_host, replace(of_host, update="device"), replace(brought, late_update=True), *[brought] * 11]
+    shown = SimpleNamespace(plan=replace(result.plan, units=tuple(units)), schedule=result.schedule)
+    assert [text for _, text in placements(shown)][:4] == [  # type: ignore[arg-type]
+        "11 x params host, states host, updated on the device",
+        "1 x params host, states nvme",
+        "1 x params host, states nvme, updated on the device",
+        "1 x params host, states host, updated on the device (late)",
+    ]
 
 
 def test_systems_are_asked_for_the_same_drive_lifetime_as_the_planner() -> None:

@@ -301,14 +301,15 @@ DIVIDED: Mapping[Divided, str] = {
 
 
 def placements(result: PlanResult) -> list[tuple[str, str]]:
-    """How many units have what where, and what happens to activations."""
+    """How many units have what where, which are updated elsewhere than there, and what happens to activations."""
     if not isinstance(result.plan, UnitwisePlan):
         return []
     places, acts = Counter[str](), Counter[str]()
     for unit in result.plan.units:
         in_host = f", {format_frac(unit.host_frac)} of them host" if unit.host_shards else ""
         frozen = f", frozen {unit.frozen}" if unit.frozen not in (None, unit.params) else ""
-        places[f"params {unit.params}{frozen}, states {unit.states}{in_host}{' (late)' * unit.late_update}"] += 1
+        update = ", updated on the device" * (unit.updated == "brought") + " (late)" * unit.late_update
+        places[f"params {unit.params}{frozen}, states {unit.states}{in_host}{update}"] += 1
     assert result.schedule.step is not None, "a unit-wise schedule says what it trains"
     for tensor in (tensor for spec in result.schedule.step.units for tensor in spec.saved):
         acts[tensor.action] += tensor.size_bytes
