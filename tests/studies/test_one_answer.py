@@ -148,6 +148,17 @@ def test_policies_are_shown_in_the_division_that_suits_each(tmp_path: Path) -> N
     assert len(others) > 1
 
 
+def test_a_policy_that_fits_in_between_fits() -> None:
+    """`compare-policies` said that it does not, where `plan` gave its step time: many tied gradients need much room,
+    and so does one large micro-batch."""
+    overrides = {"gpu.reserve": "0 GiB", "gpu.capacity": "2.7 GiB"}
+    point = Point(model="gpt2", machine="laptop", policy="vertical", sequences=32, overrides=overrides)
+    for batch, accumulation, fits in ((1, 32, False), (2, 16, True), (32, 1, False)):
+        alone = replace(point, sequences=0, batch=batch, accumulation=accumulation)
+        assert predict_point(alone).fits == fits
+    assert predict_point(point).micro_batch == 2
+
+
 def test_on_two_gpus_no_policy_is_quicker_in_any_division(tmp_path: Path) -> None:
     """There one division is searched: gpt2 in 8 sequences took 88.2 ms where in-memory, in another one, takes 83."""
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, "n_layer": 2}))

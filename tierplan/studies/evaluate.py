@@ -374,11 +374,7 @@ def predict_point(point: Point) -> Prediction:
                 reason=undivided(point.sequences, num),
             )
         one_by_one = at(1, of_each)
-    found = [one_by_one]
-    for batch in reversed(divisors(of_each)[1:]):
-        found.append(at(batch, of_each // batch))
-        if len(found) == 2 and not any(p.fits for p in found):
-            break  # neither one sequence at a time nor all at once
+    found = [one_by_one, *(at(batch, of_each // batch) for batch in reversed(divisors(of_each)[1:]))]
     return max(found, key=lambda p: p.tokens_per_s or 0.0)
 
 
