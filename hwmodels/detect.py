@@ -98,7 +98,9 @@ def propose(said: Mapping[str, str]) -> Proposal:
     values |= _host(said) | _drives(said.get("lsblk", ""), unknown)
     switches = _links(json.loads(said["pci"]), values, unknown) if "pci" in said else ()
     base = min(catalog_names(), key=lambda name: _distance(name, values))
-    unknown += [f"{key}: {what}; run: tierplan machine measure" for key, what in RATES.items() if key not in values]
+    has_none = "nvme.drives" in values and not values["nvme.drives"].value
+    asked = [key for key in RATES if key not in values and not (has_none and key.startswith("nvme."))]
+    unknown += [f"{key}: {RATES[key]}; run: tierplan machine measure" for key in asked]
     return Proposal(base=base, values=values, unknown=tuple(unknown), switches=switches)
 
 

@@ -116,6 +116,8 @@ def test_an_unknown_drive_and_no_gpu_are_said() -> None:
     unknown = "\n".join(propose({"lsblk": json.dumps(disks)}).unknown)
     assert "gpu.part: no GPU of the catalog" in unknown
     assert "nvme.part: ACME Fast is not in the catalog" in unknown
+    assert "nvme.write: the drives' writes" in unknown
+    assert not any(key.startswith("nvme.") for key in propose({"lsblk": '{"blockdevices": []}'}).unknown), "it has none"
 
 
 @pytest.mark.parametrize(
