@@ -251,6 +251,16 @@ def test_the_text_says_of_what_training_the_numbers_are_as_plan_does(advice: Adv
         assert {*numbers[1:]} <= {*rows}
 
 
+def test_a_tier_that_holds_nothing_has_no_peak(advice: Advice) -> None:
+    """`plan` leaves it out, too."""
+    assert any(line.strip().startswith("peak memory") for line in advice_lines(advice))
+    peaks = {**advice.answer["peak_bytes"], "host": 0}
+    lines = advice_lines(replace(advice, answer={**advice.answer, "peak_bytes": peaks}))
+    (peak,) = (line for line in lines if line.strip().startswith("peak memory"))
+    assert "gpu0" in peak
+    assert "host" not in peak
+
+
 def test_prices_are_told_of_what_is_shown(advice: Advice) -> None:
     shown = {str(part) for c in advice.changes for part in c.bought.overrides.values()}
     told = {text.partition(" costs ")[0] for text in advice.assumptions if " costs " in text and "USD (" in text}

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out:
         with told_anyway(args, record, lines):
             write_advice(args.out, advice)
-        lines += ["", args.out]
+        lines += ["", f"page: {args.out}"]
     tell(args, record, lines)
     return 0 if advice.fits else 3
 

@@ -164,7 +164,7 @@ def _figures(advice: Advice) -> list[tuple[str, str]]:
     if costs is not None:
         money, *parts = costs.texts.items()
         spent = ", ".join(f"{name} {text.removesuffix(' USD')}" for name, text in parts)
-        held = alike_rows((tier, format_bytes(size)) for tier, size in answer["peak_bytes"].items())
+        held = alike_rows((tier, format_bytes(size)) for tier, size in answer["peak_bytes"].items() if size)
         peaks = ", ".join(map(" ".join, held))
         step_tokens = answer["tokens_per_s"] * answer["step_s"]
         least = f" (one step, of {step_tokens:,.0f})" if costs.tokens < step_tokens * (1 - 1e-9) else ""

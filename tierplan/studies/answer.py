@@ -211,7 +211,7 @@ def _policy_lines(result: PlanResult) -> list[str]:
     missing = [
         (f"{', '.join(names)} {'does' if len(names) == 1 else 'do'} not run: {why}",) for why, names in reasons.items()
     ]
-    head = ("published systems, same work", "batch", "step", "takes")
+    head = ("system, same work", "batch", "step", "takes")
     return [*columns([head, *policy_rows(policies, result.step_s)], right=(1, 2)), *columns(missing)]
 
 
@@ -344,6 +344,7 @@ def prediction_text(p: Prediction) -> str:
         *alike_rows(
             (f"peak {tier}", f"{format_bytes(peak)} of {format_bytes(capacity[tier])}")
             for tier, peak in p.steady.peak_bytes.items()
+            if peak
         ),
         *alike_rows((f"moved {stream}", format_bytes(size)) for stream, size in p.columns.bytes_moved().items()),
         *_last_rows(p),
