@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.toys import toy_machine, toy_workload, uniform_plan
 from tierplan.cli import main
 from tierplan.commands.plan import EXIT_INFEASIBLE
+from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner.plan import PackPlan, Packs, Sharing, UnitPlan, UnitwisePlan
 from tierplan.planner.plan_file import load_plan
 from tierplan.planner.planning import plan
-from tierplan.planner.prediction import predict_plan
+from tierplan.planner.prediction import predict, predict_plan
 from tierplan.studies.answer import answer_lines, answer_record, devices_rows, policy_rows
 from tierplan.studies.evaluate import BestPlan
 
@@ -63,6 +65,18 @@ def test_sub_batches_say_whose_numbers_they_give():
     assert "2 sub-batches" in text
     assert re.search("numbers  +of training in 2 micro-batches of 2 sequences", text)
     assert "numbers  " not in "\n".join(answer_lines(of_whole))
+
+
+def test_every_field_of_a_plan_is_in_the_page_of_formats():
+    workload, machine = toy_workload(2), toy_machine()
+    result = plan(workload, machine, time_limit_s=1, policies=["in-memory"], orders=["horizontal"])
+    page = (Path(__file__).parents[2] / "docs" / "file-formats.md").read_text(encoding="utf-8")
+    section = page.split("## Prediction and plan (JSON)")[1].split("\n## ")[0]
+    said = {name for line in section.splitlines() for name in re.findall(r"`(\w+)`", line)}
+    small = predict("in-memory", workload, with_capacity(machine, {"gpu0": 2**20}))
+    assert small.shortage is not None
+    for record in (answer_record(BestPlan(workload=workload, machine=machine, result=result)), small.record()):
+        assert set(record) - said == set()
 
 
 def test_a_system_that_takes_other_steps_says_so():
