@@ -61,13 +61,13 @@ for r in rows:
 # %% [markdown]
 # **Answer.** One or two. With Fuyou's schedule the second drive nearly doubles the speed, the third adds about a
 # quarter, and each one after that nearly a tenth. The planner keeps off the drives what has room elsewhere: with one
-# drive it is quicker than Fuyou with six, and a further one adds some 10 % at first and 3 % later.
+# drive it is quicker than Fuyou with six, and a further one adds less than a sixth at first and a few per cent later.
 
 # %%
 assert speeds["fuyou", 2] > 1.7 * speeds["fuyou", 1], "the second drive nearly doubles the speed"
 assert 0.2 < gains("fuyou")[3] < 0.3, "the third adds about a quarter"
 assert 0.07 < gains("fuyou")[6] < 0.11, "each one after that nearly a tenth"
 assert speeds["planner", 1] > speeds["fuyou", 6], "quicker with one drive than Fuyou with six"
-assert 0.08 < gains("planner")[2] < 0.13, "some 10 % at first"
-assert 0.02 < gains("planner")[6] < 0.035, "3 % later"
+assert 0.05 < gains("planner")[2] < 1 / 6, "less than a sixth at first"
+assert 0.015 < gains("planner")[6] < 0.05, "a few per cent later"
 assert all(gain > 0 for who in ("fuyou", "planner") for gain in gains(who).values()), "a drive never harms"
