@@ -251,6 +251,10 @@ def numbers_texts(prediction: Prediction) -> list[str]:
     return numbers
 
 
+SIMULATED = ("  run", "only simulated: `tierplan run` refuses such a plan")
+"""Of plans that the runtime does not execute: one that was told to be for it ended in a refusal."""
+
+
 def devices_rows(plan: Plan) -> list[tuple[str, str]]:
     """How several devices divide the work."""
     match plan:
@@ -271,9 +275,13 @@ def devices_rows(plan: Plan) -> list[tuple[str, str]]:
                 ("  forward", _sizes(packs.forward) or "in the first backward pack"),
                 ("  backward", _sizes(packs.backward)),
                 ("  states", _states_of(packs)),
+                *([] if packs.is_executed and not packs.goes_on else [SIMULATED]),
             ]
         case UnitwisePlan(devices=devices, sharing=sharing) if devices > 1:
-            return [("devices", f"{devices}, {DIVIDED[sharing.divided]}")]
+            return [
+                ("devices", f"{devices}, {DIVIDED[sharing.divided]}"),
+                *([SIMULATED] if sharing.divided == "tensors" else []),
+            ]
         case _:
             return []
 
@@ -341,6 +349,7 @@ def prediction_text(p: Prediction) -> str:
         *([("of the model", "; ".join(speeds))] if speeds else []),
         ("semantics", p.plan.semantics if p.plan else ""),
         *numbers_rows(p),
+        *(devices_rows(p.plan) if p.plan else []),
         *alike_rows(
             (f"peak {tier}", f"{format_bytes(peak)} of {format_bytes(capacity[tier])}")
             for tier, peak in p.steady.peak_bytes.items()
