@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,3 +98,20 @@ def test_the_command_draws_the_answer_that_it_prints(
     printed = json.loads(capsys.readouterr().out)
     (here,) = (p for p in drawn if p.device_bytes == 8 * MIB)
     assert (here.step_s, printed["tokens"]) == (printed["step_s"], 4 * 64)
+
+
+def test_what_is_written_at_points_stays_within_the_frame(two: Point, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    figures: list[Any] = []
+    monkeypatch.setattr("tierplan.sim.output.plots.save_figure", lambda figure, path, dpi: figures.append(figure))
+    steps = {gib: 100 / (4 + gib) for gib in (9, 23, 46, 92)}
+    points = [FrontierPoint(device_bytes=gib * 2**30, step_s=s, lower_bound_s=0.9) for gib, s in steps.items()]
+    plot_frontier(points, "x.png", best_plan(two))
+    (figure,) = figures
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    frame = axes.get_window_extent()
+    for text in axes.texts:
+        box = text.get_window_extent()
+        assert frame.x0 <= box.x0 <= box.x1 <= frame.x1, text.get_text()
+        assert frame.y0 <= box.y0 <= box.y1 <= frame.y1, text.get_text()

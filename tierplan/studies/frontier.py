@@ -78,6 +78,7 @@ def plot_frontier(points: Sequence[FrontierPoint], path: str | os.PathLike[str],
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
+    axes.margins(x=0.1)  # what is written at the last point is beside it
     own_gib = best.machine.tier(DEVICE).capacity_bytes / GIB
     planned = [(p.device_bytes / GIB, p.step_s) for p in points if p.step_s is not None]
     bounded = [(p.device_bytes / GIB, p.lower_bound_s) for p in points if p.lower_bound_s is not None]
