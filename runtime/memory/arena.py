@@ -33,13 +33,13 @@ system says that there is little."""
 
 def system_bytes() -> int:
     """Memory of this system. Raises `ValueError` where the environment says what is no amount of it."""
-    said = os.environ.get(HOST_GIB)
-    if said is None:
+    text = os.environ.get(HOST_GIB)
+    if text is None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(ValueError, OverflowError):
-        if (gib := float(said)) > 0 and math.isfinite(gib):
+        if (gib := float(text)) > 0 and math.isfinite(gib):
             return int(gib * 2**30)
-    raise ValueError(f"{HOST_GIB} is {said!r}; give the memory that this system has, or can get, as a number of GiB")
+    raise ValueError(f"{HOST_GIB} is {text!r}; give the memory that this system has, or can get, as a number of GiB")
 
 
 def padded(size_bytes: int) -> int:
