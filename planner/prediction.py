@@ -16,7 +16,7 @@ from tierplan.hwmodels.machine import Machine, MachineError
 from tierplan.hwmodels.names import NVME_READ, NVME_WRITE, parts_used
 from tierplan.hwmodels.values.shown import Shown
 from tierplan.planner.lowering import Lowering
-from tierplan.planner.plan import PackPlan, PagedPlan, Plan, other_numbers
+from tierplan.planner.plan import PackPlan, PagedPlan, Plan, UnitwisePlan, other_numbers
 from tierplan.planner.plan_rules import PlanError
 from tierplan.planner.policies import decide
 from tierplan.planner.policies.options import OptionError
@@ -183,9 +183,13 @@ class Prediction(Shown):
             return ""
         if self.devices > 1 and self.workload.training.backend == "cuda":
             return "simulated only: `tierplan run` trains on one GPU, or on CPUs, not on several GPUs yet"
-        is_whole = isinstance(self.plan, PackPlan) and not self.plan.packs.is_executed
-        if is_whole or isinstance(self.plan, PagedPlan):
-            return "simulated only: `tierplan run` executes no packs or pages in a host memory that devices share"
+        match self.plan:
+            case PackPlan(packs=packs) if packs.is_executed and not packs.goes_on:
+                return ""
+            case PackPlan() | PagedPlan():
+                return "simulated only: `tierplan run` executes no packs or pages in a host memory that devices share"
+            case UnitwisePlan(sharing=sharing) if self.devices > 1 and sharing.divided == "tensors":
+                return "simulated only: `tierplan run` executes no operators that devices divide"
         return ""
 
     @property

@@ -17,7 +17,7 @@ from tierplan.planner.plan import PackPlan, Packs, Sharing, UnitPlan, UnitwisePl
 from tierplan.planner.plan_file import load_plan
 from tierplan.planner.planning import plan
 from tierplan.planner.prediction import predict, predict_plan
-from tierplan.studies.answer import SIMULATED, answer_lines, answer_record, devices_rows, policy_rows
+from tierplan.studies.answer import answer_lines, answer_record, devices_rows, policy_rows
 from tierplan.studies.evaluate import BestPlan
 
 CONFIG = {"model_type": "gpt2", "n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 512, "vocab_size": 1000}
@@ -104,8 +104,7 @@ def test_a_system_that_takes_other_steps_says_so():
 )
 def test_what_devices_divide_is_said(divided, said):
     plan = UnitwisePlan(policy="x", units=(UnitPlan(),), devices=2, sharing=Sharing(divided=divided))
-    assert devices_rows(plan)[0] == ("devices", said)
-    assert devices_rows(plan)[1:] == ([SIMULATED] if divided == "tensors" else [])
+    assert devices_rows(plan) == [("devices", said)]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +122,7 @@ def test_where_states_of_stages_are_is_said(states, here, said):
 
 
 def test_units_of_packs_that_devices_update_are_counted() -> None:
-    packs = Packs(form="pipeline", devices=2, forward=((0, 2),), backward=((0, 2), (2, 4)), own_memory=True)
+    packs = Packs(form="pipeline", devices=2, forward=((0, 2),), backward=((0, 2), (2, 4)))
     rows = devices_rows(PackPlan(policy="x", packs=packs))
     assert rows[1:] == [
         ("  forward", "1 of 2 units"),
@@ -138,11 +137,7 @@ def test_packs_of_a_size_are_counted() -> None:
     """A large model has more than a hundred of them."""
     backward = (*((k, k + 1) for k in range(70)), (70, 72), (72, 74), (74, 75))
     packs = Packs(form="pipeline", devices=2, forward=(), backward=backward)
-    _, forward, way_back, _, is_run = devices_rows(PackPlan(policy="x", packs=packs))
-    assert is_run == SIMULATED
-    for more, told in (({}, 4), ({"goes_on": True}, 5), ({"streams": True}, 5)):
-        own = replace(packs, own_memory=True, **more)
-        assert len(devices_rows(PackPlan(policy="x", packs=own))) == told
+    _, forward, way_back, _ = devices_rows(PackPlan(policy="x", packs=packs))
     assert forward == ("  forward", "in the first backward pack")
     assert way_back == ("  backward", "70 of 1 unit, 2 of 2, 1 of 1")
 

@@ -251,10 +251,6 @@ def numbers_texts(prediction: Prediction) -> list[str]:
     return numbers
 
 
-SIMULATED = ("  run", "only simulated: `tierplan run` refuses such a plan")
-"""Of plans that the runtime does not execute: one that was told to be for it ended in a refusal."""
-
-
 def devices_rows(plan: Plan) -> list[tuple[str, str]]:
     """How several devices divide the work."""
     match plan:
@@ -275,13 +271,9 @@ def devices_rows(plan: Plan) -> list[tuple[str, str]]:
                 ("  forward", _sizes(packs.forward) or "in the first backward pack"),
                 ("  backward", _sizes(packs.backward)),
                 ("  states", _states_of(packs)),
-                *([] if packs.is_executed and not packs.goes_on else [SIMULATED]),
             ]
         case UnitwisePlan(devices=devices, sharing=sharing) if devices > 1:
-            return [
-                ("devices", f"{devices}, {DIVIDED[sharing.divided]}"),
-                *([SIMULATED] if sharing.divided == "tensors" else []),
-            ]
+            return [("devices", f"{devices}, {DIVIDED[sharing.divided]}")]
         case _:
             return []
 
