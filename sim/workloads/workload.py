@@ -223,10 +223,10 @@ class Training:
 
     def states_bytes(self, unit: Unit, part: range | None = None) -> int:
         """Of a unit's optimizer states, or of those of some of its parameters: master copy (if any) and moments."""
-        num, master, optim = len(part or range(unit.num_trained)), 4 if self.has_master else 0, self.optim
-        if optim.is_flat:
-            return num * self.flat_state_bytes
-        return states_bytes(optim, unit.owned, part or range(unit.num_trained), self.updated_dtype, master)
+        part = range(unit.num_trained) if part is None else part
+        if self.optim.is_flat:
+            return len(part) * self.flat_state_bytes
+        return states_bytes(self.optim, unit.owned, part, self.updated_dtype, 4 if self.has_master else 0)
 
     def state_parts(self, unit: Unit, num_parts: int) -> Sequence[range]:
         """The parameters of each part in which a unit's states travel."""
@@ -236,18 +236,18 @@ class Training:
     def update_work(self, unit: Unit, part: range | None = None) -> Amounts:
         """Of a unit's update on a device, or of a part of it: states and parameters both ways, the gradient once, and
         matrix products."""
-        part = part or range(unit.num_trained)
+        part = range(unit.num_trained) if part is None else part
         moved = 2 * self.states_bytes(unit, part) + len(part) * (self.grad_bytes + 2 * self.param_bytes)
         flops = 0.0 if self.optim.is_flat else update_flops(self.optim, unit.owned, part)
         return {"elementwise_bytes": moved, **({"matmul_bf16_flops": flops} if flops else {})}
 
     def host_work(self, unit: Unit, part: range | None = None) -> Amounts:
         """Of the same, or of a part of it, on the host's cores, in parameters of fp32 Adam."""
-        num, optim = len(part or range(unit.num_trained)), self.optim
+        part, optim = range(unit.num_trained) if part is None else part, self.optim
         if optim.is_flat:
-            return {"parameters": num if optim.host_work == 1 else num * optim.host_work}
-        flops = update_flops(optim, unit.owned, part or range(unit.num_trained))
-        return {"parameters": num * optim.host_work + flops / FLOPS_PER_HOST_UPDATE}
+            return {"parameters": len(part) if optim.host_work == 1 else len(part) * optim.host_work}
+        flops = update_flops(optim, unit.owned, part)
+        return {"parameters": len(part) * optim.host_work + flops / FLOPS_PER_HOST_UPDATE}
 
     @property
     def tokens_per_step(self) -> int:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tierplan.sim.contents import shard
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.optimizers import OPTIMIZERS, optimizer_of
 from tierplan.sim.workloads.workload import Training, WorkloadError
@@ -83,6 +84,18 @@ def test_parts_add_up_and_are_cut_where_the_optimizer_allows_it(spec: str) -> No
         for part in parts:
             inside = part.start - max(begin for begin in begins if begin <= part.start)
             assert inside == 0 if grain is None else inside % grain == 0
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_part_without_parameters_costs_nothing(spec: str) -> None:
+    """As the second of two shards of one parameter is: it counted as the whole unit."""
+    training, block = Training(optimizer=spec), load_workload("gpt2", Training()).blocks[0]
+    one = replace(block, shapes=((1,),), num_parameters=1)
+    for unit, empty in ((one, shard(range(1), 1, 2)), (block, range(0)), (block, range(768, 768))):
+        assert training.states_bytes(unit, empty) == 0
+        assert not any(training.update_work(unit, empty).values())
+        assert not any(training.host_work(unit, empty).values())
+        assert training.states_bytes(unit, range(unit.num_trained)) == training.states_bytes(unit)
 
 
 def test_specs_have_one_form_and_unknown_ones_are_refused_by_name() -> None:
