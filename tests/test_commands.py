@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import math
 import os
 import re
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 from tierplan.cli import command_parser, for_reader, main, message_of
 from tierplan.commands import COMMANDS
 from tierplan.commands.options.scenario import read_point
-from tierplan.commands.options.terminal import progress_bar, say, working
+from tierplan.commands.options.terminal import progress_bar, say, tell, working
 from tierplan.hwmodels.values.extras import EXTRAS
 from tierplan.studies.study import ALIKE, KEYS, Point
 
@@ -81,6 +82,13 @@ def test_json_is_one_object(
     monkeypatch.chdir(tmp_path)
     assert main([*argv, "--json"]) == 0
     assert key in json.loads(capsys.readouterr().out)
+
+
+def test_json_has_no_numbers_that_are_not_finite() -> None:
+    """Python writes `NaN` and `Infinity`, which no other program reads."""
+    for value in (math.nan, math.inf):
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            tell(argparse.Namespace(json=True), {"step_s": value}, [])
 
 
 SHOWN = (

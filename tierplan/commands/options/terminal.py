@@ -53,7 +53,7 @@ def say(*lines: str) -> None:
 def tell(args: argparse.Namespace, record: object, lines: Iterable[str]) -> None:
     """Prints what was found: as JSON where `--json` is given, else as lines. A record that takes long is a function."""
     if args.json:
-        _print(json.dumps(record() if callable(record) else record, indent=1))
+        _print(json.dumps(record() if callable(record) else record, indent=1, allow_nan=False))
     else:
         say(*lines)
 
