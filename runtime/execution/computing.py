@@ -199,7 +199,7 @@ class Computing:
         if not rows or planned in rows:
             mask = batch_run.batch.get("attention_mask")
             is_padded = isinstance(mask, torch.Tensor) and not mask.all()
-            return OF_PADDED if training.padded else OF_OTHERS if is_padded else ""
+            return "" if is_padded == training.padded else OF_OTHERS if is_padded else OF_PADDED
         return (
             f"a batch of {rows[0]} sequences was given, and the schedule is of micro-batches of {planned}, into which "
             f"its plan may have cut those that were asked for. Give it batches of {planned}, as its step.training says"

@@ -107,6 +107,16 @@ def test_a_batch_without_padding_for_which_a_plan_has_no_room_says_so(
         train(schedule, model, [batch], steps=1, nvme_dir=tmp_path)
 
 
+def test_a_padded_batch_in_a_plan_for_such_is_not_said_to_be_another(tmp_path: Path) -> None:
+    """What does not fit then is the model, which keeps more than was planned."""
+    (batch,) = make_batches(1)
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][0, 12:] = 0
+    schedule = schedule_for(make_model("gpt2"), traced=batch)
+    with pytest.raises(SizeError, match=r"^buffer 'acts.* holds .*the model keeps other tensors"):
+        train(schedule, make_model("gpt2", dropout=0.1), [batch], steps=1, nvme_dir=tmp_path)
+
+
 def test_a_padded_batch_in_a_plan_for_others_is_named_and_foretold(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
