@@ -203,7 +203,8 @@ class ScheduleTrainer(transformers.Trainer):
             return torch.zeros((), device=self.args.device)
         batches, self._waiting = self._waiting, []
         # As the Trainer does it: a loss that is divided by the number of tokens of the step is not divided again.
-        is_scaled = self.loss_is_scaled_for_ga
+        asks = hasattr(transformers.Trainer, "loss_is_scaled_for_ga")  # not before 5.23
+        is_scaled = self.loss_is_scaled_for_ga if asks else None
         self._engine.divides_loss = not (is_divided if is_scaled is None else is_scaled)
         done = self._engine.num_steps_done
         self._rates.pop(done - 2, None)
