@@ -60,7 +60,8 @@ ROOT = Path(__file__).parent.parent
 NEEDED = ("simpy", "scipy", "numba", "highspy", "networkx", "matplotlib", "tqdm", "tomli_w", "msgspec", "yaml", "rich",
           "shtab", "transformers", "safetensors", "xxhash", "pytest", "hypothesis")  # fmt: skip
 NEWER = {"opt": (5, 23)}
-"""By type of model, the first version of transformers in which it can be planned: before, it looks at its own mask."""
+"""By type of model, the first version of transformers in which it can be planned: before, it draws a number for each
+layer, to leave it out or not, even with layerdrop=0."""
 FAKE_TESTS = ("tests/runtime/execution/test_fake_device.py", "tests/runtime/execution/test_planted_races.py")
 WIDTHS = {"tiny": ((64, 2),), "full": ((768, 12), (1536, 12), (4096, 4))}
 """Of the models that are compared with plain PyTorch: width, and number of blocks."""

@@ -217,8 +217,10 @@ class UnitRecorder(Recording, TorchDispatchMode):
 def says_looks(error: Exception) -> str:
     """What is wrong with a forward that asks for values, as fake tensors say it."""
     return (
-        f"looks at the values of its inputs ({error}), which a plan does not know; where it is a mask of its own, as "
-        "in some models of `transformers`, give it one (attention_mask)"
+        f"looks at the values of its inputs ({error}), or at random numbers, which a plan does not know. Models of "
+        "`transformers` do for losses of routers (set output_router_logits=False), for a mask of its own where none is "
+        "given (give it an attention_mask), and to leave out layers by chance (set layerdrop=0, and take transformers "
+        "5.23 or newer: OPT and BART draw a number before, too)"
     )
 
 
