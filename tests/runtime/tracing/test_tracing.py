@@ -22,6 +22,7 @@ from torch.utils import flop_counter
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.configs import CONFIGS, config_of
+from tests.runtime.models import skip_older
 from tierplan.runtime.autograd.units import find_blocks
 from tierplan.runtime.checkpoint import weights
 from tierplan.runtime.checkpoint.weights import hollow_model
@@ -118,6 +119,7 @@ def autocast_of(training: Training) -> torch.autocast:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_saved_tensors_are_those_of_a_real_step(family: str, size: int, precision: dict[str, str]) -> None:
+    skip_older(family)
     raw, training = config_of(family, size), training_of(**precision)
     workload = trace_one_size(family, raw, hollow_model(raw, training), training)
     model = build_model(raw, training)
@@ -144,6 +146,7 @@ def test_adapters_under_autocast_save_what_pefts_do(family: str) -> None:
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "mixtral"])
 def test_matmul_flops_are_those_of_pytorchs_counter(family: str) -> None:
+    skip_older(family)
     raw, training = config_of(family, 1), training_of("fp32")
     workload = trace_one_size(family, raw, hollow_model(raw, training), training)
     model = build_model(raw, training)
@@ -163,6 +166,7 @@ def test_peaks_are_those_of_pytorchs_memory_tracker(family: str, size: int) -> N
     Activations outweigh gradients here, as in practice: a unit's gradients count from the start of its backward, since
     a schedule grants them then, while plain training makes them one by one.
     """
+    skip_older(family)
     raw = config_of(family, size)
     training = training_of("bf16", per_device_train_batch_size=32, sequence_length=32)
     workload = trace_one_size(family, raw, hollow_model(raw, training), training)

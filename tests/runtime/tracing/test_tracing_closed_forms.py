@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from transformers import CONFIG_MAPPING
 from transformers.activations import ACT2FN
 
 from tests.configs import CLOSED, config_of
+from tests.runtime.models import skip_older
 from tierplan.planner.lowering.tiling import cut_batches, with_batch
 from tierplan.runtime.tracing.models import build_model
 from tierplan.runtime.tracing.trace import trace_config
@@ -27,6 +29,8 @@ SETTINGS: list[dict[str, Any]] = [
         ("cpu", "fp32", 2), ("cpu", "bf16", 1), ("cuda", "bf16", 2), ("cuda", "fp16", 3), ("cuda", "fp32", 2)
     )
 ]  # fmt: skip
+ROTARY_BY_PRODUCTS = tuple(map(int, hf.__version__.split(".")[:2])) < (5, 23)
+"""There rotary tables are made by a product of matrices: what is saved is the same, and what it takes is not."""
 each_setting = pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: "-".join(map(str, s.values())))
 
 
@@ -35,11 +39,14 @@ def nameless(unit: Unit) -> Unit:
     Of micro-batches of other sizes, only those of one sequence are looked at in both."""
     shapes = tuple(tuple(sorted(shape)) for shape in unit.shapes)
     alone = tuple(held for held in unit.other_work_bytes if held.sequences == 1)
+    if ROTARY_BY_PRODUCTS and unit.kind == "embed":
+        unit, alone = replace(unit, forward={}, num_elementwise=0, forward_work_bytes=0), ()
     return replace(unit, shapes=shapes, saved=tuple(replace(t, name="") for t in unit.saved), other_work_bytes=alone)
 
 
 def exact(raw: dict[str, Any], **settings: Any) -> Workload:
     """The workload by closed forms, which has the amounts of the traced one."""
+    skip_older(raw["model_type"])
     training = Training(**{"sequence_length": 24, **settings})
     closed, traced = workload_of("x", raw, training), trace_config("x", raw, training)
     assert [u.name for u in closed.units] == [u.name for u in traced.units]
