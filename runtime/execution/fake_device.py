@@ -12,9 +12,12 @@ it did no harm, too (`RaceError`):
 - the host uses memory of work that it has not waited for;
 - memory goes back to the allocator of its stream while another one may use it, and it was not lent.
 
+An operation on tensors of both the device and the host is refused, as CUDA refuses it (`PlaceError`).
+
 Give it to a `Trainer` as its `device`. Numbers have the bits of the CPU where one thread computes.
 
     RaceError(RuntimeError)   two accesses without an order; names both and where they were made
+    PlaceError(RuntimeError)  an operation on tensors of both sides
 """
 
 from __future__ import annotations
@@ -45,11 +48,17 @@ METADATA = {"set_", "resize_", "t_", "transpose_", "squeeze_", "unsqueeze_", "as
 WAITING = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "unique_dim", "_unique2"}
 """Operations whose result the host needs before it goes on."""
 INDICES = (torch.bool, torch.int32, torch.int64)
+OF_BOTH_SIDES = {"copy_", "_to_copy", "_foreach_copy_", "index", "index_put_", "_index_put_impl_"}
+"""Copies, and operations whose indices may be the host's."""
 EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
 class RaceError(RuntimeError):
     """Two accesses to memory without an order between them."""
+
+
+class PlaceError(RuntimeError):
+    """An operation on tensors of both the device and the host."""
 
 
 Clock = Counter[str]
@@ -63,6 +72,8 @@ class _Memory:
     home: str | None = None
     """The stream whose allocator it is from; None for what is not from the device's."""
     is_on_host: bool = False
+    is_on_device: bool = False
+    """From elsewhere, but the device's: a pool's, or a buffer's of the model."""
     lent: set[str] = field(default_factory=set)
     write: tuple[str, int, str] | None = None
     reads: dict[str, tuple[int, str]] = field(default_factory=dict)
@@ -128,6 +139,14 @@ class FakeCuda(Device):
         self._pinned: dict[int, int] = {}
 
     # ---- what the runtime asks of a device ----
+
+    def pool(self, capacity_bytes: int) -> Pool:
+        return Pool(lambda size: self._placed(map_host(size)), capacity_bytes)
+
+    def _placed(self, t: torch.Tensor) -> torch.Tensor:
+        with self._lock:
+            self._memory_of(t.untyped_storage()).is_on_device = True
+        return t
 
     def host_pool(self, capacity_bytes: int) -> Pool:
         return Pool(lambda size: self.pin(map_host(size, for_transfers=True)), capacity_bytes, release=self._unpin)
@@ -205,7 +224,7 @@ class FakeCuda(Device):
         self._raise()
 
     def take_buffers(self, model: nn.Module) -> Callable[[], None]:
-        return move_buffers(model, torch.clone)
+        return move_buffers(model, lambda b: self._placed(b.clone()))
 
     def planned_kernels(self) -> AbstractContextManager[None]:
         return without_cudnn_attention()
@@ -339,6 +358,7 @@ class FakeCuda(Device):
                 self.use(None, name, reads, writes)
                 self._raise()
                 return func(*args, **kwargs)
+            self._check_places(name, tensors)
             if name in WAITING or (name == "index" and any(t.dtype in (torch.bool, torch.uint8) for t in tensors)):
                 self.use(stream, name, reads, ())
                 self._put(stream, lambda: None)
@@ -349,6 +369,19 @@ class FakeCuda(Device):
                 self._do(stream, stream.num_put)
                 return func(*args, **kwargs)
             return self._launch(stream, func, args, kwargs, (reads, writes))
+
+    def _check_places(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Raises `PlaceError` for tensors of both sides, as CUDA raises. A number may be the host's."""
+        if name in OF_BOTH_SIDES:
+            return
+        places = set()
+        for t in tensors:
+            memory = self._memory_of(t.untyped_storage())
+            is_here = memory.home is not None or memory.is_on_device
+            if is_here or t.dim():
+                places.add("the device" if is_here else "the host")
+        if len(places) > 1:
+            raise PlaceError(f"{name} is given tensors of the device and of the host")
 
     def _launch(self, stream: _Stream, func: Any, args: Any, kwargs: Any, used: tuple[list[Any], list[Any]]) -> Any:
         name, (reads, writes) = func._schema.name.partition("::")[2], used

@@ -7,7 +7,7 @@ import torch
 
 from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM
 from tierplan.runtime.execution.device import open_device
-from tierplan.runtime.execution.fake_device import FakeCuda, RaceError
+from tierplan.runtime.execution.fake_device import FakeCuda, PlaceError, RaceError
 
 STREAMS = (COMPUTE, D2H)
 
@@ -134,6 +134,19 @@ def test_memory_is_lent_before_another_stream_may_outlast_it(is_lent: bool) -> N
             RaceError, match=f"memory of {COMPUTE} is freed, with no order to the use by copy_ on {D2H}"
         ):
             device.settle()
+
+
+def test_tensors_of_both_sides_are_copied_and_no_more() -> None:
+    device, host = FakeCuda(), torch.ones(4)
+    of_pool = device.pool(1 << 20).take(4096).pages[:16].view(torch.float32)
+    with device.on(COMPUTE):
+        for x in (made(device), of_pool):
+            with pytest.raises(PlaceError, match=r"add_ is given tensors of the device and of the host"):
+                x.add_(host)
+            x.copy_(host)
+            x.mul_(torch.tensor(2.0)).add_(device.to_device(host))
+    device.settle()
+    assert of_pool.tolist() == [3, 3, 3, 3]
 
 
 def test_memory_is_pinned_once() -> None:
