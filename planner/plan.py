@@ -129,7 +129,8 @@ class Sharing:
     """Compute waits for each collective; else one turn runs beside it."""
     ahead: bool = False
     """Parameters are gathered for a turn before the gradients of the turn before are summed: beside its backward, with
-    room for both. Else the sum comes first, for which that backward must have ended."""
+    room for both. And these are summed beside the next one, behind which an update on the device comes. Else the sum
+    comes before the gather, and an update at once."""
     keeps: Keeps = "nothing"
     """Whose parameters are gathered once for a micro-batch, and stay for its backward. Ends: those of embedding and
     head, FSDP's root. All: every unit's, as FSDP does that does not reshard after forward (`SHARD_GRAD_OP`)."""

@@ -58,6 +58,8 @@ class Asked(NamedTuple):
     write_back: int
     updates_backward: bool
     """As gradients come."""
+    sums_first: bool
+    """Gradients are summed over devices beside the next unit's turn: an update on the device comes behind that."""
     strict_windows: bool
     """This and the others as in `UnitwisePlan`."""
     prefetch_params_units: int
@@ -214,7 +216,8 @@ def _backward(a: Asked, t: Making, u: int, m: int, first: int, end: int) -> None
     _before(a, t, step, 4)
     t.num[COMPUTES] += 1
     if is_complete and a.semantics == IN_BACKWARD and a.is_owner[u] and not a.is_late[u]:
-        _update(a, t, u, float(step), False, float(a.num_batches if a.is_vertical else 1), -1.0)
+        apart = float(a.num_batches if a.is_vertical else 1)
+        _update(a, t, u, step + apart * (a.sums_first and a.updates_here[u]), False, apart, -1.0)
 
 
 @compiled_in_place

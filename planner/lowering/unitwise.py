@@ -75,6 +75,7 @@ class UnitwiseStep:
             clips=training.max_grad_norm is not None,
             write_back=get_args(WriteBack).index(plan.write_back),
             updates_backward=plan.update_order == "backward",
+            sums_first=plan.devices > 1 and plan.sharing.ahead,
             **{name: getattr(plan, name) for name in OF_PLAN},
         )
         self.turns = listed(asked)

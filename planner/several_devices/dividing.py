@@ -67,6 +67,7 @@ WHOLES = np.dtype(
         ("length", _INT),  # parameters of the unit that are trained; 0 where nobody says
         ("first", _INT),  # of those that stand for it, the number of the first device's
         ("made_by", _INT),  # the task that writes it, or `NONE`
+        ("is_awaited", _BOOL),  # a device reads it for something else than to compute
         ("is_initial", _BOOL),
         ("is_on_device", _BOOL),
         ("is_everywhere", _BOOL),  # each device has one
@@ -460,6 +461,12 @@ def divide(d: Dividing, reads: Lists, writes: Lists, after: Lists) -> None:
                     if d.whole[b]["is_on_device"] and d.whole[b]["kind"] == PARAMS and d.whole[b]["made_by"] <= task:
                         for r in range(d.terms.num_drawn):
                             _gather(d, following, b, r)
+            for b in written if d.terms.ahead else written[:0]:
+                row = d.whole[b]
+                is_whole = row["content"] == OF_GRADIENTS and not (row["is_summed_at_once"] or row["is_copy"])
+                if is_whole and row["is_on_device"] and row["is_awaited"] and not d.terms.cuts_tensors:
+                    for r in range(d.terms.num_drawn):
+                        _scatter(d, task, b, r)
         for place in range(len(written)):
             b = written[place]
             if d.whole[b]["is_summed_at_once"] if computes else d.whole[b]["is_gathered_again"]:

@@ -158,6 +158,9 @@ def _wholes(
     wholes["kind"], wholes["content"], wholes["unit"] = kind, content, kinds.unit
     wholes["length"] = np.where(kinds.unit == NONE, 0, kinds.lengths[kinds.unit])
     wholes["first"] = np.cumsum(num_standing) - num_standing
+    others = tasks["is_on_device"] & ~np.isin(tasks["kind"], (dividing.FORWARD, dividing.RECOMPUTE, dividing.BACKWARD))
+    wholes["is_awaited"] = False
+    wholes["is_awaited"][columns.reads.items[np.repeat(others, np.diff(columns.reads.begins))]] = True
     wholes["made_by"] = NONE
     wholes["made_by"][writes] = np.repeat(np.arange(len(num_writes)), num_writes)
     wholes["is_on_device"], wholes["is_everywhere"] = is_on_device, is_everywhere

@@ -42,24 +42,25 @@ def sharing_dram(num: int) -> Machine:
     return replace(machine, streams=tuple(streams), shared_limits=tuple(limits))
 
 
-def plan_of(policy: str, machine: Machine) -> UnitwisePlan:
+def plan_of(policy: str, machine: Machine, *, ahead: bool = False) -> UnitwisePlan:
     plan = decide(policy, WORKLOAD, machine, {"devices": machine.num_devices})
     assert isinstance(plan, UnitwisePlan)
-    return plan
+    return replace(plan, sharing=replace(plan.sharing, ahead=ahead))
 
 
-def in_full_and_by_the_first(policy: str, machine: Machine) -> tuple[SteadyState, SteadyState]:
-    plan, lowering = plan_of(policy, machine), Lowering(WORKLOAD, machine)
+def in_full_and_by_the_first(policy: str, machine: Machine, *, ahead: bool = False) -> tuple[SteadyState, SteadyState]:
+    plan, lowering = plan_of(policy, machine, ahead=ahead), Lowering(WORKLOAD, machine)
     columns, first = lowering.simulated(plan)
     full = lowering.columns(plan, refine=False)
     assert columns.num_ops * 2 < full.num_ops, "one stands for all"
     return steady_state(full, machine), steady_state(columns, first)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_steps_take_as_long_and_hold_as_much(policy: str) -> None:
+def test_steps_take_as_long_and_hold_as_much(policy: str, ahead: bool) -> None:
     """What is held on the device is less here: where all end at the same moment, each frees what the others read."""
-    full, first = in_full_and_by_the_first(policy, sharing_dram(NUM))
+    full, first = in_full_and_by_the_first(policy, sharing_dram(NUM), ahead=ahead)
     assert first.period_s == pytest.approx(full.period_s, rel=1e-6)
     for tier in ("host", "nvme"):
         assert first.peak_bytes[tier] == pytest.approx(full.peak_bytes[tier], abs=NUM * len(WORKLOAD.units))

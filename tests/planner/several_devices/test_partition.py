@@ -8,9 +8,9 @@ from typing import get_args
 import pytest
 
 from tests.planner.test_plan import devices
-from tests.toys import toy_workload
+from tests.toys import toy_workload, uniform_plan
 from tierplan.planner.lowering import lower
-from tierplan.planner.plan import Sharing, UnitwisePlan
+from tierplan.planner.plan import Sharing, UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import Divided, PlanError
 from tierplan.planner.policies import decide
 from tierplan.planner.prediction import predict
@@ -208,3 +208,18 @@ def test_parameters_that_are_gathered_ahead_come_beside_the_backward_before() ->
     durations = [simulate_on(schedule, devices(NUM)).duration_s for schedule in (in_turn, ahead)]
     assert durations[1] < durations[0]
     assert simulate_on(ahead, devices(NUM)).peak_bytes["gpu0"] >= simulate_on(in_turn, devices(NUM)).peak_bytes["gpu0"]
+
+
+def test_an_update_on_a_device_comes_behind_the_next_units_turn_beside_which_gradients_are_summed() -> None:
+    """Where they are summed at last. On one device nothing is summed, and the update comes at once."""
+    plan = uniform_plan(WORKLOAD, UnitPlan())
+    several = replace(plan, devices=NUM, sharing=Sharing(ahead=True))
+    schedule = lower(several, WORKLOAD, devices(NUM), refine=False)
+    keys = [op.key for op in schedule.ops if op.stream in ("gpu1.compute", "gpu1.collective")]
+    last = BATCHES - 1
+    order = [f"bwd/L1/mb{last}/gpu1", "reduce_grads/L1/mb0/gpu1", f"bwd/L0/mb{last}/gpu1", "update/L1/gpu1"]
+    assert [key for key in keys if key in order] == order
+    one = [op.key for op in lower(plan, WORKLOAD, devices(NUM), refine=False).ops]
+    assert one.index("update/L1") < one.index(f"bwd/L0/mb{last}")
+    waiting = lower(replace(several, sharing=Sharing()), WORKLOAD, devices(NUM))
+    assert simulate_on(schedule, devices(NUM)).duration_s < simulate_on(waiting, devices(NUM)).duration_s
