@@ -1,11 +1,11 @@
-"""Several devices: better packs than Harmony's own search finds, over the same space.
+"""Several devices: better packs than Harmony's own search finds, over the same space and with updates on devices.
 
 Harmony tries packs of about equal compute. What decides is not equality: the first pack to run fills the pipeline, the
 last ones drain it, every turn costs its change of parameters, and forward packs need less memory than backward packs.
 So the search goes over forms (wrap-around pipeline, data parallelism), numbers of forward and of backward packs, and
 the sizes of the packs at either end, each balanced exactly; then over borders, moved one by one; both by an estimate
-(`estimate`), best of several starts. What the estimate ranks first is simulated, and its borders are moved again,
-now by simulation. Micro-batch sizes are the outer search's (`plan_sequences`).
+(`estimate`), best of several starts. So is the number of packs that devices update. What the estimate ranks first is
+simulated, and its borders are moved again, now by simulation. Micro-batch sizes are the outer search's (`plan_sequences`).
 """
 
 from __future__ import annotations
