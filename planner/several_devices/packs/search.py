@@ -5,7 +5,8 @@ last ones drain it, every turn costs its change of parameters, and forward packs
 So the search goes over forms (wrap-around pipeline, data parallelism), numbers of forward and of backward packs, and
 the sizes of the packs at either end, each balanced exactly; then over borders, moved one by one; both by an estimate
 (`estimate`), best of several starts. So is the number of packs that devices update. What the estimate ranks first is
-simulated, and its borders are moved again, now by simulation. Micro-batch sizes are the outer search's (`plan_sequences`).
+simulated, and its borders are moved again, now by simulation. Micro-batch sizes are the outer search's
+(`plan_sequences`).
 """
 
 from __future__ import annotations
