@@ -167,7 +167,7 @@ class Search:
         beat_s = min(self.beat_s, step_s_of(self.seeds.staged))
         packed = self.seeds.packed
         if packed and bound_of_packs(self.posed("horizontal", 1), packed.plan.packs) < beat_s:
-            search_packs(self.seeds, self.simulate_plan, num_ops=self.budget.ops_left, seed=self.seed)
+            search_packs(self.seeds, self.simulate_plan, num_ops=self.budget.ops_left, seed=self.seed, beat_s=beat_s)
         if self.seeds.packed is not None:
             self.incumbents.consider(self.seeds.packed)
 

@@ -239,12 +239,11 @@ class PackEstimate:
         )
 
     def _update_s(self, units: Sequence[Unit], states_bytes: int) -> float:
-        """Of a pack on its device, which is alone unless updates are held: states come, the last part goes, then
-        parameters."""
+        """Of a pack on its device while all others update some: states come, the last part goes, then parameters."""
         last_bytes = states_bytes / STATE_PARTS + sum(u.num_trained for u in units) * self.training.param_bytes
         work = total_work(self.training.update_work(u) for u in units if u.num_trained)
         last_s = self.machine.cost(COMPUTE, work).alone_s / STATE_PARTS if work else 0.0
-        num = 1 if self.training.max_grad_norm is None else self.machine.num_devices
+        num = self.machine.num_devices
         return self._copy_s(H2D, states_bytes, num) + last_s + self._copy_s(D2H, last_bytes, num)
 
     def _copy_s(self, stream: str, size_bytes: float, at_once: int) -> float:
@@ -274,7 +273,8 @@ def _step_s(
     last_s, second_last_s = np.zeros(devices), np.zeros(devices)  # by device: ends of its last two micro-batches,
     gone_s, handed_s = np.zeros(devices), np.empty(num_batches)  # and of its last turn; by micro-batch: its end so far
     updated_s, host_s, end_s, end_before_s = np.zeros(len(update_s)), 0.0, 0.0, 0.0
-    link_s, waits_bytes = np.zeros(devices), np.zeros(devices)  # by device: states have come until then; beside a turn
+    link_s, waits_bytes = np.zeros(devices), np.zeros(devices)  # by device: its link is busy until then; beside a turn
+    shares_link = comes.any() and not hold_updates
     for _ in range(STEPS):
         handed_s[:] = 0.0
         waits_bytes[:] = 0.0
@@ -284,6 +284,7 @@ def _step_s(
             first_s, second_s = packs[k, FIRST_S], packs[k, SECOND_S]
             send_s, stash_s = packs[k, SEND_S], packs[k, STASH_S]
             now, again_s = last_s[d], second_last_s[d]
+            begun_s = now
             if waits_bytes[d] and waits_bytes[d] + packs[k, HELD_BYTES] > capacity_bytes:
                 return INFINITE
             for u in range(first, end):
@@ -301,6 +302,10 @@ def _step_s(
                 else:
                     now += first_s + second_s
                 handed_s[i] = now
+            if shares_link:  # with states of the turn before
+                copies_s = packs[k, PARAMS_S] + num_batches * packs[k, STASH_S]
+                link_s[d] = max(link_s[d], begun_s) + copies_s
+                now = max(now, link_s[d])
             left_s, waits_bytes[d] = now, 0.0
             if comes[turn] and not hold_updates:
                 link_s[d] = max(link_s[d], now) + packs[k, STATES_S]

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate, pairwise, product
+from math import inf
 from typing import NamedTuple
 
 from tierplan.hwmodels.names import DEVICE
@@ -72,6 +73,8 @@ SIZES_OF_ENDS = (1.0, 0.6, 0.3)
 VARIED = 8
 """Forms and numbers of packs of which other sizes of the ends are tried."""
 STARTS = 6
+FAR = 1.2
+"""By the estimate, packs that take at most so many times the best plan so far are searched for further."""
 PATIENCE = 30
 """Descents from kicked borders without success after which the estimate has no more to say."""
 KICKS = 3
@@ -84,13 +87,16 @@ PROMISING = 1.02
 """A move is simulated when the estimate is at most this much above the best plan's."""
 
 
-def search_packs(incumbents: Incumbents, simulate_plan: PlanSimulator, *, num_ops: float, seed: int) -> None:
-    """Better packs than the best so far, where packs are allowed and a policy's fit, with a share of so much work."""
+def search_packs(
+    incumbents: Incumbents, simulate_plan: PlanSimulator, *, num_ops: float, seed: int, beat_s: float = inf
+) -> None:
+    """Better packs than the best so far, where packs are allowed and a policy's fit, with a share of so much work;
+    little is spent where none comes near `beat_s`."""
     if incumbents.packed is not None and incumbents.batches != "each":
         share = SHARE_ALONE if incumbents.batches == "shared" else SHARE
         budget = simulate_plan.budget
         end = (budget.spent_ops + share * num_ops) / budget.num_ops
-        incumbents.consider(improve_packs(incumbents.packed, simulate_plan, spent_frac=end, seed=seed))
+        incumbents.consider(improve_packs(incumbents.packed, simulate_plan, spent_frac=end, seed=seed, beat_s=beat_s))
 
 
 def bound_of_packs(problem: Problem, packs: Packs) -> float:
@@ -108,12 +114,13 @@ def bound_of_packs(problem: Problem, packs: Packs) -> float:
 
 
 def improve_packs(
-    start: Candidate[PackPlan], simulate_plan: PlanSimulator, *, spent_frac: float, seed: int = 0
+    start: Candidate[PackPlan], simulate_plan: PlanSimulator, *, spent_frac: float, seed: int = 0, beat_s: float = inf
 ) -> Candidate[PackPlan]:
-    """The best packs found, no slower than `start`, until this part of the budget is spent."""
+    """The best packs found, no slower than `start`, until this part of the budget is spent, or `beat_s` is far."""
     search = _Search(start, simulate_plan, spent_frac, seed)
-    search.simulate(search.by_estimate())
-    search.by_simulation()
+    if ranked := search.by_estimate(FAR * beat_s):
+        search.simulate(ranked)
+        search.by_simulation()
     return search.best
 
 
@@ -204,13 +211,16 @@ class _Search:
 
     # ---- by the estimate ----
 
-    def by_estimate(self) -> list[Borders]:
-        """Ends of descents from Harmony's packs, from the best shapes, and from the best of each form, kicked."""
+    def by_estimate(self, most_s: float = inf) -> list[Borders]:
+        """Ends of descents from Harmony's packs, from the best shapes, and from the best of each form, kicked; none
+        that take more than `most_s`."""
         shapes = self._shapes()
         starts = [Borders.of(self.packs), *shapes[:STARTS]]
         ends_s, best = dict[Borders, float](), list[Borders]()
         turn = stale = 0
         while not self._is_over(SHARE_OF_ESTIMATES) and stale < PATIENCE:
+            if turn >= len(starts) and min(ends_s.values()) > most_s:
+                return []
             begun = starts[turn] if turn < len(starts) else self._kicked(best[turn % len(best)])
             turn += 1
             borders = self._descend(begun)
@@ -220,7 +230,9 @@ class _Search:
             quickest_last = sorted(ends_s, key=lambda p: -ends_s[p])
             best = list({borders.form: borders for borders in quickest_last}.values())
         ranked = sorted(dict.fromkeys([*ends_s, *shapes[: 4 * SIMULATED]]), key=self._estimated_s)
-        return [borders for borders in ranked if self._estimated_s(borders) < float("inf")][:SIMULATED]
+        return [borders for borders in ranked if (step_s := self._estimated_s(borders)) <= most_s and step_s < inf][
+            :SIMULATED
+        ]
 
     def _shapes(self) -> list[Borders]:
         """Balanced packs, best first: all forms and numbers with equal packs, then other sizes of the ends."""

@@ -107,10 +107,10 @@ def test_the_search_finds_the_best_of_all_packs(seed):
     assert found.step_s < start.step_s
 
 
-@pytest.mark.parametrize(("on_devices", "off_frac"), [(False, 0.03), (True, 0.06)])
+@pytest.mark.parametrize(("on_devices", "off_frac"), [(False, 0.03), (True, 0.07)])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_estimate_is_near_the_simulation(seed, on_devices, off_frac):
-    """A little less where states come to devices: that they take turns with other copies is not in it."""
+    """Less near where states come to devices: it has them come as if all devices updated at once."""
     rng = random.Random(seed)
     workload = layers(rng, 8)
     machine = two_devices(4_000_000_000)
