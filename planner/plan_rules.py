@@ -247,6 +247,8 @@ def check_unitwise(plan: UnitwisePlan, workload: Workload) -> None:
             _check_unit(unit, choice)
             _check_update(plan, unit, choice)
     if plan.devices > 1 and plan.sharing.divided == "tensors":
+        if plan.sharing.ahead:
+            raise PlanError(f"plan {plan.policy!r} cuts operators, which gather nothing ahead; leave out sharing.ahead")
         refuse_codes(f"plan {plan.policy!r} cuts operators over devices", workload.training)
         refuse_uneven(f"plan {plan.policy!r}", workload, plan.devices)
     _check_semantics(plan, workload.training)

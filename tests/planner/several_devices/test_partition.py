@@ -223,3 +223,9 @@ def test_an_update_on_a_device_comes_behind_the_next_units_turn_beside_which_gra
     assert one.index("update/L1") < one.index(f"bwd/L0/mb{last}")
     waiting = lower(replace(several, sharing=Sharing()), WORKLOAD, devices(NUM))
     assert simulate_on(schedule, devices(NUM)).duration_s < simulate_on(waiting, devices(NUM)).duration_s
+
+
+def test_operators_that_are_cut_gather_nothing_ahead() -> None:
+    plan = decide("megatron-tp", WORKLOAD, devices(NUM))
+    with pytest.raises(PlanError, match=r"cuts operators, which gather nothing ahead; leave out sharing\.ahead"):
+        replace(plan, sharing=replace(plan.sharing, ahead=True)).check(WORKLOAD)  # type: ignore[union-attr,call-arg]
