@@ -230,8 +230,8 @@ def run_demo(
 
 
 def over_both_slowdowns(comparison: Comparison) -> Comparison:
-    """The comparison with the interval for the machine at the pace of its calibration, at that of the run, and between:
-    beside other programs a minute makes more difference than all that is predicted."""
+    """The comparison with the interval for the machine's slowdown in its calibration, in the run, and between: beside
+    other programs a minute makes more difference than all that is predicted."""
     assert comparison.interval_s is not None
     low_s, high_s = comparison.interval_s
     ratio = (comparison.step_s_at_slowdown or comparison.step_s.predicted) / comparison.step_s.predicted

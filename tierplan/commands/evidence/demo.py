@@ -79,8 +79,8 @@ def demo_lines(result: DemoResult, out: Path) -> list[str]:
             *((f"peak {t.tier}", t.peak_bytes, format_bytes) for t in c.tiers),
             *((f"moved {stream}", pair, format_bytes) for stream, pair in sorted(c.moved_bytes.items())),
         ),
-        f"90 % interval of the step, from the pace of the calibration to that of the run: {low_s} to {high_s}; it lies "
-        + ("within" if c.in_interval else "OUTSIDE"),
+        f"90 % interval of the step, from the slowdown of the calibration to that of the run: {low_s} to {high_s}; it "
+        f"lies {'within' if c.in_interval else 'OUTSIDE'}",
         "",
         f"losses with the plan   {' '.join(f'{loss:.3f}' for loss in result.losses)}",
         f"losses in memory       {' '.join(f'{loss:.3f}' for loss in result.reference_losses)}   {losses}",
