@@ -100,8 +100,8 @@ def search_packs(
 
 
 def bound_of_packs(problem: Problem, packs: Packs) -> float:
-    """No step in packs that visit devices is shorter, in seconds: compute is shared, all but the last pack go forward
-    twice, and late updates are the host's."""
+    """No step in packs that the search may try is shorter, in seconds: compute is shared, all but the last pack, which
+    has to fit, go forward twice, and late updates are the host's."""
     sizes, num = PackSizes(problem.workload), len(problem.units)
     device_bytes = problem.machine.tier(DEVICE).capacity_bytes
     again = [unit.fwd_s for u, unit in enumerate(problem.units) if sizes.held_bytes("bwd", u, num) > device_bytes]
