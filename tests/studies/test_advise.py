@@ -210,15 +210,6 @@ def test_what_is_bought_changes_the_question() -> None:
     assert more.applied(of_file).calibration == "mine.json"
 
 
-def test_two_cards_of_a_desktop_share_its_lanes() -> None:
-    second = next(p for p in purchases(load_description("desktop-4090"), PriceList()) if "second" in p.what)
-    machine = machine_of(second.applied(Point(model="gpt2", machine="desktop-4090")))
-    together = {link for link in machine.limits if link.startswith("host_link")}
-    assert [machine.limits[link] for link in together] == [25e9, 25e9]
-    for stream in ("gpu0.h2d", "gpu1.h2d", "gpu0.d2h", "gpu1.d2h"):
-        assert together & set(machine.stream(stream).takes)
-
-
 def test_what_is_rented_costs_hours_at_its_price(advice: Advice) -> None:
     assert advice.rented is not None
     assert advice.rented.usd == pytest.approx(advice.rented.seconds / 3600 * advice.rented.usd_per_hour)

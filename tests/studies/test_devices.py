@@ -12,7 +12,7 @@ import pytest
 
 from tierplan.cli import command_parser, main
 from tierplan.commands.options.scenario import read_point
-from tierplan.hwmodels import load_machine
+from tierplan.hwmodels import load_description, load_machine
 from tierplan.planner.policies import POLICIES
 from tierplan.planner.policies.options import OptionError
 from tierplan.planner.prediction import predict
@@ -22,9 +22,9 @@ from tierplan.sim.schedule_file import save_schedule
 from tierplan.sim.workloads.models import load_workload, workload_of
 from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.studies.answer import batch_text, question_text, step_text
-from tierplan.studies.evaluate import fewer_devices, predict_point
+from tierplan.studies.evaluate import fewer_devices, machine_of, predict_point
 from tierplan.studies.page import shown_row
-from tierplan.studies.purchases import PriceList
+from tierplan.studies.purchases import PriceList, purchases
 from tierplan.studies.study import Point
 from tierplan.validation.calibration.calibration import Calibration
 from tierplan.validation.calibration.session import CalibrationSession
@@ -103,6 +103,15 @@ def test_a_policy_has_all_devices_or_says_so(policy: str, model: str) -> None:
         why, said = predict(policy, on_cpus, machine).simulated_only, {**no_packs, "megatron-tp": "operators that"}
         assert why.startswith(f"simulated only: `tierplan run` executes no {said[policy]}" if policy in said else "")
         assert bool(why) == (policy in said)
+
+
+def test_two_cards_of_a_desktop_share_its_lanes() -> None:
+    second = next(p for p in purchases(load_description("desktop-4090"), PriceList()) if "second" in p.what)
+    machine = machine_of(second.applied(Point(model="gpt2", machine="desktop-4090")))
+    together = {link for link in machine.limits if link.startswith("host_link")}
+    assert [machine.limits[link] for link in together] == [25e9, 25e9]
+    for stream in ("gpu0.h2d", "gpu1.h2d", "gpu0.d2h", "gpu1.d2h"):
+        assert together & set(machine.stream(stream).takes)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
