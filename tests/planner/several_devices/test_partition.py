@@ -210,6 +210,22 @@ def test_parameters_that_are_gathered_ahead_come_beside_the_backward_before() ->
     assert simulate_on(ahead, devices(NUM)).peak_bytes["gpu0"] >= simulate_on(in_turn, devices(NUM)).peak_bytes["gpu0"]
 
 
+def test_only_fsdp_with_shards_in_host_memory_gathers_beside_the_backward_before() -> None:
+    """As PyTorch issues it; compute that waits for collectives has nothing to gather beside."""
+    given: list[tuple[str, dict[str, object]]] = [
+        ("fsdp-offload", {}),
+        ("fsdp-offload", {"reduces": "last"}),
+        ("fsdp-offload", {"overlap": "off"}),
+        ("fsdp", {}),
+    ]
+    is_ahead = []
+    for policy, options in given:
+        keys = [op.key for op in of_one(lower(decide(policy, WORKLOAD, devices(NUM), options), WORKLOAD, devices(NUM)))]
+        gathered = keys.index("gather_params/L0/L0/bwd/mb0/gpu1")
+        is_ahead.append(gathered < min(keys.index(key) for key in keys if "reduce" in key and "L1" in key))
+    assert is_ahead == [True, True, False, False]
+
+
 def test_an_update_on_a_device_comes_behind_the_next_units_turn_beside_which_gradients_are_summed() -> None:
     """Where they are summed at last. On one device nothing is summed, and the update comes at once."""
     plan = uniform_plan(WORKLOAD, UnitPlan())
