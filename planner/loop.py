@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -33,6 +34,7 @@ from tierplan.planner.search.lesser import Known, needs_no_drives, without_exces
 from tierplan.planner.search.local.moves import loosened, off_drives, reducing, with_shape_of
 from tierplan.planner.search.race import GOOD_FRAC, MOST_OPS, OrderSearch, Racer, race, rounds
 from tierplan.planner.search.shape import sub_batches_of, tried
+from tierplan.planner.several_devices.bounds import bound_of_several
 from tierplan.planner.several_devices.packs.search import bound_of_packs, search_packs
 from tierplan.planner.several_devices.packs.stages import search_stages
 from tierplan.planner.several_devices.sharded import sharded
@@ -321,7 +323,9 @@ class Search:
     def _bound_of_all(self, plan: Plan, problems: list[Problem], bounds: list[Bound]) -> Bound:
         """The least bound over the shapes, with that of the best plan's own if a policy has another one."""
         if self.num_devices > 1:
-            return bound_of_totals(self._of_one_device("horizontal", 1, plan.semantics), plan.num_batches)
+            of_one = partial(self._of_one_device, sub_batches=1, semantics=plan.semantics)
+            in_shards = bounds if self.devices > 1 and plan.semantics == self.semantics else ()
+            return bound_of_several(of_one, self.num_devices, plan.num_batches, in_shards)
         if not isinstance(plan, UnitwisePlan) or plan.operator_tiles > 1 or plan.segment_units > 1:
             what = "packs, pages, segments or operators' tiles"
             self.notes.append(f"the best plan works in {what}: its bound is that of the step's totals")

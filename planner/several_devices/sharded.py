@@ -22,24 +22,32 @@ from tierplan.planner.several_devices.collectives import collective_work
 COLLECTIVE = collective(0)
 
 
-def sharded(p: Problem, devices: int, keeps: Keeps) -> Problem:
-    """The problem of one of so many devices, given that of one which has all micro-batches' work by itself."""
+def sharded(p: Problem, devices: int, keeps: Keeps, *, divides_params: bool = True) -> Problem:
+    """The problem of one of so many devices, given that of one which has all micro-batches' work by itself.
+
+    For bounds alone: what stays of the ends, where `keeps` says so, has no room of its own here; and where parameters
+    are not divided, each device has them all, nothing is gathered, and all else is in shards.
+    """
     first = first_for_all(p.machine, devices) or p.machine
-    gathered_gb = [(1 - 1 / devices) * (u.params_gb + u.frozen_gb) for u in p.units]
+    gathered_frac = 1 - 1 / devices if divides_params else 0.0
+    gathered_gb = [gathered_frac * (u.params_gb + u.frozen_gb) for u in p.units]
     kept_gb = [0.0] * len(p.units)
     if keeps == "all":
         kept_gb = [before - own for before, own in zip(accumulate(gathered_gb), gathered_gb, strict=True)]
     exchanged: dict[tuple[object, ...], tuple[Mapping[str, float], Mapping[str, float]]] = {}
     units = []
     for u, own_gb, before_gb in zip(p.units, gathered_gb, kept_gb, strict=True):
-        kind = u.params_gb, u.frozen_gb, u.grads_gb, u.fwd_reads_params, u.bwd_reads_params
+        gathers_again = keeps == "nothing" or (keeps == "ends" and u.is_block)
+        kind = u.params_gb, u.frozen_gb, u.grads_gb, u.fwd_reads_params, u.bwd_reads_params and gathers_again
         if kind not in exchanged:
-            exchanged[kind] = _exchanged(p, u, devices, keeps, first)
+            gathers = 0 if not divides_params else 2 if gathers_again else 1
+            exchanged[kind] = _exchanged(p, u, devices, first, gathers)
         fwd_load, bwd_load = (
             {limit: load.get(limit, 0.0) + more.get(limit, 0.0) for limit in {**load, **more}}
             for load, more in zip((u.fwd_load, u.bwd_load), exchanged[kind], strict=True)
         )
-        units.append(replace(_of_one(u, devices, own_gb, before_gb), fwd_load=fwd_load, bwd_load=bwd_load))
+        own = replace(_of_one(u, devices, own_gb, before_gb), fwd_load=fwd_load, bwd_load=bwd_load)
+        units.append(own if divides_params else replace(own, params_gb=u.params_gb, frozen_gb=u.frozen_gb))
     taken = {limit: _of_all(each, devices) for limit, each in limit_loads(p.workload, first).items()}
     return replace(
         p,
@@ -79,10 +87,11 @@ def _of_one(u: UnitAmounts, devices: int, gathered_gb: float, kept_gb: float) ->
 
 
 def _exchanged(
-    p: Problem, u: UnitAmounts, devices: int, keeps: Keeps, first: Machine
+    p: Problem, u: UnitAmounts, devices: int, first: Machine, num_gathers: int
 ) -> tuple[Mapping[str, float], Mapping[str, float]]:
     """What collectives of a unit take in forward and in backward, per micro-batch: seconds at full use of each shared
-    limit, and of the stream itself. Gradients are summed after the last one, parameters gathered for each turn."""
+    limit, and of the stream itself. Gradients are summed after the last one, parameters gathered for both turns, or
+    for the first alone, or not at all."""
     if COLLECTIVE not in {s.name for s in first.streams}:
         return {}, {}
 
@@ -93,12 +102,10 @@ def _exchanged(
 
     num = p.workload.training.gradient_accumulation_steps
     gathers, reduces = taken("gather", u.params_gb + u.frozen_gb), taken("reduce", u.grads_gb)
-    gathers_again = gathers if u.bwd_reads_params and keeps != "all" else {}
-    forward = {limit: seconds / p.turn for limit, seconds in gathers.items() if u.fwd_reads_params}
-    backward = {
-        limit: gathers_again.get(limit, 0.0) / p.turn + reduces.get(limit, 0.0) / num
-        for limit in {**gathers_again, **reduces}
-    }
+    again = gathers if u.bwd_reads_params and num_gathers > 1 else {}
+    at_first = gathers if u.fwd_reads_params and num_gathers else {}
+    forward = {limit: seconds / p.turn for limit, seconds in at_first.items()}
+    backward = {limit: again.get(limit, 0.0) / p.turn + reduces.get(limit, 0.0) / num for limit in {**again, **reduces}}
     return forward, backward
 
 
