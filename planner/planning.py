@@ -116,7 +116,7 @@ def plan(
     if unknown := sorted({*(orders or ())} - {*get_args(Order)}):
         raise PlanError(f"orders has {unknown[0]!r}; choose of {', '.join(get_args(Order))}")
     limit: dict[str, Any] = {"time_limit_s": time_limit_s, "by_clock": by_clock}
-    started, budget = time.perf_counter(), budget_of(**limit, num_devices=machine.num_devices)
+    started, budget = time.perf_counter(), budget_of(**limit)
     refuse_lacking(workload, machine)
 
     def planned(less: Machine) -> tuple[Workload, PlanResult]:
@@ -200,8 +200,8 @@ def _keep(question: Question, answer: Known | None) -> None:
     _ANSWERS[question] = answer
 
 
-def budget_of(time_limit_s: float | None, *, by_clock: bool = True, num_devices: int, divides: bool = False) -> Budget:
+def budget_of(time_limit_s: float | None, *, by_clock: bool = True, divides: bool = False) -> Budget:
     """Of a search with this limit. Raises `PlanError` where it is none."""
     if time_limit_s is not None and not 0 < time_limit_s < inf:
         raise PlanError(f"time_limit_s is {time_limit_s}; give a finite number of seconds above 0")
-    return Budget.of(time_limit_s, num_devices=num_devices, divides=divides, by_clock=by_clock)
+    return Budget.of(time_limit_s, divides=divides, by_clock=by_clock)

@@ -109,7 +109,7 @@ def plan_sequences(
 
     one_by_one = make(1, sequences)
     refuse_lacking(one_by_one, machine)
-    budget = budget_of(time_limit_s, by_clock=by_clock, num_devices=num, divides=True)
+    budget = budget_of(time_limit_s, by_clock=by_clock, divides=True)
     question = (digest(one_by_one), sequences, budget.num_ops, *asked.values())
     known = known_of_lesser(one_by_one, machine, question, planned_for, known)
     if known is not None:
@@ -125,7 +125,7 @@ def plan_sequences(
             workload = make(batch, own)
             to_the_end = not races(cut)
             own_known = known if known is not None and (known.batch, known.accumulation) == (batch, own) else None
-            own_budget = budget_of(time_limit_s, by_clock=by_clock, num_devices=num) if to_the_end else budget
+            own_budget = budget_of(time_limit_s, by_clock=by_clock) if to_the_end else budget
             search = Search(workload, machine, semantics, own_budget, seed, kind, write_limit, beat_s, own_known)
             if compared:
                 search.beat_s = min(beat_s, *(s.best_s for s in searches))

@@ -8,9 +8,9 @@ from math import inf
 from tierplan.sim.compiled.compiler import computing_s, wall_s
 
 DEFAULT_OPS = 1_400_000
-MORE_TIMES, MORE_TIMES_OF_DIVISIONS, MORE_TIMES_OF_DEVICES = 2.0, 1.25, 0.75
-"""Default budgets that a search may spend beyond it, far from the bound; one of several divisions at once, that of a
-step being begun many times; and one for several devices, whose ops take longer."""
+MORE_TIMES, MORE_TIMES_OF_DIVISIONS = 2.0, 1.25
+"""Default budgets that a search may spend beyond it, far from the bound; and one of several divisions at once, which
+has begun a step many times by then."""
 GAIN_FRAC, WAIT_TIMES = 0.001, 3.0
 """What is more than the default budget is spent as long as that pays: until all work is the second times that after
 which the best step had last become shorter by the first."""
@@ -53,15 +53,12 @@ class Budget:
     """Seconds of computing that the last simulation took: no other is begun when that much is not left."""
 
     @classmethod
-    def of(
-        cls, time_limit_s: float | None, *, num_devices: int = 1, divides: bool = False, by_clock: bool = True
-    ) -> Budget:
+    def of(cls, time_limit_s: float | None, *, divides: bool = False, by_clock: bool = True) -> Budget:
         """For a time limit that the user gives; None for the default, for one division of a step's sequences, or where
         it `divides` them. Not `by_clock`, it is for what that usually buys, however slow the computer is."""
         if time_limit_s is not None:
             return cls(time_limit_s if by_clock else PATIENCE * time_limit_s, time_limit_s * OPS_PER_S)
         more_times = MORE_TIMES_OF_DIVISIONS if divides else MORE_TIMES
-        more_times = MORE_TIMES_OF_DEVICES if num_devices > 1 else more_times
         return cls(DEFAULT_TIME_LIMIT_S, DEFAULT_OPS, more_times * DEFAULT_OPS)
 
     def __post_init__(self) -> None:
