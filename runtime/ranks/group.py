@@ -95,6 +95,11 @@ class Ranks(AbstractContextManager["Ranks"]):
         self._groups: dict[str, Any] = {
             name: dist.new_group(backend="gloo", timeout=PATIENCE, group_desc=name) for name in CHANNELS
         }
+        self._store.set(f"connected/{self.rank}", "")
+        for (
+            r
+        ) in others:  # one that left now, with an error of its own, would be a lost connection to who still connects
+            self._store.get(f"connected/{r}")
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """Row k of what is sent goes to rank k, whose row is received there; of equal length."""

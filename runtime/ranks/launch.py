@@ -41,7 +41,13 @@ def start_ranks(num: int, arguments: Sequence[str]) -> int:
     try:
         elastic_launch(config, sys.executable)("-m", "tierplan", *arguments)
     except ChildFailedError as error:
-        killed = [(rank, failure) for rank, failure in error.failures.items() if failure.exitcode < 0]
+        # one that has said why ends the others, some of them before they can listen
+        has_said = any(failure.exitcode > 0 for failure in error.failures.values())
+        killed = [
+            (rank, failure)
+            for rank, failure in error.failures.items()
+            if failure.exitcode < 0 and not (has_said and failure.exitcode == -signal.SIGTERM)
+        ]
         for rank, failure in killed[:1]:
             print(f"tierplan run: {RankDeath.of(rank, num, failure.pid)}", file=sys.stderr, flush=True)
         return max(1, error.get_first_failure()[1].exitcode)

@@ -131,6 +131,22 @@ def test_a_rank_that_leaves_behind_the_others_has_not_died(tmp_path: Path) -> No
     assert [done.stdout.count(f"rank {rank} has said all") for rank in (0, 1)] == [1, 1]
 
 
+REFUSES = """
+import os, time
+if os.environ["RANK"] == "1":
+    time.sleep(2.0)  # and is ended before it can listen
+from tierplan.runtime.ranks.launch import own_ranks
+if os.environ["RANK"] == "0":
+    os._exit(1)  # it has said why
+time.sleep(60.0)
+"""
+
+
+def test_a_rank_that_is_ended_for_the_failure_of_another_has_not_died(tmp_path: Path) -> None:
+    done = subprocess.run(command_of_two(tmp_path, REFUSES), capture_output=True, text=True, timeout=240, check=False)
+    assert (done.returncode, "has died" in done.stderr) == (1, False)
+
+
 GOES_ON = """
 import os, time
 from tierplan.runtime.ranks.launch import own_ranks
