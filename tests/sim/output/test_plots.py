@@ -279,3 +279,16 @@ def test_what_devices_exchange_is_drawn_as_what_it_is(policy: str) -> None:
         held = {kinds[name] for name in (*op.reads, *op.writes)} - {"work"}
         drawn = what_of(Span(op.key, op.stream, 0, 0, 0, 1))
         assert {drawn} == held or (op.kind == "all_reduce" and not held and drawn == "acts"), op.key
+
+
+@pytest.mark.parametrize("policy", ["harmony", "harmony-pp", "roundpipe", "mobius", "zero-infinity", "fuyou"])
+def test_what_is_moved_is_drawn_as_what_it_is(policy: str) -> None:
+    """Every op that moves bytes has the colour of the buffers that it reads: stashed inputs are activations."""
+    machine = load_machine("desktop-4090", ["gpu.count=2"])
+    schedule = predict(policy, load_workload("gpt2", Training(gradient_accumulation_steps=4)), machine).schedule
+    assert schedule is not None
+    kinds = {buffer.name: buffer.kind for buffer in schedule.buffers}
+    moved = [op for op in schedule.ops if "bytes" in op.work and op.kind in ("copy", "send")]
+    assert moved
+    for op in moved:
+        assert what_of(Span(op.key, op.stream, 0, 0, 0, 1)) == kinds[op.reads[0]], op.key
