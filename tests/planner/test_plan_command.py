@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.toys import toy_machine, toy_workload, uniform_plan
+from tierplan import Training, load_machine, load_workload
 from tierplan.cli import main
 from tierplan.commands.plan import EXIT_INFEASIBLE
 from tierplan.hwmodels.scaling import with_capacity
@@ -17,7 +18,8 @@ from tierplan.planner.plan import PackPlan, Packs, Sharing, UnitPlan, UnitwisePl
 from tierplan.planner.plan_file import load_plan
 from tierplan.planner.planning import plan
 from tierplan.planner.prediction import predict, predict_plan
-from tierplan.studies.answer import answer_lines, answer_record, devices_rows, policy_rows
+from tierplan.sim.output.text import format_s
+from tierplan.studies.answer import answer_lines, answer_record, devices_rows, policy_rows, write_timeline
 from tierplan.studies.evaluate import BestPlan
 
 CONFIG = {"model_type": "gpt2", "n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 512, "vocab_size": 1000}
@@ -170,3 +172,15 @@ def test_the_timeline_is_written(model, tmp_path, capsys, name, begins):
     arguments = ["--model", model, "--machine", "laptop", "--seq", "512", "--timeline", str(tmp_path / name)]
     assert main(["simulate", "--policy", "in-memory", *arguments]) == 0
     assert (tmp_path / name).read_text().startswith(begins)
+
+
+def test_the_title_of_a_timeline_has_the_gpus_and_all_of_a_long_name(tmp_path: Path) -> None:
+    name = "-".join(["a-model-with-a-name-that-is-longer-than-a-picture-is-wide"] * 3)
+    workload = replace(load_workload("gpt2", Training()), name=name)
+    prediction = predict("ddp", workload, load_machine("roundpipe-8x4090", ["gpu.count=2"]))
+    write_timeline(prediction, str(tmp_path / "t.html"))
+    title = f"{name} on roundpipe-8x4090, 2 of its 2 GPUs: one step, {format_s(prediction.step_s)}, by ddp"
+    assert f"<h1>{title}</h1>" in (tmp_path / "t.html").read_text("utf-8")
+    write_timeline(prediction, str(tmp_path / "t.svg"))
+    drawn = re.findall(r"<!-- (.*) -->", (tmp_path / "t.svg").read_text("utf-8"))
+    assert max(map(len, drawn)) <= 100 < len(title)

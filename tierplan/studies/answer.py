@@ -153,7 +153,7 @@ def write_timeline(prediction: Prediction, path: str) -> None:
     if suffix == ".json":
         write_perfetto({"predicted": steady.trace}, path)
         return
-    title = f"{prediction.model} on {prediction.machine}: one step, {format_s(steady.period_s)}, by {prediction.policy}"
+    title = f"{prediction.model} on {prediction.where}: one step, {format_s(steady.period_s)}, by {prediction.policy}"
     if suffix == ".html":
         step = {"": Excerpt(steady.trace, *steady.window_s)}
         write_page(path, title, [timeline(step, title, schedule=prediction.schedule, focus=True)])
@@ -161,7 +161,7 @@ def write_timeline(prediction: Prediction, path: str) -> None:
     from tierplan.sim.output.plots import plot_timeline, save_figure
 
     figure = plot_timeline(steady.trace, window_s=steady.window_s)
-    figure.suptitle(title, fontsize="medium")
+    figure.suptitle("\n".join(wrapped(title, 100, of=0)), fontsize="medium")
     save_figure(figure, path)
 
 
