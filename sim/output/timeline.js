@@ -32,7 +32,9 @@ for (const box of document.querySelectorAll(".timeline")) {
     lane.top = bottom;
     bottom += NAME;
     for (const row of lane.rows) {
-      rows.push(Object.assign(row, { stream: lane.stream, top: bottom, number: rows.length }));
+      const ends = data.length_ns[rows.length % data.length_ns.length], [, start] = row.columns;
+      const started = first(start.length, (k) => start[k] >= ends);  // of the op behind them, the wait alone is drawn
+      rows.push(Object.assign(row, { stream: lane.stream, top: bottom, number: rows.length, ends, started }));
       bottom += BAR + 7;
     }
     bottom += GAP;
@@ -74,12 +76,12 @@ for (const box of document.querySelectorAll(".timeline")) {
 
   /* ---- drawing ---- */
 
-  function bar(from, to, top, tall, fill) {
-    const left = Math.max(-2, x(from)), right = Math.min(width() + 2, x(to));
-    if (right < 0 || left > width()) return;
+  function bar(row, from, to, below, tall, fill) {
+    const left = Math.max(-2, x(from)), right = Math.min(width() + 2, x(Math.min(to, row.ends)));
+    if (right < 0 || left > width() || from >= row.ends) return;
     const pixel = 1 / (devicePixelRatio || 1), edge = (at) => Math.round(at / pixel) * pixel;  // whole ones: no mixed colours
     paint.fillStyle = fill;
-    paint.fillRect(edge(left), top, Math.max(edge(right) - edge(left), pixel), tall);  // what is narrower than a pixel has one
+    paint.fillRect(edge(left), row.top + below, Math.max(edge(right) - edge(left), pixel), tall);  // what is narrower than a pixel has one
   }
 
   function drawRow(row) {
@@ -88,11 +90,12 @@ for (const box of document.querySelectorAll(".timeline")) {
       const waits = start[k] - ready[k];
       if (waits - input[k] > view[1]) break;
       const end = start[k] + duration[k];
-      if (input[k]) bar(waits - input[k], waits, row.top + BAR + 1, 2, Object.values(data.waits)[0]);
-      if (memory[k]) bar(waits, waits + memory[k], row.top + BAR + 1, 2, Object.values(data.waits)[1]);
-      bar(start[k], end, row.top, BAR, colours[op[k]]);
-      if (slow[k]) bar(end - slow[k], end, row.top - 3, 2, Object.values(data.waits)[2]);
-      const room = Math.min(width(), x(end)) - Math.max(0, x(start[k]));
+      if (input[k]) bar(row, waits - input[k], waits, BAR + 1, 2, Object.values(data.waits)[0]);
+      if (memory[k]) bar(row, waits, waits + memory[k], BAR + 1, 2, Object.values(data.waits)[1]);
+      if (k >= row.started) break;
+      bar(row, start[k], end, 0, BAR, colours[op[k]]);
+      if (slow[k]) bar(row, end - slow[k], end, -3, 2, Object.values(data.waits)[2]);
+      const room = Math.min(width(), x(Math.min(end, row.ends))) - Math.max(0, x(start[k]));
       if (room > 60) label(data.ops[op[k]][0], Math.max(0, x(start[k])) + 4, row.top + BAR - (BAR > 20 ? 7 : 4), INK, room - 8);
     }
   }
@@ -218,7 +221,7 @@ for (const box of document.querySelectorAll(".timeline")) {
     const [op, start, duration] = row.columns, at = ns(left), near = 4 * (ns(1) - ns(0));
     const after = first(op.length, (k) => start[k] + duration[k] >= at);
     const off = (k) => Math.max(start[k] - at, at - start[k] - duration[k], 0);
-    const [k] = [after, after - 1].filter((k) => k >= 0 && k < op.length && off(k) <= near).sort((a, b) => off(a) - off(b));
+    const [k] = [after, after - 1].filter((k) => k >= 0 && k < row.started && off(k) <= near).sort((a, b) => off(a) - off(b));
     return k === undefined ? null : { row, k };
   }
 
@@ -261,8 +264,8 @@ for (const box of document.querySelectorAll(".timeline")) {
   /** Chooses an op, and moves the view where it is not in it. */
   function choose(row, k) {
     const [op, start, duration] = row.columns;
-    if (!op.length) return;
-    k = Math.min(Math.max(k, 0), op.length - 1);
+    if (!row.started) return;
+    k = Math.min(Math.max(k, 0), row.started - 1);
     chosen = { row, k };
     const long = view[1] - view[0];
     if (start[k] < view[0] || start[k] + duration[k] > view[1]) show(start[k] - long / 4, Math.max(long, 1.5 * duration[k]));

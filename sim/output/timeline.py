@@ -81,7 +81,7 @@ def timeline_record(excerpts: Mapping[str, Excerpt], schedule: Schedule | None =
         rows = []
         for name, (trace, begin_s, end_s) in excerpts.items():
             begin_ns, end_ns = round(begin_s * 1e9), round(end_s * 1e9)
-            spans = [s for s in trace.spans if s.stream == stream and s.start_ns < end_ns and s.end_ns >= begin_ns]
+            spans = [s for s in trace.spans if s.stream == stream and s.free_ns < end_ns and s.end_ns >= begin_ns]
             times = stream_times(trace, (begin_s, end_s)).get(stream)
             busy_frac = times.busy_s / (end_s - begin_s) if times and end_s > begin_s else 0.0
             columns = [

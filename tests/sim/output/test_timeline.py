@@ -41,7 +41,7 @@ def test_every_op_of_the_excerpt_is_there_with_what_it_waited_for() -> None:
         assert found == [
             (split_step(s.key).key, s.start_ns, s.duration_ns, s.waited_input_ns, s.waited_memory_ns)
             for s in TRACE.spans
-            if s.stream == lane["stream"] and s.start_ns < end_ns and s.end_ns >= begin_ns
+            if s.stream == lane["stream"] and s.free_ns < end_ns and s.end_ns >= begin_ns
         ]
 
 
@@ -61,9 +61,9 @@ def test_the_page_says_what_its_colours_mean() -> None:
     assert "Ops of one unit of the model are in full colour, those of the next one pale." in page
 
 
-def pixels(tab: Tab, row: int) -> list[tuple[int, ...]]:
-    """Red, green, blue and opacity of each pixel along a row of bars."""
-    top = 22 + 18 + row * (15 + 7) + 7
+def pixels(tab: Tab, row: int, below: int = 0) -> list[tuple[int, ...]]:
+    """Red, green, blue and opacity of each pixel along a row of bars, or so far below its middle."""
+    top = 22 + 18 + row * (15 + 7) + 7 + below
     data = f"[...document.querySelector('canvas').getContext('2d').getImageData(0, {top}, innerWidth, 1).data]"
     values = tab.run(data)
     return [tuple(values[k : k + 4]) for k in range(0, len(values), 4)]
@@ -123,6 +123,23 @@ def test_ops_narrower_than_a_pixel_keep_the_colours_of_the_legend(tmp_path: Path
             assert legal <= {pixel[:3] for pixel in shown}
 
 
+def test_what_a_lane_waits_for_at_the_end_of_the_step_is_drawn(tmp_path: Path) -> None:
+    """As far as the step goes: of two traces, the shorter one has nothing drawn behind its end."""
+    first, second, third = (10**8 * k for k in (5, 9, 10))
+    op = Span("fwd/L0/mb0", "gpu0.compute", 0, 0, 0, first)
+    spans = (op, op._replace(key="fwd/L2/mb0", free_ns=first, ready_ns=second, start_ns=third, end_ns=3 * third))
+    trace = replace(NARROW, spans=spans)
+    step, both = Excerpt(trace, 0.0, 0.8), Excerpt(trace, 0.0, 3.0)
+    write_page(tmp_path / "page.html", "x", [timeline({"predicted": step, "measured": both}, "x")])
+    with browser(tmp_path / "profile") as tab:
+        tab.open(tmp_path / "page.html", 1280)
+        wide = tab.run("document.querySelector('canvas').width")
+        waits = [x for x, pixel in enumerate(pixels(tab, 0, below=9)[:wide]) if pixel[:3] == (0xC9, 0xCE, 0xD6)]
+        assert [min(waits), max(waits)] == pytest.approx([wide * 0.5 / 3, wide * 0.8 / 3], abs=2)
+        bars = [x for x, pixel in enumerate(pixels(tab, 0)[:wide]) if pixel[:3] == (0x00, 0x72, 0xB2)]
+        assert max(bars) <= wide * 0.5 / 3 + 2
+
+
 @pytest.mark.parametrize("width", [1280, 400])
 def test_the_keyboard_tells_every_op_of_a_lane(width: int, tmp_path: Path) -> None:
     """N goes through all of them, L to the next lane; the text has the times and the bytes of the trace."""
@@ -140,7 +157,8 @@ def test_the_keyboard_tells_every_op_of_a_lane(width: int, tmp_path: Path) -> No
         for number, lane in enumerate(record["lanes"][:2]):
             if number:
                 tab.press("l", 76)
-            keys = [record["ops"][op][0] for op in lane["rows"][0]["columns"][0]]
+            columns = zip(*lane["rows"][0]["columns"], strict=True)
+            keys = [record["ops"][op][0] for op, start, *_ in columns if start < record["length_ns"][0]]
             for _ in keys:
                 tab.press("p", 80)
             told = []
