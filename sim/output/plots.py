@@ -139,7 +139,8 @@ def _name_lanes(
 
 
 def _shared_out(lane: Iterable[tuple[float, float, Colour]], length: float) -> dict[Colour, list[tuple[float, float]]]:
-    """A lane's boxes by colour. In a run of boxes narrower than a pixel, each colour has its time in one box.
+    """A lane's boxes by colour. In a run of boxes narrower than a pixel, each colour has its time in one box; a run
+    that is itself no wider has the colour that takes most of it.
 
     Were they drawn where they are, the colour drawn last would cover the others.
     """
@@ -159,7 +160,9 @@ def _shared_out(lane: Iterable[tuple[float, float, Colour]], length: float) -> d
         total: dict[Colour, float] = {}
         for _, width, colour in run:
             total[colour] = total.get(colour, 0.0) + width
-        if len(total) == 1 or len(total) == len(run):  # no colour comes back
+        if len(total) > 1 and run[-1][0] + run[-1][1] - run[0][0] < PIXEL_FRAC * length:
+            total = {max(total, key=lambda colour: total[colour]): sum(total.values())}
+        elif len(total) == 1 or len(total) == len(run):  # no colour comes back
             for start, width, colour in run:
                 shared.setdefault(colour, []).append((start, width))
             continue

@@ -231,6 +231,19 @@ def test_ops_narrower_than_a_pixel_have_the_share_of_their_time() -> None:
     assert 0.25 < bluer < 0.45
 
 
+def test_of_ops_in_one_pixel_the_longest_is_seen() -> None:
+    """Thirty blocks that are made again and go backward in less than a pixel, with long waits between them."""
+    spans = []
+    for block in range(30):
+        at = 10**8 * block
+        for verb, begin, end in (("recompute", at, at + 10**5), ("bwd", at + 10**5, at + 3 * 10**5)):
+            spans.append(Span(f"{verb}/L{2 * block}/mb0", "gpu0.compute", begin, begin, begin, end))
+    row = pixels_of_lane(tuple(spans), 0, dpi=150)
+    seen = row[row.min(axis=1) < 215]
+    assert len(seen) >= 28
+    assert (seen[:, 0] > seen[:, 2]).all(), "the colour of backward"
+
+
 def pixels_of_lane(spans: tuple[Span, ...], lane: int, dpi: int) -> np.ndarray:
     """The middle row of pixels of a stream's lane, red, green and blue."""
     figure = plot_timeline(replace(TRACE, spans=spans, memory=()))
