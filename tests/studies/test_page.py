@@ -330,6 +330,7 @@ def test_nothing_is_bought_for_a_machine_that_is_rented() -> None:
 def test_in_a_browser(page: tuple[Study, Path], tmp_path: Path) -> None:
     """Nothing scrolls sideways, no network is asked, and the keyboard alone chooses every control."""
     grid = embedded(page[1])
+    axes = [axis["key"] for axis in grid["axes"]]
     with browser(tmp_path) as tab:
         for width in (1280, 400):
             tab.open(page[1], width)
@@ -338,6 +339,16 @@ def test_in_a_browser(page: tuple[Study, Path], tmp_path: Path) -> None:
             assert f"{grid['rows'][0]['tokens_per_s']:,.0f} tokens/s" in tab.run("headline.textContent")
             assert tab.run("document.querySelectorAll('#chosen').length") == 1
             assert tab.run("document.querySelectorAll('#memory .tier').length") == len(grid["rows"][0]["memory"])
+        cards, drams, drives = (axes.index(key) for key in ("gpu.part", "host.capacity", "nvme.drives"))
+        for number in range(8):  # what the picture says of the chosen machine is not cut off, wherever that is
+            place = {cards: number // 4, drams: number // 2 % 2, drives: number % 2}
+            tab.run(f"go({[place.get(k, 0) for k in range(len(axes))]})")
+            left, right = tab.run(
+                "(([a, b]) => [b.left - a.left, a.right - b.right])(['svg.frontier', '.frontier [font-weight]'].map("
+                "(at) => document.querySelector(at).getBoundingClientRect()))"
+            )
+            assert min(left, right) >= 0
+        tab.run(f"go({[0] * len(axes)})")
         values = {axis["key"]: 0 for axis in grid["axes"]}
         for axis in grid["axes"]:
             tab.press("Tab", 9)

@@ -204,10 +204,9 @@ function plot(all, best) {
   });
   const here = all.find((m) => same(m.place, chosen));
   if (here) {
-    const late = x(here.usd) > width / 2;
-    const label = text(`chosen: ${usd(here.usd)}, ${short(here.tokens)} a day`, { x: x(here.usd) + (late ? -12 : 12),
-      y: y(here.tokens) + 20, "text-anchor": late ? "end" : "start", fill: "#a33a00", "font-weight": 600,
-      stroke: "#fff", "stroke-width": 4, "paint-order": "stroke" });
+    const words = `chosen: ${usd(here.usd)}, ${short(here.tokens)} a day`, half = 4 * words.length;
+    const label = text(words, { x: Math.min(Math.max(x(here.usd), half), width - half), y: y(here.tokens) + 24,
+      "text-anchor": "middle", fill: "#a33a00", "font-weight": 600, stroke: "#fff", "stroke-width": 4, "paint-order": "stroke" });
     svg.append(make("circle", { id: "chosen", cx: x(here.usd), cy: y(here.tokens), r: 9, fill: "none", stroke: "#a33a00",
       "stroke-width": 3 }), label);
   }
