@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.browser import browser
 from tests.validation.toy import RATES, toy_schedule, toy_trace
 from tierplan.sim.output.text import format_bytes, format_count, format_error, format_s, in_short
 from tierplan.validation.comparison.compare import compare
@@ -207,3 +208,19 @@ def test_page_fits_its_window(report: Path, tmp_path: Path, width: int) -> None:
     assert scroll_width <= client_width
     assert num_pictures >= 8
     assert num_empty == 0
+
+
+def test_tables_show_their_last_column_on_a_phone(tmp_path: Path) -> None:
+    """Of long remarks and of bars between figures, nothing pushes what stands behind them out of sight."""
+    systems = table(
+        ("system", "batch", "step", "takes"), [("roundpipe-sync", "2 x 8 per GPU", "6.94 s", "1.24 x (other numbers)")]
+    )
+    gains = [("4 x rtx-3090", "749", "23,946", "+718 %", bar, "+240 %", "gpu*") for bar in bars([7.18])]
+    bought = table(("what", "USD", "tokens/s", "gain", "", "per 1000", "limit"), gains)
+    write_page(tmp_path / "page.html", "x", [systems, bought])
+    with browser(tmp_path / "profile") as tab:
+        tab.open(tmp_path / "page.html", 400)
+        hidden = "[...document.querySelectorAll('.scroll')].map(e => e.scrollWidth - e.clientWidth)"
+        assert tab.run(hidden) == [0, 0]
+        tab.open(tmp_path / "page.html", 1280)
+        assert tab.run("document.querySelector('.bar').getBoundingClientRect().width") > 100
