@@ -58,6 +58,13 @@ def test_help_fits_80_columns_and_its_examples_can_be_typed(name: str, monkeypat
         assert command.split("...")[0].strip() in " ".join((parser.description or "").split())
 
 
+@pytest.mark.parametrize("parser", LEAVES, ids=lambda p: p.prog)
+def test_help_says_how_long_is_searched_and_on_what_is_built_where_nobody_says(parser: argparse.ArgumentParser) -> None:
+    for action in parser._actions:
+        if (action.metavar == "S" and action.dest == "time_limit") or (action.metavar == "X" and action.dest == "base"):
+            assert "(default" in (action.help or ""), action.option_strings
+
+
 def test_all_commands_were_looked_at() -> None:
     names = {parser.prog for parser in LEAVES}
     assert {"tierplan plan", "tierplan machine measure", "tierplan workload deepspeed"} <= names

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     option(what, "--config FILE", "DeepSpeed JSON, accelerate YAML, or TrainingArguments JSON", existing_file)
     option(what, "--policy NAME", "instead of a configuration: a policy of `tierplan simulate` (default: in-memory)")
-    option(parser, "--time-limit S", "seconds that the planner searches", finite(above=0))
+    option(parser, "--time-limit S", "seconds that the planner searches (default: by counted work)", finite(above=0))
     scenario.add_arguments(parser, searches=False)
 
 

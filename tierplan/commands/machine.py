@@ -118,7 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(shares, "--step MODEL,POLICY,BATCH,SEQ,SECONDS", "one measured step, too")
 
     imports = action("import", _import, "a machine from the output of other tools")
-    option(imports, "--base X", "machine whose numbers hold where the tools say nothing")
+    option(imports, "--base X", "machine whose numbers hold where the tools say nothing (default: none)")
     add_set(imports)
     option(imports, "--fio FILE", "fio --output-format=json", existing_file, repeat=True)
     option(imports, "--nvbandwidth FILE", "nvbandwidth --format json", existing_file, repeat=True)
