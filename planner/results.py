@@ -124,11 +124,18 @@ class PlanResult(Shown):
 
     def rows(self) -> list[dict[str, object]]:
         """The plan and the published systems for the same work, the quickest first."""
-        found: list[tuple[str, float | None, str]] = [("this plan", self.step_s, "")]
-        found += [(name, self.same_work_s(policy), policy.reason) for name, policy in self.policies.items()]
+        same = not self.prediction.other_numbers(self.plan.semantics)
+        found: list[tuple[str, float | None, bool, str]] = [("this plan", self.step_s, same, "")]
+        found += [(name, self.same_work_s(p), p.same_numbers, p.reason) for name, p in self.policies.items()]
         return [
-            {"system": name, "step_s": step_s, "times": step_s and step_s / self.step_s, "why_not": in_short(reason)}
-            for name, step_s, reason in sorted(found, key=lambda row: row[1] or float("inf"))
+            {
+                "system": name,
+                "step_s": step_s,
+                "times": step_s and step_s / self.step_s,
+                "same_numbers": same if step_s else None,
+                "why_not": in_short(reason),
+            }
+            for name, step_s, same, reason in sorted(found, key=lambda row: row[1] or float("inf"))
         ]
 
     def same_work_s(self, policy: PolicyResult) -> float | None:

@@ -43,6 +43,14 @@ def test_everything_that_people_look_at_fits_two_lines_of_a_terminal() -> None:
     assert isinstance(steady.trace, Trace)
 
 
+def test_the_table_of_a_result_says_who_trains_other_numbers() -> None:
+    """As `tierplan plan` does: a system that is quicker with late updates is not simply quicker."""
+    planned = tp.plan(toy_workload(4), toy_machine(), time_limit_s=1, policies=["in-memory", "zenflow", "fuyou"])
+    said = {row["system"]: (row["same_numbers"], bool(row["why_not"])) for row in planned.rows()}
+    assert said["this plan"] == said["in-memory"] == (True, False)
+    assert said["zenflow"] == (False, False)
+
+
 def test_gpus_that_are_alike_are_named_once() -> None:
     eight = tp.load_machine("desktop-4090", ["gpu.count=8"])
     assert repr(eight).startswith(
