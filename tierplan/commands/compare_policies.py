@@ -28,6 +28,7 @@ from tierplan.hwmodels.names import (
     H2D,
     HOST,
     HOST_ADAM,
+    NUMBER,
     NVME,
     NVME_READ,
     NVME_WRITE,
@@ -65,14 +66,14 @@ def run(args: argparse.Namespace) -> int:
     names = list(dict.fromkeys(args.policies or [PLANNER, *comparable(machine.num_devices)]))
     bar = tqdm(names, disable=args.json or not sys.stderr.isatty(), leave=False)
     predictions = [replace(predict_point(replace(point, policy=name)), policy=name) for name in bar]
-    if args.plot:
-        plot_policies(predictions, args.plot)
     tokens = (point.sequences or point.batch * point.accumulation) * point.seq
     num, has = machine.num_devices, machine.own_devices
     fewer = [p for p in predictions if p.fits and p.devices < num]
     of = f"{num} of its {has}" if num < has else f"{num}"
     gpus = ", ".join([f"{of} GPUs", *(f"{p.policy} on {p.devices}" for p in fewer)])
     where = f"{machine.name}, {gpus}" if max(num, has) > 1 else machine.name
+    if args.plot:
+        plot_policies(predictions, args.plot, where, point.semantics)
     lines = wrapped(f"{predictions[0].model} on {where}, {tokens:,} tokens per step; memory in GiB")
     lines.append(policy_table(predictions, point.semantics))
     if num > has:
@@ -85,23 +86,32 @@ def run(args: argparse.Namespace) -> int:
 
 def policy_table(predictions: Sequence[Prediction], semantics: str = "") -> str:
     """One line per policy, the most tokens per second first, and those that do not fit at the end; memory in GiB."""
-    why = {p.policy: p.other_numbers(semantics) for p in predictions if p.fits}
-    kinds = list(dict.fromkeys(filter(None, why.values())))
+    names, notes = starred(predictions, semantics)
     heads = ("policy", "step", "tokens/s", "batch", "device", "host", "NVMe", "limited by")
     rows = []
-    for p in sorted(predictions, key=lambda p: -(p.tokens_per_s or 0.0)):
-        if p.step_s is None or p.steady is None:
-            continue
+    for p in _quickest_first(predictions):
+        assert p.steady is not None
+        assert p.step_s is not None
         peak = p.steady.peak_bytes
         device = max(size for tier, size in peak.items() if device_index(tier) is not None)
         held = [f"{size / 2**30:.1f}" for size in (device, *(peak.get(tier, 0) for tier in (HOST, NVME)))]
         batch = f"{p.micro_batch} x {p.accumulation}"
-        name = p.policy + "*" * (1 + kinds.index(why[p.policy]) if why[p.policy] else 0)
-        rows.append((name, format_s(p.step_s), f"{p.tokens_per_s:,.0f}", batch, *held, p.limited_by))
+        rows.append((names[p.policy], format_s(p.step_s), f"{p.tokens_per_s:,.0f}", batch, *held, p.limited_by))
     missing = [(p.policy, short_reason(p)) for p in predictions if p.step_s is None]
-    notes = [f"{'*' * k} other numbers than plain training's: {kind}" for k, kind in enumerate(kinds, 1)]
     said = [line for note in notes for line in wrapped(note, 80)]
     return "\n".join([*columns([heads, *rows], right=range(1, 7)), *said, *(columns(missing) if missing else [])])
+
+
+def starred(predictions: Sequence[Prediction], semantics: str) -> tuple[dict[str, str], list[str]]:
+    """Policies that run as they are named, with stars where their numbers are others, and what the stars mean."""
+    why = {p.policy: p.other_numbers(semantics) for p in predictions if p.fits}
+    kinds = ["", *dict.fromkeys(filter(None, why.values()))]
+    notes = [f"{'*' * k} other numbers than plain training's: {kind}" for k, kind in enumerate(kinds) if k]
+    return {name: name + "*" * kinds.index(kind) for name, kind in why.items()}, notes
+
+
+def _quickest_first(predictions: Sequence[Prediction]) -> list[Prediction]:
+    return sorted((p for p in predictions if p.fits), key=lambda p: -(p.tokens_per_s or 0.0))
 
 
 def division_notes(predictions: Sequence[Prediction]) -> list[str]:
@@ -143,7 +153,9 @@ COLOURS = {
 """Okabe and Ito's colours, which colour-blind readers can tell apart."""
 
 
-def plot_policies(predictions: Sequence[Prediction], path: str | os.PathLike[str]) -> None:
+def plot_policies(
+    predictions: Sequence[Prediction], path: str | os.PathLike[str], where: str, semantics: str = ""
+) -> None:
     """Writes bars of step time and, on the same scale, of each stream's work per step; most tokens per second first.
 
     Of several devices' streams of a kind, the busiest is shown. What does not fit is named.
@@ -152,7 +164,8 @@ def plot_policies(predictions: Sequence[Prediction], path: str | os.PathLike[str
 
     from tierplan.sim.output.plots import round_ticks, save_figure
 
-    fitting = sorted((p for p in predictions if p.step_s is not None), key=lambda p: p.tokens_per_s or 0.0)
+    fitting = _quickest_first(predictions)[::-1]
+    names, notes = starred(predictions, semantics)
     missing = [p.policy for p in predictions if p.step_s is None]
     figure = Figure(figsize=(11, 1.6 + 0.45 * max(len(fitting), 1)), layout="constrained")
     left, right = figure.subplots(1, 2, sharex=True, sharey=True)
@@ -162,22 +175,23 @@ def plot_policies(predictions: Sequence[Prediction], path: str | os.PathLike[str
     for row, p in zip(rows, fitting, strict=True):
         long = (p.step_s or 0.0) > 0.6 * max(steps)
         at, colour = (0.0, "white") if long else (p.step_s or 0.0, "black")
-        text = f" {p.step_s:.3g} s, {p.tokens_per_s:,.0f} tokens/s"
+        text = f" {format_s(p.step_s or 0.0)}, {p.tokens_per_s:,.0f} tokens/s"
         left.text(at, row, text, va="center", fontsize=8, color=colour)
-    left.set_yticks(rows, [p.policy for p in fitting])
+    left.set_yticks(rows, [names[p.policy] for p in fitting])
     left.set(xlim=(0, 1.02 * max(steps, default=1.0)), xlabel="step time (s)")
     round_ticks(left)
     streams = [name for name in COLOURS if any(_busiest(p, name) for p in fitting)]
     height = 0.8 / max(len(streams), 1)
     for k, stream in enumerate(streams):
         busy = [_busiest(p, stream) * (p.step_s or 0.0) for p in fitting]
+        label = stream if all(p.devices < 2 for p in fitting) else NUMBER.sub("*", stream)
         offsets = [row + 0.4 - (k + 0.5) * height for row in rows]
-        right.barh(offsets, busy, height=height, color=COLOURS[stream], label=stream, edgecolor="black", linewidth=0.3)
+        right.barh(offsets, busy, height=height, color=COLOURS[stream], label=label, edgecolor="black", linewidth=0.3)
     right.set_xlabel("work of each stream in one step (s, alone)")
     if fitting:
         figure.legend(fontsize=8, loc="outside lower center", ncols=len(COLOURS))
-    title = f"{predictions[0].model} on {predictions[0].machine}"
-    figure.suptitle(title + (f"\ndoes not run: {', '.join(missing)}" if missing else ""), fontsize=10)
+    said = [f"{predictions[0].model} on {where}", *notes, *([f"does not run: {', '.join(missing)}"] if missing else [])]
+    figure.suptitle("\n".join(line for text in said for line in wrapped(text, 130, of=0)), fontsize=10)
     save_figure(figure, path)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -241,6 +243,20 @@ def test_plan_and_compare_policies_say_of_the_same_systems_that_their_numbers_ar
         assert {name for name, reached in found.policies.items() if not reached.same_numbers} == others
     late = predict("roundpipe", workload, machine)
     assert "*" not in compare_policies.policy_table([late], "delayed-1"), "as it was asked for"
+
+
+def test_the_picture_of_a_comparison_says_what_its_table_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """How many GPUs train, who trains other numbers, and that a bar is of the busiest of them."""
+    asked = ["--model", "gpt2", "--machine", "dgx-8xa100-80gb", "--devices", "2", "--plot", str(tmp_path / "p.svg")]
+    assert main(["compare-policies", "--policies", "ddp", "roundpipe", "zero-offload", *asked]) == 0
+    table = capsys.readouterr().out
+    words = re.findall(r"<!-- (.*) -->", (tmp_path / "p.svg").read_text("utf-8"))
+    assert "gpt2 on dgx-8xa100-80gb, 2 of its 8 GPUs" in words
+    named = [word for word in words if word.rstrip("*") in ("ddp", "roundpipe", "zero-offload")]
+    assert named[::-1] == [line.split()[0] for line in table.splitlines()[2:5]]
+    assert {"gpu*.compute", "* other numbers than plain training's: updates come a step late"} <= {*words}
 
 
 def test_a_table_names_no_op_for_what_it_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
