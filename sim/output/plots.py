@@ -208,6 +208,8 @@ def plot_memory(
         One per tier; those of a new figure, unless given.
     """
     shown = list(tiers or [t for t in trace.capacity_bytes if trace.peak_bytes[t] > 0])
+    if unknown := [tier for tier in shown if tier not in trace.capacity_bytes]:
+        raise ValueError(f"trace {trace.name!r} has no tier {unknown[0]!r}; it has {', '.join(trace.capacity_bytes)}")
     if not shown:
         raise ValueError(f"no tier of trace {trace.name!r} ever holds anything; there is nothing to draw")
     axes = axes or _new_axes(len(shown), (9, 0.6 + 1.9 * len(shown)))

@@ -204,6 +204,11 @@ def test_a_window_outside_of_the_trace_is_refused(window_s: tuple[float, float])
             plot()
 
 
+def test_a_tier_that_is_not_there_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"has no tier 'gpu1'; it has gpu0, host, nvme"):
+        plot_memory(TRACE, tiers=["gpu1"])
+
+
 def test_an_op_that_is_narrower_than_a_pixel_is_seen() -> None:
     """One op of a tenth of a pixel on a lane of its own is seen at a glance, whatever its colour."""
     second, short = 10**9, 10**5
