@@ -229,14 +229,16 @@ def _of_one_size(name: str, raw: Mapping[str, object], training: Training) -> Wo
         raise NotCovered(
             "of adapters and frozen parameters, the closed forms cover LoRA on linear layers of a base, with "
             f"words and output saved: of {raw['model_type']}, on {', '.join(sorted(family.layers)) or 'none'}, and "
-            f"save={family.words}+lm_head; use tracing (--exact)"
+            f"save={family.words}+lm_head; use tracing (--exact, tp.trace_workload)"
         )
     if training.autocast and not (family.casts and training.lora):
         raise NotCovered("autocast is not covered by the closed forms; use tracing (--exact, tp.trace_workload)")
     if training.padded:
         raise NotCovered("padded batches are not covered by the closed forms; use tracing (--exact, tp.trace_workload)")
     if training.attention == "plain":
-        raise NotCovered("plain attention is not covered by the closed forms; use flash, or tracing (--exact)")
+        raise NotCovered(
+            "plain attention is not covered by the closed forms; use flash, or tracing (--exact, tp.trace_workload)"
+        )
     check_fields(config, family)
     family.check(config, training)
     check_settings(name, raw, training)
@@ -316,6 +318,7 @@ def family_of(raw: Mapping[str, object]) -> Family:
     if model_type not in SUPPORTED:
         raise NotCovered(
             f"model_type {model_type!r} has no closed forms here; there are some for {', '.join(SUPPORTED)}. "
-            "Tracing (--exact) covers most other classes of `transformers`; docs/limits.md says which it does not"
+            "Tracing (--exact, tp.trace_workload) covers most other classes of `transformers`; docs/limits.md says "
+            "which it does not"
         )
     return SUPPORTED[str(model_type)]

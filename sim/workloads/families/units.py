@@ -276,7 +276,7 @@ def check_attention(config: Config, training: Training, dropout: str, default: f
     if training.backend == "cpu" and (probability := config.fraction(dropout, default)) > 0:
         raise NotCovered(
             f"{dropout} is {probability}: attention with dropout has no fused kernel on a CPU, which the closed forms "
-            f"do not cover; set {dropout} to 0 in the config, or use tracing (--exact)"
+            f"do not cover; set {dropout} to 0 in the config, or use tracing (--exact, tp.trace_workload)"
         )
 
 
