@@ -317,7 +317,7 @@ class Machine(Shown):
             first, *more = [tier.name for tier in run]
             to, each = (f" to {more[-1]}", " each") if more else ("", "")
             tiers.append(f"{first}{to} {size / 2**30:,.1f} GiB{each}")
-        rest = f"{len(self.streams)} streams, {len(self.shared_limits)} shared limits"
+        rest = f"{len(self.streams)} streams, {(n := len(self.shared_limits))} shared limit{'s' * (n != 1)}"
         return f"<Machine {self.name}: {', '.join(tiers)}; {rest}>"
 
 

@@ -160,8 +160,9 @@ def check_packs(plan: PackPlan, workload: Workload) -> None:
         if at_home > 1 or not each or packs.devices > total or (each > 1 and total % packs.devices):
             raise PlanError(
                 f"plan {plan.policy!r} has {len(packs.backward)} stages for {packs.devices} devices and "
-                f"{total} micro-batches; give each device one stage, and the step at least as many micro-batches, "
-                "or each as many stages, and the step a multiple of the devices; and at most one stage more"
+                f"{total} micro-batch{'es' * (total != 1)}; give each device one stage, and the step at least as many "
+                "micro-batches, or each as many stages, and the step a multiple of the devices; and at most one stage "
+                "more"
             )
     else:
         refuse_codes(f"plan {plan.policy!r} runs in packs", workload.training)

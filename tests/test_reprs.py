@@ -56,6 +56,7 @@ def test_gpus_that_are_alike_are_named_once() -> None:
     assert repr(eight).startswith(
         "<Machine desktop-4090: gpu0 to gpu7 23.0 GiB each, host 51.6 GiB, nvme 1,862.6 GiB; "
     )
+    assert repr(tp.load_machine("desktop-4090", ["nvme.drives=0"])).endswith("; 4 streams, 1 shared limit>")
     one = tp.load_machine("desktop-4090")
     assert repr(one).startswith("<Machine desktop-4090: gpu0 23.0 GiB, host 51.6 GiB, nvme ")
     unequal = with_capacity(eight, {"gpu1": 2**30})
