@@ -247,6 +247,19 @@ def test_a_machine_without_drives_can_be_chosen(tmp_path: Path) -> None:
     assert with_one["price_usd"] - without["price_usd"] > 0
 
 
+def test_a_price_that_nobody_knows_is_no_secret(tmp_path: Path) -> None:
+    """The page counts it as nothing, as `advise` does, and says so in the same words."""
+    small_grid(tmp_path)
+    asked = ["--model", str(tmp_path), "--gpu", "gtx-1080-ti", "--gpus", "1", "--sequences", "4", "--dram", "64"]
+    asked += ["--seq", "64", "--machine", "harmony-4x1080ti", "--method", "zero-offload", "--workers", "1"]
+    assert main(["page", "-o", str(tmp_path / "p.html"), *asked]) == 0
+    (row,) = embedded(tmp_path / "p.html")["rows"]
+    assert row["price_usd"] is None
+    assert re.fullmatch(
+        r"[\d.]+ USD; the host's price: not known, and counted as 0 USD", dict(map(tuple, row["costs"]))["machine"]
+    )
+
+
 def test_methods_are_shown_for_the_same_sequences_or_not_at_all(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

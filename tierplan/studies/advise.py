@@ -48,6 +48,7 @@ from tierplan.studies.purchases import (
     costs_of,
     energy_assumptions,
     job_s,
+    price_assumptions,
     priced,
     purchases,
     worth_planning,
@@ -437,9 +438,7 @@ def _assumptions(
     }
     if has_drives and not named["nvme"] and description.number("nvme.price") is None:
         assumptions.append(f"a drive costs {prices.drive_usd:g} USD (2 TB, February 2026)")
-    lacking = {"gpu.price": "the GPU's price", "host.price": "the host's price"}
-    if unknown := [what for key, what in lacking.items() if description.number(key) is None]:
-        assumptions.append(f"{', '.join(unknown)}: not known, and counted as 0 USD")
+    assumptions += price_assumptions(description)
     if is_life_unknown:
         assumptions.append(f"worn drives cost nothing beyond what is written off: how long they last is {UNKNOWN_LIFE}")
     for section, names in named.items():

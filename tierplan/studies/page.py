@@ -38,6 +38,7 @@ from tierplan.studies.purchases import (
     costs_of,
     energy_assumptions,
     gpus_for,
+    price_assumptions,
     priced,
 )
 from tierplan.studies.study import Point, Study
@@ -179,7 +180,11 @@ def shown_row(point: Point, row: Row, prices: PriceList, tokens: float) -> dict[
     if not row.get("fits"):
         reason = str(row.get("error") or row["why_not"])
         return {"fits": False, "why": in_short(reason), "command": _command(point, row)}
-    costs = costs_of(row, priced(point, prices), prices, tokens)
+    description = priced(point, prices)
+    costs = costs_of(row, description, prices, tokens)
+    texts = costs.texts
+    if costs.machine_usd is not None:
+        texts["machine"] = "; ".join([texts["machine"], *price_assumptions(description)])
     limits = [Sensitivity(**limit) for limit in row["limits"]]
     life_s = costs.drive_life_s
     life = life_text(life_s, row["bytes"].get(NVME_WRITE, 0))
@@ -207,7 +212,7 @@ def shown_row(point: Point, row: Row, prices: PriceList, tokens: float) -> dict[
         "note": ". ".join(filter(None, (row["devices_note"], other))),
         "costs": [
             ("time", format_s(costs.seconds)),
-            *costs.texts.items(),
+            *texts.items(),
             ("energy", f"{digits(costs.energy_kwh)} kWh"),
             *wear,
         ],

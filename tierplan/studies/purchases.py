@@ -314,6 +314,13 @@ def energy_assumptions(description: Description, prices: PriceList) -> list[str]
     return assumptions
 
 
+def price_assumptions(description: Description) -> list[str]:
+    """Whose price is missing in what a machine costs."""
+    prices = {"gpu.price": "the GPU's price", "host.price": "the host's price"}
+    unknown = [what for key, what in prices.items() if description.number(key) is None]
+    return [f"{', '.join(unknown)}: not known, and counted as 0 USD"] if unknown else []
+
+
 def job_s(answer: Mapping[str, Any], tokens: float) -> float:
     """Seconds of a job at the speed of a prediction's record: a step is the least that one can do."""
     return max(float(answer["step_s"]), tokens / float(answer["tokens_per_s"]))
