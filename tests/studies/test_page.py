@@ -362,6 +362,21 @@ def test_in_a_browser(page: tuple[Study, Path], tmp_path: Path) -> None:
             )
             assert min(left, right) >= 0
         tab.run(f"go({[0] * len(axes)})")
+        lines = """(() => {
+            const words = document.createTreeWalker(command, NodeFilter.SHOW_TEXT), found = [], range = new Range();
+            for (let wide = 250; wide < 400; wide += 10) {
+                command.parentNode.style.width = `${wide}px`;
+                for (words.currentNode = command; words.nextNode(); ) {
+                    for (const option of words.currentNode.data.matchAll(/--[a-z-]+/g)) {
+                        range.setStart(words.currentNode, option.index);
+                        range.setEnd(words.currentNode, option.index + option[0].length);
+                        found.push(new Set([...range.getClientRects()].map((box) => box.top)).size);
+                    }
+                }
+            }
+            return found;
+        })()"""
+        assert set(tab.run(lines)) == {1}, "no option is broken behind its dashes"
         values = {axis["key"]: 0 for axis in grid["axes"]}
         for axis in grid["axes"]:
             tab.press("Tab", 9)

@@ -86,7 +86,8 @@ function show() {
     make("h2", {}, "Cannot be trained like this"), make("p", { class: "lead", id: "headline" }, row.why)];
   parts.push(make("h2", {}, "Methods, for the same work"), methods());
   parts.push(...frontier());
-  parts.push(make("h2", {}, "The same in a terminal"), make("p", {}, make("code", { id: "command" }, row.command)));
+  const words = row.command.split(/(?<= )/).map((word) => make("span", {}, word));  // options are not broken behind their dashes
+  parts.push(make("h2", {}, "The same in a terminal"), make("p", {}, make("code", { id: "command" }, ...words)));
   const focused = document.activeElement.closest("#answer button")?.textContent;
   document.getElementById("answer").replaceChildren(...parts);
   if (focused) [...document.querySelectorAll("#answer button")].find((b) => b.textContent === focused)?.focus();
