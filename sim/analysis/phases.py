@@ -4,7 +4,7 @@ They are told apart on the device's compute stream: the time from the end of one
 the next one, since it waited for it; what is left until the next step's first forward is the update's. So the three add
 up to the step time, also where micro-batches follow each other and where updates overlap with other work. They are the
 mean over the steps that the step time is the mean of. Where steps go round the devices, a device is in two steps at
-once: then it is the mean over all devices too.
+once: then it is the mean over all devices too, as it is where the device with the most forward ops has no backward.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ PHASE_OF = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phases:
-    """Of one step in steady state, on the device with the most forward ops, or on all where steps go round them."""
+    """Of one step in steady state, on the device with the most forward ops, or on all where steps go round them or it
+    only goes forward.
+    """
 
     forward_s: float
     backward_s: float
@@ -47,7 +49,8 @@ def phases(steady: SteadyState) -> Phases:
         begin_ns, end_ns = (round(moment_s * 1e9) for moment_s in steady.window_s)
     else:
         [(stream, _)] = Counter(span.stream for span in forwards).most_common(1)
-        streams = {stream}
+        backward = {span.stream for span, kind in does if PHASE_OF.get(kind) == "backward_s"}
+        streams = {stream} if stream in backward else {span.stream for span in forwards} | backward
         starts_ns = [span.start_ns for span in forwards if span.stream == stream]
         begins_ns = np.reshape(starts_ns, (steady.num_steps, -1)).min(axis=1).tolist()
         first = max(0, min(steady.warmup_steps, steady.num_steps - 1 - steady.mean_steps))

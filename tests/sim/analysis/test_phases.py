@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.toys import toy_machine, toy_workload, uniform_plan
+from tierplan import Training, load_machine, load_workload
 from tierplan.planner.plan import UnitPlan
-from tierplan.planner.prediction import predict_plan
+from tierplan.planner.prediction import predict, predict_plan
 from tierplan.sim.analysis.phases import phases
 
 
@@ -35,3 +36,11 @@ def test_phases_add_up_to_the_step(states: str) -> None:
     spent = phases(found.steady)
     assert spent.forward_s + spent.backward_s + spent.update_s == pytest.approx(found.steady.period_s, rel=1e-4)
     assert min(spent.forward_s, spent.backward_s) > 0
+
+
+def test_packs_that_go_forward_on_some_devices_and_backward_on_others_have_both_phases() -> None:
+    """Of twelve GPUs nine had work, and none went both ways: backward was said to take no time."""
+    workload = load_workload("gpt2", Training(gradient_accumulation_steps=12))
+    found = predict("harmony-pp", workload, load_machine("roundpipe-8x4090", ["gpu.count=12"]))
+    assert found.phases is not None
+    assert 0 < found.phases.forward_s < found.phases.backward_s
