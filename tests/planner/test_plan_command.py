@@ -184,3 +184,16 @@ def test_the_title_of_a_timeline_has_the_gpus_and_all_of_a_long_name(tmp_path: P
     write_timeline(prediction, str(tmp_path / "t.svg"))
     drawn = re.findall(r"<!-- (.*) -->", (tmp_path / "t.svg").read_text("utf-8"))
     assert max(map(len, drawn)) <= 100 < len(title)
+
+
+def test_lines_that_go_on_below_are_broken_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside names as long as those of links between many GPUs: a second break loses what indents the first."""
+    asked = ["--model", "gpt2-xl", "--machine", "harmony-4x1080ti", "--seq", "512", "--accumulation", "8"]
+    assert main(["simulate", "--policy", "harmony-pp", *asked]) == 0
+    said, _, rates = capsys.readouterr().out.partition("rates: ")
+    indent = len(said.splitlines()[-1])
+    goes_on = [
+        line for line in rates.split("limited by")[0].splitlines()[1:-1] if not line.strip().startswith("forward ")
+    ]
+    assert goes_on
+    assert all(line.startswith(" " * (indent + 2)) for line in goes_on), goes_on

@@ -26,6 +26,8 @@ from tierplan.studies.evaluate import BestPlan
 from tierplan.studies.study import Point
 from tierplan.validation.report.page import write_page
 
+ROOM = 55
+"""Columns of an answer's lines beside the longest name in front of them, such as `moved gpu10.p2p.gpu11`."""
 OF_RESULT = ("lower_bound_s", "gap", "status", "solve_s", "total_s", "milp_gap")
 """What the planner knows of a plan beyond its prediction."""
 
@@ -103,7 +105,7 @@ def _head_rows(p: Prediction, tokens_per_s: str, below: str) -> list[tuple[str, 
     rows += [("", p.step_note)] * bool(p.step_note)
     if p.interval_s is not None:
         low_s, high_s = map(format_s, p.interval_s)
-        lines = [f"in 9 of 10 cases between {low_s} and {high_s}", *wrapped(f"rates: {p.basis}", 58)]
+        lines = [f"in 9 of 10 cases between {low_s} and {high_s}", *wrapped(f"rates: {p.basis}", ROOM)]
         rows += [("", line) for line in lines]
     return [*rows, ("", below), ("limited by", limited_text(p.limits))]
 
@@ -111,7 +113,7 @@ def _head_rows(p: Prediction, tokens_per_s: str, below: str) -> list[tuple[str, 
 def _last_rows(p: Prediction) -> list[tuple[str, ...]]:
     text = "" if p.columns is None else life_text(p.lifetime_s, written_bytes(p.columns))
     rows: list[tuple[str, ...]] = [("drives last", text)] if text else []
-    return rows + [("" if k else "to run", line) for k, line in enumerate(wrapped(p.simulated_only, 58))]
+    return rows + [("" if k else "to run", line) for k, line in enumerate(wrapped(p.simulated_only, ROOM))]
 
 
 def question_text(point: Point, row: Mapping[str, Any], dtype: str) -> str:
@@ -235,7 +237,7 @@ def _numbers_of(prediction: Prediction) -> dict[str, int]:
 
 def numbers_rows(prediction: Prediction) -> list[tuple[str, str]]:
     """What `numbers_texts` say, as rows."""
-    lines = (line for text in numbers_texts(prediction) for line in wrapped(text, 58))
+    lines = (line for text in numbers_texts(prediction) for line in wrapped(text, ROOM))
     return [("" if k else "numbers", line) for k, line in enumerate(lines)]
 
 
@@ -330,7 +332,7 @@ def prediction_text(p: Prediction) -> str:
     capacity = p.steady.capacity_bytes
     num_batches = 1 if p.plan is None else p.plan.num_batches
     seq = p.tokens // (p.micro_batch * p.accumulation * num_batches)
-    has = wrapped(step_text(p.micro_batch, p.accumulation, num_batches, p.devices, seq), 58)
+    has = wrapped(step_text(p.micro_batch, p.accumulation, num_batches, p.devices, seq), ROOM)
     speeds = [f"{digits(p.flops / p.step_s / 1e12)} TFLOP/s"] if p.flops else []  # not where seconds are known alone
     if p.tflops_8nd is not None:
         active = "active " * (p.num_active != p.num_parameters)
