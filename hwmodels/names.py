@@ -166,9 +166,10 @@ def on_devices(name: str, devices: Sequence[int]) -> str:
 TASKS = ("compute", "h2d", "d2h", "p2p", "collective", "read", "write")
 
 
-def display_order(name: str) -> tuple[int, str]:
-    """A key to sort streams by: computing first, then links, drives and the host; by name among equals."""
+def display_order(name: str) -> tuple[int, list[str | int]]:
+    """A key to sort streams by: computing first, then links, drives and the host; by number among equals."""
     stream = parse_stream(name)
+    by_name = [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
     if stream.task in TASKS:
-        return TASKS.index(stream.task), name
-    return len(TASKS) + (stream.tier != HOST), name
+        return TASKS.index(stream.task), by_name
+    return len(TASKS) + (stream.tier != HOST), by_name

@@ -35,6 +35,8 @@ def test_streams_are_shown_computing_first() -> None:
     assert sorted(streams, key=names.display_order) == [
         "gpu0.compute", "gpu1.compute", "gpu0.d2h", "gpu0.p2p.gpu1", "nvme.read", "nvme.write", "host.adam", "z",
     ]  # fmt: skip
+    many = [names.compute(device) for device in range(12)]
+    assert sorted(sorted(many), key=names.display_order) == many, "gpu10 is behind gpu9, not behind gpu1"
 
 
 def test_machines_have_these_tiers_and_streams() -> None:
