@@ -44,7 +44,7 @@ class ModelHooks:
         self.remove = replaced.close
         """Gives the model its own `forward`s back."""
         self.recipes: dict[tuple[int, object], tuple[PlainState, Recipe | None]] = {}
-        """How to make what a block has dropped again, by block and how it is called, once it is known, and with which
+        """How to make what a block has dropped again, by block, how it is called and what that shares, and with which
         plain values of its modules; None where that is run again each time."""
         self.are_replays_timed = are_replays_timed
         self.before_rerun: Callable[[], None] = lambda: None

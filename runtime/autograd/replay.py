@@ -68,8 +68,7 @@ class OperationLog(TorchDispatchMode):
         self._known: dict[int, tuple[StorageWeakRef, int]] = {}
         self._outside: dict[int, Source | torch.Tensor] = {t.untyped_storage()._cdata: t for t in constants}
         """By identity of a storage."""
-        for kind, ts in there.items():
-            self._outside |= {t.untyped_storage()._cdata: (kind, k) for k, t in enumerate(ts) if t is not None}
+        self._outside |= _sources(there)
         self.source_of: dict[int, Source | torch.Tensor] = {}
         self.saved_number: dict[int, int] = {}
         """Storage number by index of the saved tensor."""
@@ -138,6 +137,18 @@ class OperationLog(TorchDispatchMode):
             for number in (*call.read, *(n for n in call.results if n is not None)):
                 last[number] = i
         return Recipe(tuple(calls), sources, target, last)
+
+
+def _sources(there: There) -> dict[int, Source]:
+    """By identity of a storage; the last one of those that have it."""
+    given = ((kind, k, t) for kind, ts in there.items() for k, t in enumerate(ts) if t is not None)
+    return {t.untyped_storage()._cdata: (kind, k) for kind, k, t in given}
+
+
+def shared(there: There) -> tuple[Source, ...]:
+    """What a recipe takes to be the same: whether a block's argument is its input, or another one twice."""
+    source_of = _sources(there)
+    return tuple(source_of[t.untyped_storage()._cdata] for ts in there.values() for t in ts if t is not None)
 
 
 def arguments(func: Any, args: Any, kwargs: Any) -> Iterable[tuple[Any, Any]]:
