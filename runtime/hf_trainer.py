@@ -162,7 +162,6 @@ class ScheduleTrainer(transformers.Trainer):
         check_callbacks(self.callback_handler.callbacks, transformers.TrainerCallback)
         if isinstance(self.train_dataset, Sized):
             check_epoch(len(self.train_dataset), self.args, self._training.gradient_accumulation_steps)
-        self._has_trained = True
         return super().train(resume_from_checkpoint, *args, **settings)
 
     @property
@@ -229,6 +228,7 @@ class ScheduleTrainer(transformers.Trainer):
         return self._engine.last_grad_norm
 
     def _inner_training_loop(self, *args: Any, **settings: Any) -> Any:
+        self._has_trained = True
         try:
             return super()._inner_training_loop(*args, **settings)
         except BaseException:  # between steps the model is whole, as it was after the last one

@@ -306,6 +306,18 @@ def test_a_callback_that_wants_gradients_is_refused(tmp_path: Path) -> None:
         trainer.train()
 
 
+def test_training_begins_anew_where_there_is_no_checkpoint_yet(tmp_path: Path) -> None:
+    """As scripts do that are started again and again: nothing has been trained when `train` finds none."""
+    trainers = []
+    for build in (hf.Trainer, ScheduleTrainer):
+        trainer = made(build, tmp_path)
+        with pytest.raises(ValueError, match="No valid checkpoint found"):
+            trainer.train(resume_from_checkpoint=True)
+        trainer.train()
+        trainers.append(trainer)
+    assert same_weights(trainers[0].model, trainers[1].model)
+
+
 def test_the_model_is_whole_when_training_ends_and_is_not_trained_again(tmp_path: Path) -> None:
     class SavesAtTheEnd(hf.TrainerCallback):
         def on_train_end(self, *args: Any, **settings: Any) -> None:
