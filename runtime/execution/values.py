@@ -257,7 +257,8 @@ def value_of(instance: Instance) -> BufferValue:
 REMEDY = (
     "Make the schedule from a workload of this model, with the same shapes, dtype and backend: a plan that is run on "
     "the CPU needs `tierplan plan --backend cpu`, and one for padded batches `--padded` (in Python, "
-    "tierplan.runtime.tracing.trace.trace_workload). Where it was made so, the model keeps other tensors than it did "
+    "tierplan.runtime.tracing.trace.trace_workload). Behind model.eval() and from_pretrained, dropout keeps nothing: "
+    "call model.train(). Where all is so, the model keeps other tensors than it did "
     "while it was traced, without numbers, and cannot be planned: such as LSTMs, batch norm of turned "
     "tensors (PatchTST), or sequences packed by position_ids"
 )

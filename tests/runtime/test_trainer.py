@@ -284,6 +284,13 @@ def test_other_shapes_than_planned_are_refused(shape: dict[str, int], what: str,
         train(schedule, model, make_batches(2, **shape), steps=2, nvme_dir=tmp_path)
 
 
+def test_a_model_in_evaluation_mode_that_keeps_less_is_told_to_train(tmp_path: Path) -> None:
+    """As `from_pretrained` leaves it."""
+    schedule = schedule_for(make_model("gpt2", dropout=0.1), UnitPlan(acts="recompute"))
+    with pytest.raises(SizeError, match=r"call model\.train\(\)"):
+        train(schedule, make_model("gpt2", dropout=0.1).eval(), make_batches(2), steps=2, nvme_dir=tmp_path)
+
+
 def test_another_model_than_planned_is_refused(tmp_path: Path) -> None:
     schedule = schedule_for(make_model("gpt2"), UnitPlan())
     with pytest.raises(TrainingError, match="make the schedule from this model"):
