@@ -39,7 +39,7 @@ from tierplan.runtime.autograd.cuts import (
 from tierplan.runtime.autograd.flow import Flow
 from tierplan.runtime.autograd.hooks import ModelHooks, chosen_around
 from tierplan.runtime.autograd.nests import addresses, flatten, form_of, shapes_of, tensors_in
-from tierplan.runtime.autograd.replay import OperationLog, Recipe, There, shared
+from tierplan.runtime.autograd.replay import OperationLog, Recipe, There, looks_of
 from tierplan.runtime.autograd.saved import AllRecreated, Finder, Recorder, Recreator, SavedStorage, Treatment
 from tierplan.runtime.autograd.units import FlatParameters, ModelError, ModelUnit, placeholder, without_checkpoints
 from tierplan.runtime.execution.device import Device
@@ -200,7 +200,7 @@ class MicroBatchRun:
             )
         inputs = [*run.leaves, *(leaf for _, leaf in run.glue)]
         there: There = {"arg": tensors, "input": inputs, "param": [part.bound for part in self._params_of(index)]}
-        recipes, key = self.hooks.recipes, (index, (*form_of(args, kwargs), *shared(there)))
+        recipes, key = self.hooks.recipes, (index, (*form_of(args, kwargs), *looks_of(there)))
         values, recipe = recipes.get(key, (None, None))
         is_moved = run.treatment is not None  # then others may be moved than the op was made to read
         cannot = recipe is None or values != run.values or not run.recorder.holds(recipe.saved, here=is_moved)

@@ -145,10 +145,11 @@ def _sources(there: There) -> dict[int, Source]:
     return {t.untyped_storage()._cdata: (kind, k) for kind, k, t in given}
 
 
-def shared(there: There) -> tuple[Source, ...]:
-    """What a recipe takes to be the same: whether a block's argument is its input, or another one twice."""
-    source_of = _sources(there)
-    return tuple(source_of[t.untyped_storage()._cdata] for ts in there.values() for t in ts if t is not None)
+def looks_of(there: There) -> tuple[object, ...]:
+    """What a recipe takes to be the same: whether a block's argument is its input, or another one twice, and where each
+    lies in its storage."""
+    source_of, found = _sources(there), (t for ts in there.values() for t in ts if t is not None)
+    return tuple((source_of[t.untyped_storage()._cdata], t.stride(), t.storage_offset()) for t in found)
 
 
 def arguments(func: Any, args: Any, kwargs: Any) -> Iterable[tuple[Any, Any]]:

@@ -68,6 +68,7 @@ class _Scaled(nn.Module):
             "count": 1.0 + 0.1 * self.num_calls,
             "between": 1.0,
             "twice": a,
+            "slice": a,
         }[self.way]
         return x + torch.tanh(self.inner(x) * factor)
 
@@ -82,6 +83,7 @@ class OfScaled(OwnModel):
             layer.hold(t)  # type: ignore[operator]
             told = {"number": {"t": t}, "name": {"a" if int(t) % 2 else "b": x}}
             told["twice"] = {"a": x if t == 1 else x.flip(0)}
+            told["slice"] = {"a": torch.arange(99.0)[int(t) :: int(t)][:16]}
             x = x * t if self.way == "between" and t != 1 else x
             x = layer(x, **told.get(self.way, {}))
         return x
@@ -92,7 +94,9 @@ def told(num: int) -> list[dict[str, Any]]:
     return [{**batch, "t": 1.0} for batch in make_batches(num)]
 
 
-@pytest.mark.parametrize("way", ["number", "name", "attribute", "list", "dict", "config", "count", "between", "twice"])
+@pytest.mark.parametrize(
+    "way", ["number", "name", "attribute", "list", "dict", "config", "count", "between", "twice", "slice"]
+)
 def test_what_a_block_is_told_beside_tensors_is_not_that_of_another_micro_batch(way: str, tmp_path: Path) -> None:
     """The first two are told alike, and as the block was made: what is known of one is used for the next."""
     batches = [{**batch, "t": t} for t, batch in zip((1.0, 1.0, 2.0, 3.0, 1.0), make_batches(5), strict=True)]
