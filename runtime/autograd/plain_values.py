@@ -1,11 +1,13 @@
 """Plain values that modules hold, by which their forward may compute.
 
 They are numbers, texts and types that are attributes of a module, or that its lists, dictionaries and configurations
-hold. A unit that is made again is made with those of its forward, whoever has changed them since.
+hold. A unit that is made again is made with those of its forward, whoever has changed them since. With other modules
+inside, hooks or a `forward` that was set, a module has other values, too, but these are not put back.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -62,6 +64,8 @@ class PlainValues:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = tuple(modules)
+        names = ("_modules", "_forward_hooks", "_forward_pre_hooks")
+        self._code: list[dict[Any, Any]] = [getattr(module, name) for module in self._modules for name in names]
         self._getters: list[tuple[Callable[[Any], Any], Container]] = []
         self._then: tuple[object, object] = (None, None)
         self._state: PlainState | None = None
@@ -79,10 +83,15 @@ class PlainValues:
         return state
 
     def _look(self) -> tuple[object, object]:
-        return [get(c) for get, c in self._getters], [len(c) for _, c in self._getters]
+        return [get(c) for get, c in self._getters], ([len(c) for _, c in self._getters], self._code_now())
+
+    def _code_now(self) -> list[Any]:
+        """What runs when the modules are called, beside their classes' own `forward`."""
+        forwards = [vars(module).get("forward") for module in self._modules]
+        return [*forwards, *itertools.chain.from_iterable(map(dict.values, self._code))]
 
     def _walk(self) -> PlainState:
-        values: list[Container] = []
+        values: list[Container] = [self._code_now()]
         held: list[tuple[Container, Container]] = []
         todo: list[tuple[Container, int]] = [(vars(module), 0) for module in self._modules]
         seen = set()

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ class _Scaled(nn.Module):
         super().__init__()
         self.inner, self.way, self.num_calls = nn.Linear(16, 16), way, 0
         self.scale, self.scales, self.by_name = 1.0, [1.0], {"one": 1.0}
-        self.config = SimpleNamespace(scales={"one": 1.0})
+        self.config, self.act = SimpleNamespace(scales={"one": 1.0}), cast(nn.Module, nn.Tanh())
 
     def hold(self, t: float) -> None:
         match self.way:
@@ -55,6 +55,12 @@ class _Scaled(nn.Module):
                 self.by_name = {"one": t}
             case "config":
                 self.config.scales["one"] = t
+            case "hook":
+                self.inner._forward_hooks[0] = lambda module, given, out: out * t
+            case "set forward":
+                self.inner.forward = lambda x: nn.Linear.forward(self.inner, x) * t
+            case "module":
+                self.act = nn.Tanh() if t == 1 else nn.Sigmoid()
 
     def forward(self, x: torch.Tensor, t: float = 0.0, *, a: object = None, b: object = None) -> torch.Tensor:
         self.num_calls += self.way == "count"
@@ -66,11 +72,9 @@ class _Scaled(nn.Module):
             "dict": self.by_name["one"],
             "config": self.config.scales["one"],
             "count": 1.0 + 0.1 * self.num_calls,
-            "between": 1.0,
-            "twice": a,
-            "slice": a,
-        }[self.way]
-        return x + torch.tanh(self.inner(x) * factor)
+            **dict.fromkeys(("twice", "slice"), a),
+        }.get(self.way, 1.0)
+        return x + self.act(self.inner(x) * factor)
 
 
 class OfScaled(OwnModel):
@@ -94,9 +98,10 @@ def told(num: int) -> list[dict[str, Any]]:
     return [{**batch, "t": 1.0} for batch in make_batches(num)]
 
 
-@pytest.mark.parametrize(
-    "way", ["number", "name", "attribute", "list", "dict", "config", "count", "between", "twice", "slice"]
-)
+OF_VALUES = ("number", "name", "attribute", "list", "dict", "config", "count")
+
+
+@pytest.mark.parametrize("way", [*OF_VALUES, "between", "twice", "slice", "hook", "set forward", "module"])
 def test_what_a_block_is_told_beside_tensors_is_not_that_of_another_micro_batch(way: str, tmp_path: Path) -> None:
     """The first two are told alike, and as the block was made: what is known of one is used for the next."""
     batches = [{**batch, "t": t} for t, batch in zip((1.0, 1.0, 2.0, 3.0, 1.0), make_batches(5), strict=True)]
