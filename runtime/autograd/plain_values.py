@@ -2,7 +2,7 @@
 
 They are numbers, texts and types that are attributes of a module, or that its lists, dictionaries and configurations
 hold. A unit that is made again is made with those of its forward, whoever has changed them since. With other modules
-inside, hooks or a `forward` that was set, a module has other values, too, but these are not put back.
+inside, hooks or functions that were set, a module has other values, too, but these are not put back.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ class PlainValues:
         self._modules = tuple(modules)
         names = ("_modules", "_forward_hooks", "_forward_pre_hooks")
         self._code: list[dict[Any, Any]] = [getattr(module, name) for module in self._modules for name in names]
+        held = [vars(module) for module in self._modules]
+        self._functions = [(own, n) for own in held for n in {"forward", *filter(lambda n: callable(own[n]), own)}]
         self._getters: list[tuple[Callable[[Any], Any], Container]] = []
         self._then: tuple[object, object] = (None, None)
         self._state: PlainState | None = None
@@ -86,9 +88,9 @@ class PlainValues:
         return [get(c) for get, c in self._getters], ([len(c) for _, c in self._getters], self._code_now())
 
     def _code_now(self) -> list[Any]:
-        """What runs when the modules are called, beside their classes' own `forward`."""
-        forwards = [vars(module).get("forward") for module in self._modules]
-        return [*forwards, *itertools.chain.from_iterable(map(dict.values, self._code))]
+        """What runs when the modules are called, beside their classes' own functions."""
+        functions = [own.get(name) for own, name in self._functions]
+        return [*functions, *itertools.chain.from_iterable(map(dict.values, self._code))]
 
     def _walk(self) -> PlainState:
         values: list[Container] = [self._code_now()]

@@ -41,7 +41,7 @@ class _Scaled(nn.Module):
 
     def __init__(self, way: str) -> None:
         super().__init__()
-        self.inner, self.way, self.num_calls = nn.Linear(16, 16), way, 0
+        self.inner, self.way, self.num_calls, self.shape = nn.Linear(16, 16), way, 0, torch.tanh
         self.scale, self.scales, self.by_name = 1.0, [1.0], {"one": 1.0}
         self.config, self.act = SimpleNamespace(scales={"one": 1.0}), cast(nn.Module, nn.Tanh())
 
@@ -61,6 +61,7 @@ class _Scaled(nn.Module):
                 self.inner.forward = lambda x: nn.Linear.forward(self.inner, x) * t
             case "module":
                 self.act = nn.Tanh() if t == 1 else nn.Sigmoid()
+        self.shape = torch.sigmoid if self.way == "function" and t != 1 else torch.tanh
 
     def forward(self, x: torch.Tensor, t: float = 0.0, *, a: object = None, b: object = None) -> torch.Tensor:
         self.num_calls += self.way == "count"
@@ -74,7 +75,7 @@ class _Scaled(nn.Module):
             "count": 1.0 + 0.1 * self.num_calls,
             **dict.fromkeys(("twice", "slice"), a),
         }.get(self.way, 1.0)
-        return x + self.act(self.inner(x) * factor)
+        return x + self.shape(self.act(self.inner(x) * factor))
 
 
 class OfScaled(OwnModel):
@@ -86,8 +87,8 @@ class OfScaled(OwnModel):
         for layer in self.layers:
             layer.hold(t)  # type: ignore[operator]
             told = {"number": {"t": t}, "name": {"a" if int(t) % 2 else "b": x}}
-            told["twice"] = {"a": x if t == 1 else x.flip(0)}
-            told["slice"] = {"a": torch.arange(99.0)[int(t) :: int(t)][:16]}
+            slices = torch.arange(99.0)[int(t) :: int(t)][:16]
+            told |= {"twice": {"a": x if t == 1 else x.flip(0)}, "slice": {"a": slices}}
             x = x * t if self.way == "between" and t != 1 else x
             x = layer(x, **told.get(self.way, {}))
         return x
@@ -101,7 +102,7 @@ def told(num: int) -> list[dict[str, Any]]:
 OF_VALUES = ("number", "name", "attribute", "list", "dict", "config", "count")
 
 
-@pytest.mark.parametrize("way", [*OF_VALUES, "between", "twice", "slice", "hook", "set forward", "module"])
+@pytest.mark.parametrize("way", [*OF_VALUES, "between", "twice", "slice", "hook", "set forward", "module", "function"])
 def test_what_a_block_is_told_beside_tensors_is_not_that_of_another_micro_batch(way: str, tmp_path: Path) -> None:
     """The first two are told alike, and as the block was made: what is known of one is used for the next."""
     batches = [{**batch, "t": t} for t, batch in zip((1.0, 1.0, 2.0, 3.0, 1.0), make_batches(5), strict=True)]
