@@ -258,9 +258,9 @@ REMEDY = (
     "Make the schedule from a workload of this model, with the same shapes, dtype and backend: a plan that is run on "
     "the CPU needs `tierplan plan --backend cpu`, and one for padded batches `--padded` (in Python, "
     "tierplan.runtime.tracing.trace.trace_workload). Behind model.eval() and from_pretrained, dropout keeps nothing: "
-    "call model.train(). Where all is so, the model keeps other tensors than it did "
-    "while it was traced, without numbers, and cannot be planned: such as LSTMs, batch norm of turned "
-    "tensors (PatchTST), or sequences packed by position_ids"
+    "call model.train(). Where all is so, the model keeps other tensors than it did while it was traced, without "
+    "numbers, and cannot be planned: such as a block's tensors that are no buffers (register_buffer), LSTMs, batch "
+    "norm of turned tensors (PatchTST), or sequences packed by position_ids"
 )
 
 

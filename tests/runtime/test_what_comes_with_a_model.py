@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from tests.runtime.models import make_batches, make_model, observed_workload, schedule_for
+from tests.runtime.models import OwnModel, make_batches, make_model, observed_workload, schedule_for
 from tests.runtime.test_trainer import CPU, machine
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.autograd.units import ModelError
 from tierplan.runtime.execution.placement import TrainingError
+from tierplan.runtime.execution.values import SizeError
 from tierplan.runtime.reference import same_weights, train_plainly
 from tierplan.runtime.trainer import Trainer, train
 from tierplan.sim.schedule import Schedule
@@ -51,6 +52,23 @@ def test_a_schedule_under_autocast_is_refused() -> None:
     step = replace(schedule.step, training=replace(schedule.step.training, autocast="bf16"))
     with pytest.raises(TrainingError, match="trains under autocast to bf16, which is simulated only"):
         Trainer(replace(schedule, step=step), make_model("gpt2"))
+
+
+class _Factor(nn.Module):
+    """A block with a tensor of its own that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.factor = nn.Linear(16, 16), torch.full((16,), 2.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x) * self.factor
+
+
+def test_a_tensor_that_is_no_buffer_is_told_to_be_one() -> None:
+    schedule = schedule_for(OwnModel([_Factor()]), UnitPlan(), CPU, traced=make_batches(1)[0])
+    with pytest.raises(SizeError, match="a block's tensors that are no buffers"):
+        train(schedule, OwnModel([_Factor()]), make_batches(1), steps=1)
 
 
 @pytest.mark.parametrize("fails", [False, True])
