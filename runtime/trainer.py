@@ -31,7 +31,7 @@ from tierplan.runtime.autograd.nests import outside_storages
 from tierplan.runtime.autograd.units import ModelUnit, split_model
 from tierplan.runtime.checkpoint.commits import DRAWING_ORDER, drawing_order
 from tierplan.runtime.checkpoint.durability import Durability, save_copy
-from tierplan.runtime.data.ahead import AheadBatches, Batch, passed_over, with_own_draws
+from tierplan.runtime.data.ahead import AheadBatches, Batch, passed_over, with_own_draws, without_draws
 from tierplan.runtime.execution.computing import Computing
 from tierplan.runtime.execution.device import TORCH_DTYPES, Device, open_device
 from tierplan.runtime.execution.executable import FixedTensors, check_units, executable_step, refuse_interference
@@ -109,8 +109,8 @@ class Trainer(AbstractContextManager["Trainer"]):
     trace_steps: int | None = None
     """Steps of which the trace is kept; None for all."""
     on_step: Callable[[int, float], None] = lambda step, loss: None
-    """Called with each finished step, from 0, and its loss, in the thread of `run` while training goes on. An error
-    that it raises ends the run."""
+    """Called with each finished step, from 0, and its loss, in the thread of `run` while training goes on: it must not
+    seed PyTorch's generators, nor draw from them. An error that it raises ends the run."""
     out_dir: Folder | None = None
     """Where steps are committed; nothing is, and nothing outlives a crash, if not given."""
     checkpoint_every: int | None = None
@@ -464,7 +464,7 @@ class Trainer(AbstractContextManager["Trainer"]):
             rows = self.ranks.share(self._losses.get(step, [0.0] * count), "steps")
             rows = [[sum(row) for row in zip(*rows, strict=True)]] if self._stages else rows  # one of them has the loss
             self._losses[step] = [loss for row in zip(*rows, strict=True) for loss in row]
-        self.on_step(step, sum(self._losses[step]))
+        without_draws(self.on_step, step, sum(self._losses[step]))
         if self._durability is not None:
             self._durability.end_commit(waits=False)
 

@@ -9,8 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tierplan.runtime.autograd.nests import flatten
+from tierplan.runtime.autograd.replay import is_random
+from tierplan.runtime.execution.placement import TrainingError
 
 Batch = Mapping[str, Any]
 
@@ -30,6 +33,23 @@ def with_own_draws(source: Iterator[Batch]) -> Iterator[Batch]:
         if batch is None:
             return
         yield batch
+
+
+class _NothingDrawn(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_random(func, args, kwargs) and not any(isinstance(x, torch.Generator) for x in (*args, *kwargs.values())):
+            raise TrainingError(
+                f"on_step draws random numbers ({func}) from PyTorch's generator, and so does training, which goes on "
+                "meanwhile and would have other ones; give it a torch.Generator of its own, or draw behind `run`"
+            )
+        return func(*args, **kwargs)
+
+
+def without_draws(on_step: Callable[[int, float], None], step: int, loss: float) -> None:
+    """Calls it beside training. Raises `TrainingError` where it draws what training has to draw."""
+    with _NothingDrawn():
+        on_step(step, loss)
 
 
 def passed_over(source: Iterator[Batch], num_used: int) -> Iterator[Batch]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -298,3 +300,20 @@ def test_batches_that_share_memory_are_those_that_they_were(accumulation: int) -
     )
     source = of_one_memory(make_batches(8))
     assert train(schedule, make_model("gpt2"), source, steps=8 // accumulation).losses == tuple(expected)
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_what_on_step_draws_beside_training_is_refused_unless_it_has_a_generator(is_own: bool) -> None:
+    """Else dropout would have other numbers, and others in each run."""
+    model, batches, generator = make_model("gpt2", dropout=0.1), make_batches(4), torch.Generator()
+    plain = copy.deepcopy(model)
+    draw = partial(torch.rand, 9, generator=generator if is_own else None)
+    with Trainer(schedule_of(model), model, on_step=lambda step, loss: [draw() for _ in range(99)].clear()) as trainer:
+        if is_own:
+            trainer.run(batches, 4)
+            trainer.restore_model()
+            train_plainly(plain, batches, steps=4)
+            assert same_weights(model, plain)
+            return
+        with pytest.raises(TrainingError, match=r"on_step draws random numbers .* torch\.Generator of its own"):
+            trainer.run(batches, 4)
