@@ -62,8 +62,12 @@ class ModelHooks:
         inside = {module for unit in units if unit.block is not None for module in unit.block.modules()}
         self._outside = PlainValues(module for module in model.modules() if module not in inside)
         self._values = [self._outside if unit.block is None else PlainValues(unit.block.modules()) for unit in units]
+        self._drawing = dict[int, str]()
+        """Names of blocks that hold generators of random numbers."""
         for index, unit in enumerate(units):
             if (block := unit.block) is not None:
+                if any(isinstance(value, torch.Generator) for m in block.modules() for value in vars(m).values()):
+                    self._drawing[index] = unit.name
                 own = partial(self._forward, index, block.forward)
                 replaced.enter_context(patch.object(block, "forward", own))
 
@@ -82,6 +86,11 @@ class ModelHooks:
     def with_values(self, index: int, values: PlainState | None) -> Iterator[None]:
         """Inside, the unit's modules have these plain values. Behind it, all that run there have those of before."""
         self.before_rerun()
+        if index in self._drawing:
+            raise ModelError(
+                f"{self._drawing[index]!r} has a torch.Generator of its own, which goes on where the block runs again "
+                "and draws other numbers; draw from PyTorch's generator, or plan without recomputation"
+            )
         changed = set(self._values) if self._values[index] is self._outside else {self._values[index]}
         before = [(of, of.now()) for of in changed]
         if values is not None and values != self.values_of(index):

@@ -15,7 +15,16 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.runtime.models import VOCABULARY, bind_all, make_batches, make_model, micro_batch, observed_workload
+from tests.runtime.models import (
+    VOCABULARY,
+    OwnModel,
+    bind_all,
+    make_batches,
+    make_model,
+    micro_batch,
+    observed_workload,
+    schedule_for,
+)
 from tests.runtime.test_trainer import CPU, machine
 from tests.toys import uniform_plan
 from tierplan.hwmodels.names import COMPUTE
@@ -23,7 +32,7 @@ from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan
 from tierplan.runtime.autograd.hooks import ModelHooks
 from tierplan.runtime.autograd.replay import Recipe
-from tierplan.runtime.autograd.units import ModelUnit, split_model
+from tierplan.runtime.autograd.units import ModelError, ModelUnit, split_model
 from tierplan.runtime.checkpoint.weights import hollow_model, random_weights
 from tierplan.runtime.execution.device import Device, Event
 from tierplan.runtime.reference import same_weights, train_plainly, without_cache
@@ -256,3 +265,26 @@ def test_what_would_start_from_a_tensor_that_is_gone_is_run_again() -> None:
     schedule = lower(uniform_plan(workload, UnitPlan(acts=("keep", "recompute"))), workload, machine())
     assert list(train(schedule, model, batches, steps=3).losses) == train_plainly(plain, batches, steps=3)
     assert same_weights(model, plain)
+
+
+class _Draws(nn.Module):
+    """A block with a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.generator = nn.Linear(16, 16), torch.Generator().manual_seed(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.inner(x) * torch.rand(x.shape, generator=self.generator))
+
+
+def test_a_block_with_a_generator_of_its_own_is_not_run_again() -> None:
+    """It would draw other numbers than in its forward; where it runs once, it has those of plain training."""
+    model, batches = OwnModel([_Draws()]), make_batches(2)
+    kept, again = (schedule_for(model, UnitPlan(acts=acts), traced=batches[0]) for acts in ("keep", "recompute"))
+    plain = OwnModel([_Draws()])
+    plain.load_state_dict(model.state_dict())
+    assert list(train(kept, model, batches, steps=2).losses) == train_plainly(plain, batches, steps=2)
+    assert same_weights(model, plain)
+    with pytest.raises(ModelError, match=r"'L0' has a torch\.Generator of its own"):
+        train(again, model, batches, steps=2)
