@@ -148,8 +148,8 @@ def _sources(there: There) -> dict[int, Source]:
 def looks_of(there: There) -> tuple[object, ...]:
     """What a recipe takes to be the same: whether a block's argument is its input, or another one twice, and where each
     lies in its storage."""
-    source_of, found = _sources(there), (t for ts in there.values() for t in ts if t is not None)
-    return tuple((source_of[t.untyped_storage()._cdata], t.stride(), t.storage_offset()) for t in found)
+    source_of, tensors = _sources(there), (t for ts in there.values() for t in ts if t is not None)
+    return tuple((source_of[t.untyped_storage()._cdata], t.stride(), t.storage_offset()) for t in tensors)
 
 
 def arguments(func: Any, args: Any, kwargs: Any) -> Iterable[tuple[Any, Any]]:
