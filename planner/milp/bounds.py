@@ -25,6 +25,8 @@ MEMORY_FAMILIES: Mapping[str, str] = {"device memory": "device", "host memory": 
 
 WORTH_BRINGING = 1.01
 """How much longer the bound has to be without states that come to the device for updates, for plans to have any."""
+COARSE_FRAC = 0.2
+"""Or the share of it that one unit's update takes on the host: bounds have that in small amounts, plans have not."""
 FEW_UNITS = 8
 """Short chains, of so many, have them anyway: there a bound says little, and every move of one unit is tried."""
 MANY_WINDOWS = 12
@@ -116,6 +118,7 @@ def _lower_bound(problem: Problem, solver: Solver) -> Bound:
         return plain
     wide = _optimum(replace(problem, keeps_grads=True), solver.wider, narrower=solver)
     is_worth_it = WORTH_BRINGING * wide.step_s < plain.step_s or len(problem.units) <= FEW_UNITS
+    is_worth_it |= COARSE_FRAC * wide.step_s < max(map(problem.host_gparams, problem.units)) / problem.rates.adam
     if wide.feasible and wide.proven and is_worth_it:
         found = replace(wide, plain=plain)
     else:

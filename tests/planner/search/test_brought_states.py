@@ -69,6 +69,18 @@ def test_where_the_host_is_slow_and_the_link_quick_states_come_to_the_device() -
     assert best_s < 0.5 * best_of(workload, on, brings=False)
 
 
+def test_states_come_where_the_host_takes_long_for_one_unit_though_the_bound_does_not_say_so() -> None:
+    """All but somewhat more than one block's states have room on the device. In small amounts the host has time for
+    that beside computing; for two whole blocks it has not."""
+    workload, on = blocks(12), small_machine(device_mb=1600, nvme_mb=0, adam_m_per_s=4, link_mb_per_s=1000)
+    bound = lower_bound(problem(workload, on, semantics="in-backward"))
+    assert bound.plain is not None
+    assert bound.plain.step_s == pytest.approx(bound.step_s, rel=1e-4)
+    result = plan(workload, on)
+    assert result.step_s < 1.01 * bound.step_s
+    assert "device" in where_updated(result)
+
+
 def test_where_the_host_is_quick_they_stay() -> None:
     workload, on = blocks(3), machine(adam_m_per_s=1000, link_mb_per_s=1000)
     result = plan(workload, on)
