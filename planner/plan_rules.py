@@ -157,12 +157,11 @@ def check_packs(plan: PackPlan, workload: Workload) -> None:
         )
     if packs.stays:
         each, at_home = divmod(len(packs.backward), packs.devices)
-        if at_home > 1 or not each or packs.devices > total or (each > 1 and total % packs.devices):
+        if at_home > 1 or not each or (each > 1 and total % packs.devices):
             raise PlanError(
                 f"plan {plan.policy!r} has {len(packs.backward)} stages for {packs.devices} devices and "
-                f"{total} micro-batch{'es' * (total != 1)}; give each device one stage, and the step at least as many "
-                "micro-batches, or each as many stages, and the step a multiple of the devices; and at most one stage "
-                "more"
+                f"{total} micro-batch{'es' * (total != 1)}; give each device one stage, or each as many, and the step "
+                "a multiple of the devices; and at most one stage more"
             )
     else:
         refuse_codes(f"plan {plan.policy!r} runs in packs", workload.training)

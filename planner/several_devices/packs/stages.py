@@ -107,8 +107,7 @@ def search_stages(incumbents: Incumbents, simulate_plan: PlanSimulator, *, num_o
     """Better stages than Megatron's, where devices share micro-batches, with a share of so much work; none that seem to
     take longer than `beat_s`, or than other packs."""
     workload, num = simulate_plan.workload, simulate_plan.machine.num_devices
-    enough = min(workload.training.gradient_accumulation_steps, len(workload.blocks))
-    if incumbents.batches == "each" or not 1 < num <= enough:
+    if incumbents.batches == "each" or not 1 < num <= len(workload.blocks):
         return
     devices_bytes = num * simulate_plan.machine.tier(DEVICE).capacity_bytes
     least = ((_held_bytes(u, workload, is_lent=True), _held_bytes(u, workload)) for u in workload.units)

@@ -124,6 +124,7 @@ def test_hardly_any_places_of_states_are_quicker(mib: int, clip: float | None) -
         (2, 4, 8, 8, 800, 0.5, 4.0),  # those of the embedding have none on its device
         (4, 2, 8, 2, 1500, 0.5, 4.0),
         (15, 2, 4, 2, 1000, None, 4.0),  # what is quickest nearly has it, by the estimate
+        (3, 3, 8, 1, 1200, None, 4.0),  # one device after the other
     ],
 )
 def test_random_stages_are_not_quicker_than_what_is_found(
@@ -146,10 +147,12 @@ def test_random_stages_are_not_quicker_than_what_is_found(
     assert found_s <= 1.06 * best_s
 
 
-@pytest.mark.parametrize(("num", "at_home"), [(2, False), (3, False), (2, True), (3, True)])
-def test_the_estimate_is_what_is_simulated(num: int, at_home: bool) -> None:
+@pytest.mark.parametrize(
+    ("num", "at_home", "accumulation"), [(2, False, 5), (3, False, 5), (2, True, 5), (3, True, 5), (3, False, 1)]
+)
+def test_the_estimate_is_what_is_simulated(num: int, at_home: bool, accumulation: int) -> None:
     """Where nothing is shared by two devices, and no link by two transfers."""
-    workload, machine = unequal(7), devices(num, 12 * GIB)
+    workload, machine = unequal(7, accumulation=accumulation), devices(num, 12 * GIB)
     if not at_home:
         head = replace(workload.units[-1], shares=None, num_parameters=workload.units[0].num_parameters)
         workload = replace(workload, units=(*workload.units[:-1], head))
@@ -162,7 +165,8 @@ def test_the_estimate_is_what_is_simulated(num: int, at_home: bool) -> None:
         assert kept == tuple(range(1, len(workload.units) - 1)), "there is room for all"
         lacking_bytes, step_s = estimate.of(stages)
         assert not lacking_bytes
-        assert simulate_plan(resident(num, ends, kept)).step_s == pytest.approx(step_s, rel=0.003)
+        tolerance = 0.003 if accumulation > 1 else 0.005  # what is sent last has nothing else beside it
+        assert simulate_plan(resident(num, ends, kept)).step_s == pytest.approx(step_s, rel=tolerance)
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
@@ -181,6 +185,19 @@ def test_the_estimate_is_about_what_is_simulated_where_states_leave(clip: float 
         tried = simulate_plan(resident(8, stages.ends, kept, host_states=away, updates_here=updated))
         assert (len(away) - len(updated) > 0) == (here < 9)
         assert tried.step_s == pytest.approx(estimate.of(stages)[1], rel=0.12)
+
+
+def test_fewer_micro_batches_than_devices_go_through_stages() -> None:
+    """One after the other: all devices' memory is there for one micro-batch, which no device alone has room for; packs
+    that go round fetch everything anew."""
+    workload, machine = load_workload("gpt2-large", Training(sequence_length=512)), devices(3, 6 * GIB)
+    found = plan(workload, machine, batches="shared")
+    assert isinstance(found.plan, PackPlan)
+    assert found.plan.packs.stays
+    packed = predict("harmony-pp", workload, machine).step_s
+    assert packed is not None
+    assert found.step_s < 0.5 * packed
+    assert predict("megatron-pp", workload, machine).step_s is not None
 
 
 def test_states_that_come_to_a_device_do_not_wait_for_what_the_host_updates() -> None:

@@ -120,8 +120,9 @@ class Case:
 
     @property
     def sums_tied(self) -> bool:
-        """Megatron adds up what a tied head makes before the embedding's: not in the order of plain training."""
-        return self.policy == "megatron-pp" and self.family == "gpt2"
+        """Megatron adds up what a tied head makes before the embedding's: not in the order of plain training, but for
+        one micro-batch."""
+        return self.policy == "megatron-pp" and self.family == "gpt2" and self.accumulation > 1
 
     @property
     def divides(self) -> bool:
@@ -238,7 +239,8 @@ def train_ranks(ranks: Ranks, cases: Sequence[Case], folder: Path) -> list[str]:
             found.append(f"{case}: losses {result.losses} are {losses} plainly")
         if same_weights(model, plain) == case.sums_tied:
             found.append(f"{case}: weights differ, or do not where others are added up first")
-        if case.has_known_peak and ranks.size == 2:  # where each has a core
+        waits = case.is_pipeline and case.accumulation < ranks.size  # for others, and begins the next step meanwhile
+        if case.has_known_peak and ranks.size == 2 and not waits:  # where each has a core
             predicted = steady_state(schedule, several(ranks.size)).peak_bytes[f"gpu{ranks.rank}"]
             if abs(predicted / result.peak_bytes["gpu0"] - 1) > 0.03:
                 found.append(f"{case}: the device held {result.peak_bytes['gpu0']} bytes, not {predicted} as predicted")
@@ -281,6 +283,7 @@ PAIR = [
     Case("stages", {"kept": (2, 4), "ends": (1, 2, 4, 5, 6)}, dtype="bf16", accumulation=4),
     Case("stages", {"kept": (1,), "host_states": (0, 2, 4, 5)}, accumulation=3, clip=0.5),
     Case("stages", BROUGHT, family="llama", dtype="bf16", accumulation=4),
+    Case("stages", {"kept": (1,), "host_states": (0, 2, 4), "updates_here": (2,), "state_shards": 2}, clip=0.5),
     Case("packs", {"updates_here": (1, 3, 4), "state_shards": 3}, dtype="bf16", accumulation=3),
     Case("packs", {"updates_here": (0, 2, 5), "state_shards": 2}, "llama", "bf16", accumulation=2, clip=0.5),
     Case.random(0),
@@ -310,7 +313,7 @@ EVERY = [
     Case(policy, options, family, dtype, accumulation, clip)
     for policy, options in [("megatron-pp", {}), ("stages", {"kept": (1, 2, 4)})]
     for family, dtype in [("gpt2", "fp32"), ("gpt2", "bf16"), ("llama", "bf16")]
-    for accumulation, clip in [(4, None), (5, 0.5)]
+    for accumulation, clip in [(1, None), (4, None), (5, 0.5)]
 ] + [
     Case("stages", {"kept": (1, 3)}, accumulation=3, clip=0.5),
     Case("stages", {"kept": (2, 3, 4)}, family="llama", dtype="bf16", accumulation=3),
@@ -484,5 +487,6 @@ def test_a_rank_that_fails_is_named() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize(("num", "part"), [(num, part) for num in (2, 4) for part in range(2 * num)])
 def test_every_policy(num: int, part: int, tmp_path: Path) -> None:
-    for found in run_ranks(train_ranks, num, EVERY[part :: 2 * num], tmp_path):
+    cases = [case for case in EVERY[part :: 2 * num] if num == 2 or "ends" not in case.options]
+    for found in run_ranks(train_ranks, num, cases, tmp_path):
         assert found == []
