@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -366,6 +367,24 @@ def test_threads_and_processes_give_the_same(tmp_path: Path) -> None:
     by_processes = sweep(grid(30), cost, num_workers=2)
     assert without_pid(by_processes) == plain
     assert os.getpid() not in {row.get("pid") for row in by_processes}
+
+
+def level_of_others(point: Point) -> dict[str, object]:
+    return {"level": logging.getLogger("of.others").getEffectiveLevel(), "pid": os.getpid()}
+
+
+def test_processes_hear_of_others_what_is_heard_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are begun anew, as beside PyTorch, had told a user of kernels that no command uses."""
+    monkeypatch.setitem(sys.modules, "torch", sys.modules.get("torch", sys))  # then nothing is forked
+    logger = logging.getLogger("of.others")
+    before = logger.level
+    try:
+        logger.setLevel(logging.CRITICAL)
+        rows = sweep(grid(4), level_of_others, num_workers=2)
+    finally:
+        logger.setLevel(before)
+    assert {row["level"] for row in rows} == {logging.CRITICAL}
+    assert os.getpid() not in {row["pid"] for row in rows}
 
 
 def test_what_follows_from_answers_is_asked_while_others_are_computed() -> None:

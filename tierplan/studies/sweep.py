@@ -15,6 +15,7 @@ import gc
 import hashlib
 import io
 import json
+import logging
 import multiprocessing
 import os
 import pickle
@@ -200,7 +201,7 @@ def processes(num: int, stack: ExitStack) -> Executor:
     # a fork has all imports at once; where there are threads, it might have the locks that they hold
     can_fork = sys.platform == "linux" and threading.active_count() == 1 and "torch" not in sys.modules
     context = multiprocessing.get_context("fork" if can_fork else "spawn")
-    pool = _Pool(num, context, _begin_worker, (gc.get_threshold(),))
+    pool = _Pool(num, context, _begin_worker, (gc.get_threshold(), _levels()))
     stack.push(partial(_end_pool, pool, end))
     pool.submit(int)  # begins them now, before there are threads
     return pool
@@ -274,9 +275,16 @@ def _end_workers(others: frozenset[BaseProcess]) -> None:
             process.kill()
 
 
-def _begin_worker(gc_threshold: tuple[int, int, int]) -> None:
+def _levels() -> dict[str, int]:
+    """Of loggers, as they are set here."""
+    return {name: of.level for name, of in logging.root.manager.loggerDict.items() if isinstance(of, logging.Logger)}
+
+
+def _begin_worker(gc_threshold: tuple[int, int, int], levels: Mapping[str, int]) -> None:
     """Ctrl-C is for the parent alone, which decides what it means. Without a parent there is nothing to do."""
     gc.set_threshold(*gc_threshold)
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
