@@ -48,6 +48,12 @@ POSITIONS: Mapping[str, str] = {"gpt2": "n_positions", "bert": "max_position_emb
 """What is as long as the sequences there, since the papers' models have positions for the sequences they report on."""
 DEFAULT_POSITIONS: Mapping[str, int] = {"gpt2": 1024, "opt": 2048, "bert": 512}
 """Of models whose config does not say."""
+DEFAULTS: Mapping[str, Mapping[str, object]] = {
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+}
+"""Sizes of the classes in `transformers` that do not follow from others, where a config leaves them out."""
 BATCHES = (1, 2, 4, 8, 16)
 """Sequences in micro-batches, and parts of those asked for, of which it is known what units hold for a while."""
 
@@ -106,6 +112,7 @@ def read_config(model: str | Path, training: Training) -> tuple[str, dict[str, o
         raise WorkloadError(f"{file}: {error}; give the config.json of a model") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise WorkloadError(f"{file} has no model_type; give the config.json of a `transformers` model")
+    config = {**DEFAULTS.get(config["model_type"], {}), **config}
     _check_codes(file, config.get("quantization_config") or text_of(config).get("quantization_config"), training)
     name = file.resolve().parent.name if file.name == "config.json" else file.stem
     for part in (config, text_of(config)):

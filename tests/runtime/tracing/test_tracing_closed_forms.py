@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from dataclasses import astuple, fields, replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from tests.configs import CLOSED, config_of
 from tests.runtime.models import skip_older
 from tierplan.planner.lowering.tiling import cut_batches, with_batch
 from tierplan.runtime.tracing.models import build_model
-from tierplan.runtime.tracing.trace import trace_config
+from tierplan.runtime.tracing.trace import trace_config, trace_workload
 from tierplan.sim.workloads.families.llama import ROPE_TYPES
 from tierplan.sim.workloads.families.ops import COMPOSITE, SAVE_INPUT, SAVE_OUTPUT
 from tierplan.sim.workloads.models import load_workload, workload_of
@@ -364,6 +366,24 @@ def test_variants_of_gpt2(change: dict[str, object]) -> None:
 def test_variants_of_llama(family: str, change: dict[str, object]) -> None:
     """Not all classes read whether there are biases."""
     exact({**config_of(family), **change}, per_device_train_batch_size=2)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("mistral", "num_key_value_heads"), ("qwen2", "num_key_value_heads"), ("qwen3", "num_key_value_heads"),
+     ("qwen3", "head_dim"), ("llama", "num_key_value_heads"), ("mistral", "sliding_window")],
+)  # fmt: skip
+def test_what_a_config_leaves_out_is_as_the_class_has_it(family: str, name: str, tmp_path: Path) -> None:
+    skip_older(family)
+    raw = {**config_of(family), "num_attention_heads": 32, "hidden_size": 128}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({key: value for key, value in raw.items() if key != name}))
+    training = Training(sequence_length=24)
+    assert load_workload(file, training).num_parameters == trace_workload(file, training).num_parameters
+    if name == "sliding_window":
+        file.write_text(json.dumps({**raw, "max_position_embeddings": 8192}))
+        with pytest.raises(NotCovered, match="longer than the attention window of 4096"):
+            load_workload(file, Training(sequence_length=4097))
 
 
 def test_what_attention_read_lives_until_its_output_is_projected() -> None:
