@@ -129,7 +129,8 @@ def test_an_unknown_drive_and_no_gpu_are_said() -> None:
         ("NVIDIA RTX A6000", "rtx-a6000"), ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000-server"), ("Tesla T4", "t4"),
         ("NVIDIA B200", "b200-sxm-180gb"), ("NVIDIA H100 PCIe", "h100-pcie-80gb"),
-        ("Tesla V100-SXM2-32GB", "v100-sxm2-32gb"),
+        ("Tesla V100-SXM2-32GB", "v100-sxm2-32gb"), ("NVIDIA A100 80GB PCIe", "a100-pcie-80gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100-pcie-40gb"), ("NVIDIA H200", "h200-sxm-141gb"), ("NVIDIA GH200 480GB", None),
     ],
 )  # fmt: skip
 def test_drivers_names_are_parts_of_the_catalog(name: str, part: str | None) -> None:
