@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 from tierplan.hwmodels.catalog import catalog_names, load_description
 from tierplan.hwmodels.description import Quantity, Switch
 from tierplan.hwmodels.importers.nvidia_smi import HOW, known_part, read_nvidia_smi, read_nvidia_topo, switch_groups
+from tierplan.hwmodels.importers.reading import ImportedFileError
 from tierplan.hwmodels.values.units import parse_amount
 
 COMMANDS: Mapping[str, str] = {
@@ -27,11 +29,14 @@ COMMANDS: Mapping[str, str] = {
 }
 MOST_S = 30.0
 """For one of them."""
-RATES: Mapping[str, str] = {
-    "link.h2d": "copies between host and GPU", "host.adam": "the optimizer on the host",
-    "host.memory_bandwidth": "DRAM bandwidth", "nvme.write": "the drives' writes beyond their cache",
+MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""Of the control group that this process lives in, such as a container's."""
+MEASURED: Mapping[str, str] = {
+    "host.cores": "cores of the CPUs", "link.h2d": "copies between host and GPU",
+    "host.adam": "the optimizer on the host", "host.memory_bandwidth": "DRAM bandwidth",
+    "nvme.write": "the drives' writes beyond their cache",
 }  # fmt: skip
-"""What no such command tells."""
+"""What no such command tells, or none on some systems."""
 GENERATIONS: Mapping[str, int] = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6}
 """Of PCIe, by GT/s."""
 MOST_LANES = 32
@@ -55,11 +60,13 @@ def ask_system() -> dict[str, str]:
         words = line.split()
         if shutil.which(words[0]):
             with suppress(OSError, subprocess.TimeoutExpired):  # `nvidia-smi` hangs where a GPU does
-                done = subprocess.run(words, capture_output=True, timeout=MOST_S, check=False)
+                env = {**os.environ, "LC_ALL": "C"}  # `lscpu` speaks the user's language
+                done = subprocess.run(words, capture_output=True, timeout=MOST_S, check=False, env=env)
                 if done.returncode == 0 and done.stdout.strip():
                     said[name] = done.stdout.decode(errors="replace")
     if (meminfo := Path("/proc/meminfo")).exists():
         said["meminfo"] = meminfo.read_text(encoding="utf-8")
+    said |= {str(path): path.read_text(encoding="utf-8") for path in MEMORY_LIMITS if path.exists()}
     if (devices := Path("/sys/bus/pci/devices")).exists():
         said["pci"] = pci_devices(devices)
     return said
@@ -80,34 +87,39 @@ def pci_devices(devices: Path) -> str:
 
 
 def propose(said: Mapping[str, str]) -> Proposal:
-    """The proposal that these texts allow. Raises `ImportedFileError` where one is not what its command prints."""
+    """The proposal that these texts allow. What a text is not, or says of GPUs that are not alike, is unknown."""
     values: dict[str, Quantity] = {}
     unknown = [f"{name}: not installed, or it failed" for name in COMMANDS if name not in said]
-    if "nvidia-smi" in said:
-        values |= read_nvidia_smi(said["nvidia-smi"], where="this machine")
-    elif names := re.findall(r"(?:VGA|3D|Display).*?NVIDIA.*?\[([^\]]+)\]", said.get("lspci", "")):
-        values["gpu.count"] = Quantity(float(len(names)), "measured", "lspci")
-        if part := known_part("gpus", names[0]):
-            values["gpu.part"] = Quantity(part, "measured", f"lspci: {names[0]}")
+    try:
+        if "nvidia-smi" in said:
+            values |= read_nvidia_smi(said["nvidia-smi"], where="nvidia-smi")
+        elif names := re.findall(r"(?:VGA|3D|Display).*?NVIDIA.*?\[([^\]]+)\]", said.get("lspci", "")):
+            values["gpu.count"] = Quantity(float(len(names)), "measured", "lspci")
+            if part := known_part("gpus", names[0]):
+                values["gpu.part"] = Quantity(part, "measured", f"lspci: {names[0]}")
+        if "nvidia-smi topo" in said and values.get("gpu.count", Quantity(1.0)).value != 1.0:
+            values |= read_nvidia_topo(said["nvidia-smi topo"], where="nvidia-smi topo")
+            groups = switch_groups(said["nvidia-smi topo"], where="nvidia-smi topo")
+            unknown += [f"limit of the [[switch]] with {', '.join(f'GPU {g}' for g in group)}" for group in groups]
+    except ImportedFileError as error:
+        unknown.append(f"GPUs: {error}")
     if "gpu.part" not in values:
         unknown.append("gpu.part: no GPU of the catalog was found")
-    if "nvidia-smi topo" in said and values.get("gpu.count", Quantity(1.0)).value != 1.0:
-        values |= read_nvidia_topo(said["nvidia-smi topo"], where="this machine")
-        groups = switch_groups(said["nvidia-smi topo"], where="this machine")
-        unknown += [f"limit of the [[switch]] with {', '.join(f'GPU {g}' for g in group)}" for group in groups]
     values |= _host(said) | _drives(said.get("lsblk", ""), unknown)
     switches = _links(json.loads(said["pci"]), values, unknown) if "pci" in said else ()
     base = min(catalog_names(), key=lambda name: _distance(name, values))
     has_none = "nvme.drives" in values and not values["nvme.drives"].value
-    asked = [key for key in RATES if key not in values and not (has_none and key.startswith("nvme."))]
-    unknown += [f"{key}: {RATES[key]}; run: tierplan machine measure" for key in asked]
+    asked = [key for key in MEASURED if key not in values and not (has_none and key.startswith("nvme."))]
+    unknown += [f"{key}: {MEASURED[key]}; run: tierplan machine measure" for key in asked]
     return Proposal(base=base, values=values, unknown=tuple(unknown), switches=switches)
 
 
 def _host(said: Mapping[str, str]) -> dict[str, Quantity]:
     found = {}
     if match := re.search(r"MemTotal:\s*(\d+) kB", said.get("meminfo", "")):
-        found["host.capacity"] = Quantity(float(match[1]) * 1024, "measured", "/proc/meminfo")
+        most = [(float(match[1]) * 1024, "/proc/meminfo")]
+        most += [(float(said[at]), at) for at in map(str, MEMORY_LIMITS) if said.get(at, "").strip().isdigit()]
+        found["host.capacity"] = Quantity(min(most)[0], "measured", min(most)[1])
     each, sockets = (re.search(rf"{what}:\s*(\d+)", said.get("lscpu", "")) for what in (r"per socket", r"Socket\(s\)"))
     if each and sockets:
         found["host.cores"] = Quantity(float(each[1]) * float(sockets[1]), "measured", "lscpu")
@@ -120,11 +132,12 @@ def _drives(text: str, unknown: list[str]) -> dict[str, Quantity]:
     disks = [disk for disk in disks if disk.get("tran") == "nvme" or str(disk.get("name", "")).find("nvme") == 0]
     if not disks:
         return {"nvme.drives": Quantity(0.0, "measured", "lsblk: no NVMe drive")} if text else {}
-    model = str(disks[0].get("model") or "").strip()
-    alike = [d for d in disks if d.get("model") == disks[0].get("model")]
+    commonest = Counter(disk.get("model") for disk in disks).most_common(1)[0][0]
+    model = str(commonest or "").strip()
+    alike = [disk for disk in disks if disk.get("model") == commonest]
     found = {
         "nvme.drives": Quantity(float(len(alike)), "measured", f"lsblk: {model}"),
-        "nvme.capacity": Quantity(float(disks[0]["size"]), "measured", "lsblk"),
+        "nvme.capacity": Quantity(min(float(disk["size"]) for disk in alike), "measured", "lsblk"),
     }
     if part := known_part("drives", model):
         found["nvme.part"] = Quantity(part, "measured", f"lsblk: {model}")

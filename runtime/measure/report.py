@@ -14,6 +14,7 @@ from statistics import median
 import torch
 
 from tierplan.hwmodels.description import Basis, Description, Limit, Quantity, find_key
+from tierplan.hwmodels.detect import MEMORY_LIMITS
 from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_LIMIT, NVME_READ, NVME_WRITE, parse_stream
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.measure.limits import Fit, Mix
@@ -25,8 +26,6 @@ from tierplan.runtime.memory.files import room_bytes
 Alone = dict[Load, list[float]]
 """Work per second of each load with nothing beside it, by round."""
 
-MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""Of the control group, in its two versions."""
 THOROUGH_BYTES = 16 * GIB
 KEYS = {
     H2D: "link.h2d",

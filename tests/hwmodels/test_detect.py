@@ -99,7 +99,8 @@ def test_devices_are_read_as_the_kernel_lists_them(tmp_path: Path) -> None:
 
 
 def test_a_command_that_hangs_is_as_one_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, text in {"nvidia-smi": "exec sleep 60", "lscpu": r"printf 'Socket(s): 1\n\377\n'"}.items():
+    says = r"""[ "$LC_ALL" = C ] && printf 'Socket(s): 1\n\377\n' || echo 'Sockel: 1'"""
+    for name, text in {"nvidia-smi": "exec sleep 60", "lscpu": says}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     (tmp_path / "lspci").write_text("no program")
@@ -113,11 +114,44 @@ def test_a_command_that_hangs_is_as_one_that_fails(tmp_path: Path, monkeypatch: 
 
 def test_an_unknown_drive_and_no_gpu_are_said() -> None:
     disks = {"blockdevices": [{"name": "nvme0n1", "model": "ACME Fast", "size": 1e12, "tran": "nvme"}]}
+    assert "host.cores: cores of the CPUs; run: tierplan machine measure" in propose({}).unknown
     unknown = "\n".join(propose({"lsblk": json.dumps(disks)}).unknown)
     assert "gpu.part: no GPU of the catalog" in unknown
     assert "nvme.part: ACME Fast is not in the catalog" in unknown
     assert "nvme.write: the drives' writes" in unknown
     assert not any(key.startswith("nvme.") for key in propose({"lsblk": '{"blockdevices": []}'}).unknown), "it has none"
+
+
+def test_the_drives_are_those_of_which_there_are_most() -> None:
+    """The system's own may come first."""
+    models = ["ACME Boot", "Samsung SSD 990 PRO 2TB", "Samsung SSD 990 PRO 2TB"]
+    disks = [{"name": f"nvme{k}n1", "model": model, "size": (k + 1) * 1e12} for k, model in enumerate(models)]
+    found = propose({"lsblk": json.dumps({"blockdevices": disks})})
+    said = [found.values[f"nvme.{key}"].value for key in ("drives", "capacity", "part")]
+    assert said == [2.0, 2e12, "990-pro"]
+    assert "1 drives of other models: a machine's drives are alike" in found.unknown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "name\nNVIDIA GeForce RTX 4090\nNVIDIA GeForce RTX 3060\n",
+        "Unable to determine the device handle: GPU is lost\n",
+    ],
+)
+def test_gpus_that_cannot_be_read_leave_the_rest_of_the_machine(text: str) -> None:
+    found = propose({**DESKTOP, "nvidia-smi": text})
+    assert found.values["nvme.part"].value == "990-pro"
+    assert "gpu.count" not in found.values
+    assert any(line.startswith("GPUs: nvidia-smi has ") for line in found.unknown)
+
+
+@pytest.mark.parametrize(
+    ("limit", "capacity"), [("max\n", 65536000 * 1024), (f"{2**34}\n", 2**34), (f"{2**62}", 65536000 * 1024)]
+)
+def test_a_container_has_the_memory_that_it_was_given(limit: str, capacity: int) -> None:
+    found = propose({**DESKTOP, str(detect.MEMORY_LIMITS[0]): limit})
+    assert found.values["host.capacity"].value == capacity
 
 
 @pytest.mark.parametrize(
