@@ -41,14 +41,15 @@ def read_nvidia_smi(text: str, *, where: str) -> dict[str, Quantity]:
     ]
     if len(rows) < 2:
         raise ImportedFileError(f"{where} has {len(rows)} lines; it needs a header and one line per GPU: {HOW}")
-    header = [re.sub(r"\s*\[.*\]$", "", cell) for cell in rows[0]]
+    header, units = zip(*(cell.rstrip("]").partition(" [")[::2] for cell in rows[0]), strict=True)
     if "name" not in header:
         raise ImportedFileError(f"{where} has the columns {', '.join(header)}, but not name; write it with: {HOW}")
     gpus = []
     for line, row in enumerate(rows[1:], start=2):
         if len(row) != len(header):
             raise ImportedFileError(f"line {line} of {where} has {len(row)} cells, but the header {len(header)}")
-        gpus.append(dict(zip(header, row, strict=True)))
+        with_units = (f"{c} {unit}".strip() if c[-1:].isdigit() else c for c, unit in zip(row, units, strict=True))
+        gpus.append(dict(zip(header, with_units, strict=True)))
     if any(gpu["name"] != gpus[0]["name"] for gpu in gpus):
         names = ", ".join(sorted({gpu["name"] for gpu in gpus}))
         raise ImportedFileError(

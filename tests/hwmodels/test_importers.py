@@ -142,6 +142,13 @@ def test_nvidia_smi_finds_the_part() -> None:
     assert values["gpu.capacity"].value == 143771 * 2**20
 
 
+def test_nvidia_smi_has_its_units_in_the_header_alone_with_nounits() -> None:
+    text = sample("nvidia_smi.csv")
+    without = text.replace(" MiB,", ",").replace(" W,", ",")
+    assert without != text
+    assert read_nvidia_smi(without, where="s") == read_nvidia_smi(text, where="s")
+
+
 def test_nvidia_smi_counts_gpus_and_marks_link_speeds_as_nameplate() -> None:
     text = "name, memory.total [MiB], pcie.link.gen.max, pcie.link.width.max\n" + 2 * "NVIDIA A10, 23028 MiB, 4, 16\n"
     values = read_nvidia_smi(text, where="s")
