@@ -216,6 +216,14 @@ def test_marks_that_contradict_the_step_are_refused(step_s: float, fine: bool, t
         read_kineto(path, step_s)
 
 
+def test_a_trace_of_several_processes_is_refused(tmp_path: Path) -> None:
+    """Their steps began a little apart, and were counted as so many."""
+    steps = [event("user_annotation", f"ProfilerStep#{k}", k * 1e6, 1e6) for k in range(3)]
+    both = [{**e, "ts": float(str(e["ts"])) + rank, "pid": rank} for e in steps for rank in (0, 1)]
+    with pytest.raises(MeasuredStepError, match="marks steps of several processes; give the trace of one"):
+        read_kineto(trace_of([*both, event("kernel", "gemm", 0, 9e5)], tmp_path))
+
+
 def test_a_damaged_trace_is_refused_wherever_the_damage_is(tmp_path: Path) -> None:
     events = [event("user_annotation", "ProfilerStep#1", 0, 1e6), event("kernel", "gemm", 0, 1e5)]
     path = Path(trace_of(events * 50, tmp_path))

@@ -154,7 +154,10 @@ def read_kineto(path: str, step_s: float | None = None) -> MeasuredStep:
     except DAMAGED as error:
         raise MeasuredStepError(f"{path} is no trace of torch.profiler, as export_chrome_trace writes it") from error
     named = [e for e in events if str(e.get("name")).startswith("ProfilerStep#")]
-    steps = sorted({(e["ts"], e["ts"] + e["dur"]) for e in named if e.get("cat") != "gpu_user_annotation"})
+    marks = [e for e in named if e.get("cat") != "gpu_user_annotation"]
+    if len({e.get("pid") for e in marks}) > 1:
+        raise MeasuredStepError(f"{path} marks steps of several processes; give the trace of one of them")
+    steps = sorted({(e["ts"], e["ts"] + e["dur"]) for e in marks})
     steps = steps[1:] if len(steps) > 2 else steps
     marked_s = (steps[-1][1] - steps[0][0]) / len(steps) / 1e6 if steps else 0.0
     if step_s and marked_s and not 1 / MOST_OF_ONE <= marked_s / step_s <= MOST_OF_ONE:
