@@ -216,6 +216,14 @@ def test_marks_that_contradict_the_step_are_refused(step_s: float, fine: bool, t
         read_kineto(path, step_s)
 
 
+def test_steps_between_two_cycles_of_the_profiler_are_not_counted(tmp_path: Path) -> None:
+    """With acc_events a trace has several cycles, and nothing of the steps between them."""
+    begins = [0, 1, 2, 9, 10]
+    steps = [event("user_annotation", f"ProfilerStep#{k}", k * 1e6, 1e6) for k in begins]
+    found = read_kineto(trace_of([*steps, *(event("kernel", "gemm", k * 1e6, 4e5) for k in begins)], tmp_path))
+    assert (found.step_s, found.busy_s) == (pytest.approx(1.0), {"compute": pytest.approx(0.4)})
+
+
 def test_a_trace_of_several_processes_is_refused(tmp_path: Path) -> None:
     """Their steps began a little apart, and were counted as so many."""
     steps = [event("user_annotation", f"ProfilerStep#{k}", k * 1e6, 1e6) for k in range(3)]

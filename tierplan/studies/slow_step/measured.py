@@ -159,7 +159,7 @@ def read_kineto(path: str, step_s: float | None = None) -> MeasuredStep:
         raise MeasuredStepError(f"{path} marks steps of several processes; give the trace of one of them")
     steps = sorted({(e["ts"], e["ts"] + e["dur"]) for e in marks})
     steps = steps[1:] if len(steps) > 2 else steps
-    marked_s = (steps[-1][1] - steps[0][0]) / len(steps) / 1e6 if steps else 0.0
+    marked_s = sum(end - begin for begin, end in steps) / len(steps) / 1e6 if steps else 0.0
     if step_s and marked_s and not 1 / MOST_OF_ONE <= marked_s / step_s <= MOST_OF_ONE:
         raise MeasuredStepError(
             f"{path} marks steps of {format_s(marked_s)}, but --step-s is {format_s(step_s)}; call profiler.step() "
