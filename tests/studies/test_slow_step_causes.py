@@ -14,7 +14,7 @@ from tierplan.studies.evaluate import machine_of, training_of
 from tierplan.studies.slow_step import explain
 from tierplan.studies.slow_step.explain import explain_run
 from tierplan.studies.slow_step.measured import MeasuredStep
-from tierplan.studies.slow_step.setups import COMPUTE
+from tierplan.studies.slow_step.setups import COMPUTE, Setup, with_checkpoints
 from tierplan.studies.slow_step.text import explanation_lines
 from tierplan.studies.study import Point
 
@@ -77,3 +77,17 @@ def test_the_same_sequences_are_those_of_all_gpus_also_where_it_does_not_run(
     said = explain_run(point, Configured(training=training, policy=policy, options=options), MeasuredStep(step_s=0.2))
     assert said.expected.fits == (policy == "mobius")
     assert asked == [num * 2 * 3 * 128]
+
+
+@pytest.mark.parametrize(
+    ("lora", "says", "per_trained"), [(None, {}, 14), (None, {"save_only_model": True}, 2), ("r=8", {}, 12)]
+)
+def test_a_checkpoint_has_what_is_saved(lora: str | None, says: dict[str, object], per_trained: int) -> None:
+    """Of adapters these alone, in fp32: it was the whole frozen base."""
+    machine = machine_of(Point(model="llama-3.2-1b", machine="desktop-4090"))
+    training = Training(lora=lora or "")
+    workload = load_workload("llama-3.2-1b", training)
+    setup = Setup(training=training, policy="in-memory", options={})
+    found = with_checkpoints(setup, {"save_steps": 10, **says}, machine, workload)
+    rate = max(rate for _, rate in machine.stream("nvme.write").rates["bytes"].points)
+    assert found.extra_s * 10 * rate == pytest.approx(per_trained * workload.num_trained, rel=1e-6)

@@ -137,7 +137,8 @@ def with_checkpoints(setup: Setup, says: Mapping[str, object], machine: Machine,
     rates = [s.rates["bytes"].points for s in machine.streams if s.name == NVME_WRITE]
     if not rates:
         return setup
-    size = workload.num_parameters * setup.training.param_bytes + workload.states_bytes
+    num = workload.num_trained if setup.training.lora else workload.num_parameters  # of adapters, these alone
+    size = num * setup.training.param_bytes + (0 if says.get("save_only_model") else workload.states_bytes)
     return replace(setup, extra_s=size / max(rate for _, rate in rates[0]) / every)
 
 
