@@ -43,7 +43,7 @@ _ZERO = "zero_optimization."
 OF_DEEPSPEED: Known = {
     **_known("", """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping
         scheduler steps_per_print wall_clock_breakdown dump_state memory_breakdown tensorboard wandb
-        csv_monitor comet monitor_config checkpoint comms_config comms_logger zero_allow_untested_optimizer
+        csv_monitor comet monitor_config checkpoint comms_config zero_allow_untested_optimizer
         zero_force_ds_cpu_optimizer""",
         communication_data_type=(), prescale_gradients=False, gradient_predivide_factor=1.0, sparse_gradients=False),
     **_known("aio.", "block_size queue_depth thread_count intra_op_parallelism single_submit overlap_events"),
@@ -112,14 +112,14 @@ OF_TRAINER: Known = {
         batch_eval_metrics metric_for_best_model greater_is_better load_best_model_at_end resume_from_checkpoint
         ignore_data_skip restore_callback_states_from_checkpoint remove_unused_columns label_names length_column_name
         group_by_length train_sampling_strategy average_tokens_across_devices include_num_input_tokens_seen
-        bf16_full_eval fp16_full_eval use_cache past_index ray_scope jit_mode_eval full_determinism
+        bf16_full_eval fp16_full_eval use_cache past_index ray_scope jit_mode_eval
         enable_jit_checkpoint evaluation_strategy push_to_hub* hub_* trackio_* logging_* log_* eval_* save_*
         dataloader_* lr_scheduler_* warmup_* adam_* do_* ddp_* torch_compile use_liger_kernel""",
         torch_compile_backend="inductor", torch_compile_mode="default", tf32=False,
         neftune_noise_alpha=(), label_smoothing_factor=0.0, torch_empty_cache_steps=(), auto_find_batch_size=False,
         optim_args="", optim_target_modules=(), parallelism_config=(), use_cpu=False, no_cuda=False, use_ipex=False,
         use_mps_device=False, adafactor=False, split_batches=False, half_precision_backend="cuda_amp",
-        mp_parameters="", fp16_opt_level="O1", debug=([], ""), torchdynamo=()),
+        full_determinism=False, mp_parameters="", fp16_opt_level="O1", debug=([], ""), torchdynamo=()),
     **_known("accelerator_config.", """dispatch_batches even_batches use_seedable_sampler non_blocking
         use_configured_state""", split_batches=False),
     **_known("accelerator_config.gradient_accumulation_kwargs.", "num_steps adjust_scheduler sync_with_dataloader",

@@ -34,6 +34,9 @@ ACCELERATED = {"distributed_type": "MULTI_GPU"}
          ["zero_optimization.offload_optimizer.buffer_count"]),
         (DEEPSPEED | {"bf16": {"enabled": True, "bf16_optimizer_states": True}}, ["bf16.bf16_optimizer_states"]),
         (DEEPSPEED | {"flops_profiler": {"enabled": False, "detailed": True}}, []),
+        (DEEPSPEED | {"comms_logger": {"enabled": False, "verbose": False}}, []),
+        (DEEPSPEED | {"comms_logger": {"enabled": True}}, ["comms_logger.enabled"]),  # it waits for each collective
+        (TRAINER | {"full_determinism": True}, ["full_determinism"]),  # it waits for each kernel
         (DEEPSPEED | {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}, []),
         (TRAINER | {"torch_compile_mode": "max-autotune", "max_sequence_length": 4096},
          ["max_sequence_length", "torch_compile_mode"]),
