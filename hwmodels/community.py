@@ -64,8 +64,8 @@ def share(description: Description, date: str, step: SharedStep | None = None) -
     if not rates:
         raise MachineError(f"nothing of machine {description.name!r} was measured; run: tierplan machine measure")
     table: dict[str, object] = {"format": FORMAT, "version": VERSION, "date": date}
-    for name, key in (("gpu", "gpu.part"), ("drive", "nvme.part")):
-        if part := description.values.get(key):
+    for name, key, count in (("gpu", "gpu.part", "gpu.count"), ("drive", "nvme.part", "nvme.drives")):
+        if (part := description.values.get(key)) and description.number(count) != 0:
             table[name] = part.value
     if step:
         table["step"] = {name: getattr(step, name) for name in ("model", "policy", "batch", "seq", "step_s")}

@@ -58,6 +58,14 @@ def test_what_is_wrong_is_refused_by_name(old: str, new: str, said: str) -> None
         parse_shared(text.replace(old, new), where="x")
 
 
+def test_a_machine_without_drives_names_none() -> None:
+    """Where it began as one that has some."""
+    values = {**MINE.values, "nvme.part": Quantity("990-pro", "nameplate", "the catalog's")}
+    assert "drive" not in share(replace(MINE, values=values), "2026-11")
+    values["nvme.drives"] = Quantity(2.0, "measured", "lsblk")
+    assert 'drive = "990-pro"' in share(replace(MINE, values=values), "2026-11")
+
+
 def test_nothing_measured_is_nothing_to_share() -> None:
     with pytest.raises(MachineError, match="run: tierplan machine measure"):
         share(replace(MINE, values={"link.h2d": MINE.values["link.h2d"]}), "2026-11")
