@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.plan import Plan, UnitPlan, UnitwisePlan
 from tierplan.planner.policies import decide
+from tierplan.planner.policies.options import has_nvme
 from tierplan.sim.step import Action
 from tierplan.sim.workloads.workload import Unit, Workload
 
@@ -24,9 +26,10 @@ OPTIMIZER_SWEEP = "optimizer-sweep"
 
 
 def calibration_plans(workload: Workload, machine: Machine) -> dict[str, Plan]:
-    """The plans by name, for the calibration model."""
-    offload = UnitPlan(params="host", grads="host", states="nvme", input="host", acts="host")
-    on_nvme = UnitPlan(params="nvme", grads="host", states="nvme", input="host", acts="recompute")
+    """The plans by name, for the calibration model. What a machine without drives cannot have there is on the host."""
+    lowest: Literal["host", "nvme"] = "nvme" if has_nvme(machine) else "host"
+    offload = UnitPlan(params="host", grads="host", states=lowest, input="host", acts="host")
+    on_nvme = UnitPlan(params=lowest, grads="host", states=lowest, input="host", acts="recompute")
     kept = uniform_plan(PARTIAL_RECOMPUTE, workload, UnitPlan())
     halves = [
         replace(c, acts=_every_other(u)) if u.kind == "block" else c
@@ -36,7 +39,7 @@ def calibration_plans(workload: Workload, machine: Machine) -> dict[str, Plan]:
         IN_MEMORY: decide("in-memory", workload, machine),
         FULL_RECOMPUTE: decide("full-recompute", workload, machine),
         PARTIAL_RECOMPUTE: replace(kept, units=tuple(halves)),
-        OFFLOAD: uniform_plan(OFFLOAD, workload, offload, first=replace(offload, acts="nvme")),
+        OFFLOAD: uniform_plan(OFFLOAD, workload, offload, first=replace(offload, acts=lowest)),
         ON_NVME: uniform_plan(ON_NVME, workload, on_nvme),
         OPTIMIZER_SWEEP: decide("zero-infinity", workload, machine, {"pipeline": "on"}),
     }

@@ -43,3 +43,18 @@ def test_what_is_calibrated_is_taken_by_itself(
     monkeypatch.setattr(session, "MOST_TURNS", 3)
     assert main(["calibrate", *asked, "--device", "cpu", "--threads", "1", "--budget-s", "0.1", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["slowdowns"]) == 3 * 6
+
+
+def test_a_machine_without_drives_is_calibrated_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in (("LEAST_TURNS", 2), ("PROFILE_STEPS", 2)):
+        monkeypatch.setattr(session, name, value)
+    (tmp_path / "tiny.json").write_text(json.dumps(config_of("gpt2")))
+    asked = ["--model", "tiny.json", "--machine", "desktop-4090", "--set", "nvme.drives=0", "--seq", "16"]
+    asked += ["--dtype", "fp32", "--backend", "cpu", "--device", "cpu", "--threads", "1", "--budget-s", "0.1"]
+    assert main(["calibrate", *asked, "-o", "it.json", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["measured_step_s"]) == 6
+    assert not any("nvme" in stream for stream in found["streams"])
