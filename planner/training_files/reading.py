@@ -13,8 +13,10 @@ from tierplan.sim.workloads.workload import Training, WorkloadError
 
 def read_beside(given: object, path: Path) -> dict[str, object]:
     """A file that another one names."""
-    beside = path.parent / str(given)
-    return read(beside if beside.exists() else Path(str(given)))
+    if not isinstance(given, str) or "{" in given:
+        raise WorkloadError(f"{path} has {given!r} where a file of settings is named; give a path, or an object")
+    beside = path.parent / given
+    return read(beside if beside.exists() else Path(given))
 
 
 def read(path: Path) -> dict[str, object]:

@@ -46,3 +46,11 @@ def test_what_the_accelerator_says_may_lie_in_a_file_beside(tmp_path: Path) -> N
     (tmp_path / "accelerator.json").write_text(json.dumps(of_accelerator(num_steps=8)["accelerator_config"]))
     path = written(tmp_path, {"output_dir": "x", "accelerator_config": "accelerator.json"})
     assert read_training_file(path, BASE).training.gradient_accumulation_steps == 8
+
+
+@pytest.mark.parametrize("given", [True, ["ds.json"], '{"bf16": {"enabled": true}}'])
+def test_settings_that_are_neither_a_path_nor_an_object_are_refused_as_such(tmp_path: Path, given: object) -> None:
+    """It was said that there is no file 'True'."""
+    path = written(tmp_path, {"output_dir": "x", "deepspeed": given})
+    with pytest.raises(WorkloadError, match="where a file of settings is named; give a path, or an object"):
+        read_training_file(path, BASE)
