@@ -82,7 +82,8 @@ def pci_devices(devices: Path) -> str:
             ends = [at for at in (path, *path.parents) if (at / "max_link_speed").exists()]
             most = [[(at / f"max_link_{what}").read_text().split()[0] for what in ("speed", "width")] for at in ends]
             links = [(at.name, *of) for at, of in zip(ends, most, strict=True)]
-            found.append({"kind": kind, "node": (device / "numa_node").read_text().strip(), "links": links})
+            node = at.read_text().strip() if (at := device / "numa_node").exists() else "-1"  # a kernel without NUMA
+            found.append({"kind": kind, "node": node, "links": links})
     return json.dumps(found)
 
 

@@ -96,6 +96,8 @@ def test_devices_are_read_as_the_kernel_lists_them(tmp_path: Path) -> None:
     assert json.loads(pci_devices(listed)) == [
         {"kind": "nvme", "node": "0", "links": [["0000:01:00.0", "16.0", "4"], ["0000:00:01.0", "16.0", "4"]]}
     ]
+    (port / "0000:01:00.0" / "numa_node").unlink()
+    assert json.loads(pci_devices(listed))[0]["node"] == "-1", "a kernel without NUMA has no such file"
 
 
 def test_a_command_that_hangs_is_as_one_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
