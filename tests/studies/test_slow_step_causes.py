@@ -91,3 +91,10 @@ def test_a_checkpoint_has_what_is_saved(lora: str | None, says: dict[str, object
     found = with_checkpoints(setup, {"save_steps": 10, **says}, machine, workload)
     rate = max(rate for _, rate in machine.stream("nvme.write").rates["bytes"].points)
     assert found.extra_s * 10 * rate == pytest.approx(per_trained * workload.num_trained, rel=1e-6)
+
+
+def test_an_optimizer_that_is_not_the_usual_one_is_said() -> None:
+    point = Point(model="gpt2", machine="desktop-4090", optimizer="adamw:states=8bit")
+    configured = Configured(training=training_of(point, machine_of(point)), policy="in-memory", options={})
+    said = explanation_lines(explain_run(point, configured, MeasuredStep(step_s=1.0)))
+    assert "in-memory; 1 x 1 sequences of 1024 tokens, bf16, adamw:states=8bit" in said

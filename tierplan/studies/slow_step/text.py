@@ -8,6 +8,7 @@ from dataclasses import asdict
 from tierplan.hwmodels.names import HOST_ADAM, alike_name
 from tierplan.hwmodels.values.units import format_amount
 from tierplan.sim.output.text import columns, digits, format_count, format_frac, format_s, in_short, wrapped
+from tierplan.sim.workloads.workload import Training
 from tierplan.studies.answer import limited_text
 from tierplan.studies.slow_step.explain import Explanation
 from tierplan.studies.slow_step.setups import COMPUTE
@@ -20,11 +21,12 @@ FAR = 100.0
 def explanation_lines(e: Explanation) -> list[str]:
     """The answer, where the difference lies, what to change, what the machine could do, what was assumed."""
     t, options = e.setup.training, "".join(f", {k} {v}" for k, v in e.setup.options.items())
+    others = "".join(f", {said}" for said in (t.optimizer, t.lora) if said not in ("", Training().optimizer))
     lines = [
         *wrapped(f"{e.model} on {e.expected.where}"),
         *wrapped(
             f"{e.setup.policy}{options}; {t.per_device_train_batch_size} x {t.gradient_accumulation_steps} sequences "
-            f"of {t.sequence_length} tokens, {t.precision}"
+            f"of {t.sequence_length} tokens, {t.precision}{others}"
         ),
         "",
         *wrapped(_verdict(e)),
