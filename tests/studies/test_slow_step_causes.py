@@ -14,7 +14,7 @@ from tierplan.studies.evaluate import machine_of, training_of
 from tierplan.studies.slow_step import explain
 from tierplan.studies.slow_step.explain import explain_run
 from tierplan.studies.slow_step.measured import MeasuredStep
-from tierplan.studies.slow_step.setups import COMPUTE, Setup, with_checkpoints
+from tierplan.studies.slow_step.setups import COMPUTE, CORES, LINKS, Setup, setup_of, with_checkpoints
 from tierplan.studies.slow_step.text import explanation_lines
 from tierplan.studies.study import Point
 
@@ -98,3 +98,27 @@ def test_an_optimizer_that_is_not_the_usual_one_is_said() -> None:
     configured = Configured(training=training_of(point, machine_of(point)), policy="in-memory", options={})
     said = explanation_lines(explain_run(point, configured, MeasuredStep(step_s=1.0)))
     assert "in-memory; 1 x 1 sequences of 1024 tokens, bf16, adamw:states=8bit" in said
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "says", "slower"),
+    [
+        (
+            "zero-infinity",
+            {"params": "device", "optimizer": "host"},
+            "zero_optimization.offload_param.pin_memory",
+            None,
+        ),
+        ("zero-infinity", {"params": "host", "optimizer": "host"}, "zero_optimization.offload_param.pin_memory", LINKS),
+        ("zero-2", {}, "zero_force_ds_cpu_optimizer", None),
+        ("zero-offload", {}, "zero_force_ds_cpu_optimizer", CORES),
+        ("zero-infinity", {"params": "host", "optimizer": "device"}, "zero_force_ds_cpu_optimizer", None),
+    ],
+)
+def test_a_setting_of_what_stays_on_the_gpu_costs_nothing(
+    policy: str, options: dict[str, str], says: str, slower: str | None
+) -> None:
+    """An offload_param that is none, and not pinned, halved the rate of the links for all others."""
+    configured = Configured(training=Training(), policy=policy, options=options, says={says: False})
+    setup, _ = setup_of(configured, machine_of(Point(model="gpt2", machine="desktop-4090")))
+    assert [*setup.slower] == ([slower] if slower else [])

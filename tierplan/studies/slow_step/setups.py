@@ -86,8 +86,11 @@ def setup_of(configured: Configured, machine: Machine) -> tuple[Setup, tuple[str
             f"configuration of a run on {machine.num_devices}"
         )
     says, slower, assumed = configured.says, {}, []
-    for cost in COSTS:
-        if says.get(cost.key) == cost.value and cost.part not in slower:
+    of_optimizer = "host" if configured.policy == "zero-offload" else "device"
+    places = {LINKS: configured.options.get("params"), CORES: configured.options.get("optimizer", of_optimizer)}
+    for cost in COSTS:  # of parameters and of an optimizer that leave the device
+        is_used = places[cost.part] in ("host", "nvme")
+        if is_used and says.get(cost.key) == cost.value and cost.part not in slower:
             slower[cost.part] = cost.factor
             assumed.append(f"{cost.key} is {cost.value}: {cost.part} {cost.factor:g} times slower, since {cost.why}")
     setup = Setup(training=configured.training, policy=configured.policy, options=configured.options, slower=slower)
