@@ -104,6 +104,7 @@ def setup_of(configured: Configured, machine: Machine) -> tuple[Setup, tuple[str
         place = says.get(f"zero_optimization.offload_{where}.device")
         if place in ("cpu", "nvme") and (key := _PIN.format(where)) not in says:
             assumed.append(f"{key} is not given, which DeepSpeed before 0.19.5 takes for false: it is true here")
+            setup = replace(setup, options={"pin_memory": "on", **setup.options})
     overlap, several = says.get("zero_optimization.overlap_comm"), machine.num_devices > 1
     if setup.policy == "zero-infinity" and overlap is False and several:
         assumed.append("overlap_comm is False: GPUs exchange beside compute all the same")
