@@ -14,7 +14,7 @@ from tierplan.studies.evaluate import machine_of, training_of
 from tierplan.studies.slow_step import explain
 from tierplan.studies.slow_step.explain import explain_run
 from tierplan.studies.slow_step.measured import MeasuredStep
-from tierplan.studies.slow_step.setups import COMPUTE, CORES, LINKS, Setup, setup_of, with_checkpoints
+from tierplan.studies.slow_step.setups import COMPUTE, CORES, LINKS, Setup, changes, setup_of, with_checkpoints
 from tierplan.studies.slow_step.text import explanation_lines
 from tierplan.studies.study import Point
 
@@ -133,3 +133,26 @@ def test_an_optimizer_whose_memory_nothing_is_said_of_is_pinned_as_the_answer_sa
     setup, assumed = setup_of(configured, machine_of(Point(model="gpt2", machine="desktop-4090")))
     assert setup.options["pin_memory"] == "on"
     assert any("offload_optimizer.pin_memory is not given" in text and "true here" in text for text in assumed)
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "change"),
+    [
+        ("fsdp-offload", {"checkpointing": "on"}, "fsdp_offload_params: false"),
+        ("zero-offload", {"checkpointing": "on"}, "no offload_optimizer"),
+        ("zero-infinity", {"params": "host", "optimizer": "host"}, "no offload_optimizer, no offload_param"),
+        ("in-memory", {}, "FSDP with FULL_SHARD"),
+    ],
+)
+def test_on_several_gpus_what_is_divided_among_them_need_not_be_offloaded(
+    policy: str, options: dict[str, str], change: str
+) -> None:
+    """3 B parameters fit on four cards in shards, and on none alone: then nothing was proposed."""
+    point = Point(model="llama-3.2-3b", machine="roundpipe-8x4090", devices=4, overrides={"host.capacity": "256 GiB"})
+    configured = Configured(training=training_of(point, machine_of(point)), policy=policy, options=options)
+    said = explain_run(point, configured, MeasuredStep(step_s=30.0))
+    gain = said.gains[0]
+    assert gain.what == change
+    assert gain.step_s < 0.5 * (said.expected_s or 30.0)
+    alone = Setup(training=configured.training, policy=policy, options=options)
+    assert change not in {one.what for one in changes(alone, {})}, "one GPU has all of it"

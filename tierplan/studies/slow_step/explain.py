@@ -409,7 +409,7 @@ def _gains(
 ) -> tuple[Gain, ...]:
     """Changes that fit and save time for the same tokens, most first; of larger micro-batches only the best."""
     found: dict[str, Gain] = {}
-    for change in changes(setup, configured.says):
+    for change in changes(setup, configured.says, simulator.machine.num_devices):
         try:
             prediction = simulator.predict_for(tokens, change.setup)
         except ValueError:  # of a policy, or of a model that cannot be trained so

@@ -150,7 +150,7 @@ ON_GPU = ("in-memory", "full-recompute", "zero-1", "zero-2", "ddp", "fsdp")
 """Policies that offload nothing."""
 
 
-def changes(setup: Setup, says: Mapping[str, object]) -> Iterator[SetupChange]:
+def changes(setup: Setup, says: Mapping[str, object], num_devices: int = 1) -> Iterator[SetupChange]:
     """What might save time, each by itself; whether it fits and what it saves is for the simulation to say."""
     training, options = setup.training, setup.options
 
@@ -210,6 +210,18 @@ def changes(setup: Setup, says: Mapping[str, object]) -> Iterator[SetupChange]:
         own = {"semantics": options["semantics"]} if "semantics" in options else {}
         return change(what, why, policy=policy, options=own | more, slower={})
 
+    if num_devices > 1:  # one GPU has all of it, as below
+        why = "what is divided among the GPUs fits there"
+        kept = {key: options[key] for key in ("checkpointing", "reduces") if key in options}
+        if setup.policy == "fsdp-offload":
+            yield instead("fsdp_offload_params: false", why, "fsdp", **kept)
+        if setup.policy == "zero-offload":
+            yield instead("no offload_optimizer", why, "zero-2", **kept)
+        if setup.policy == "zero-infinity" and options.get("optimizer") != "device":
+            yield option("no offload_optimizer, no offload_param", why, params="device", optimizer="device")
+        if setup.policy in ("in-memory", "full-recompute", "ddp", "zero-1", "zero-2"):
+            why = "parameters, gradients and states are divided among the GPUs"
+            yield instead("FSDP with FULL_SHARD", why, "fsdp", checkpointing="on", reduces="last")
     if setup.policy == "zero-infinity":
         why = "parameters stay on the GPU, and backward need not fetch them"
         yield instead("stage 2 with offload_optimizer: cpu", why, "zero-offload", checkpointing="on")
