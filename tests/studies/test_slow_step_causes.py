@@ -156,3 +156,12 @@ def test_on_several_gpus_what_is_divided_among_them_need_not_be_offloaded(
     assert gain.step_s < 0.5 * (said.expected_s or 30.0)
     alone = Setup(training=configured.training, policy=policy, options=options)
     assert change not in {one.what for one in changes(alone, {})}, "one GPU has all of it"
+
+
+def test_where_shards_do_not_fit_fsdp_has_an_offload_of_its_own() -> None:
+    """It was told to change to DeepSpeed."""
+    point = Point(model="llama-3.1-8b", machine="roundpipe-8x4090", devices=4, overrides={"host.capacity": "512 GiB"})
+    configured = Configured(training=training_of(point, machine_of(point)), policy="fsdp", options={"reduces": "last"})
+    said = explain_run(point, configured, MeasuredStep(step_s=30.0))
+    assert said.verdict == "does not fit"
+    assert any(gain.what == "fsdp_offload_params: true" for gain in said.gains)

@@ -210,9 +210,11 @@ def changes(setup: Setup, says: Mapping[str, object], num_devices: int = 1) -> I
         own = {"semantics": options["semantics"]} if "semantics" in options else {}
         return change(what, why, policy=policy, options=own | more, slower={})
 
+    kept = {key: options[key] for key in ("checkpointing", "reduces") if key in options}
+    if setup.policy == "fsdp":
+        yield instead("fsdp_offload_params: true", "parameters and states leave the GPU", "fsdp-offload", **kept)
     if num_devices > 1:  # one GPU has all of it, as below
         why = "what is divided among the GPUs fits there"
-        kept = {key: options[key] for key in ("checkpointing", "reduces") if key in options}
         if setup.policy == "fsdp-offload":
             yield instead("fsdp_offload_params: false", why, "fsdp", **kept)
         if setup.policy == "zero-offload":
