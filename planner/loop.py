@@ -8,9 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, get_args
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.scaling import parts_of
@@ -323,12 +322,11 @@ class Search:
     def _bound_of_all(self, plan: Plan, problems: list[Problem], bounds: list[Bound]) -> Bound:
         """The least bound over the shapes, with that of the best plan's own if a policy has another one."""
         if self.num_devices > 1:
-            of_one = partial(self._of_one_device, sub_batches=1, semantics=plan.semantics)
             in_shards = bounds if self.devices > 1 and plan.semantics == self.semantics else ()
-            return bound_of_several(of_one, self.num_devices, plan.num_batches, in_shards)
+            one, vertical = (self._of_one_device(order, 1, plan.semantics) for order in get_args(Order))
+            return bound_of_several(one, vertical, self.num_devices, plan.num_batches, in_shards)
         if not isinstance(plan, UnitwisePlan) or plan.operator_tiles > 1 or plan.segment_units > 1:
-            what = "packs, pages, segments or operators' tiles"
-            self.notes.append(f"the best plan works in {what}: its bound is that of the step's totals")
+            self.notes.append("the best plan works in packs, pages, segments or tiles: its bound is that of the totals")
             return bound_of_totals(self._of_one_device("horizontal", 1, plan.semantics), 1)
         own = self.posed(plan.order, plan.sub_batches, plan.semantics)
         if all((own.semantics, own.order, own.sub_batches) != (p.semantics, p.order, p.sub_batches) for p in problems):

@@ -8,14 +8,13 @@ Where all of a model has room on the devices together, operators may be cut (Meg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 from tierplan.planner.milp.amounts import Problem
 from tierplan.planner.milp.bounds import Bound, lower_bound
 from tierplan.planner.milp.totals import bound_of_totals
 from tierplan.planner.plan import Keeps
-from tierplan.planner.plan_rules import Order
 from tierplan.planner.several_devices.sharded import sharded
 
 WAYS: tuple[Keeps, ...] = ("ends", "all")
@@ -23,22 +22,20 @@ WAYS: tuple[Keeps, ...] = ("ends", "all")
 
 
 def bound_of_several(
-    posed: Callable[[Order], Problem], devices: int, num_batches: int, in_shards: Iterable[Bound]
+    one: Problem, vertical: Problem, devices: int, num_batches: int, in_shards: Iterable[Bound]
 ) -> Bound:
     """No step in which so many devices do `num_batches` times the problem's micro-batches is shorter.
 
-    `posed` gives the problem of one device with the machine's memory; `in_shards` are bounds of plans in shards that
-    were searched, which may cut micro-batches. Those are of steps in which every device has all micro-batches of the
-    problem: others have totals alone.
+    The problem is that of one device with the machine's memory, in both orders; `in_shards` are bounds of plans in
+    shards that were searched, which may cut micro-batches. Those are of steps in which every device has all
+    micro-batches of the problem: others have totals alone.
     """
-    one = posed("horizontal")
     totals = bound_of_totals(one, num_batches)
     whole_gb = sum(u.params_gb + u.frozen_gb for u in one.units)
     homes_gb = whole_gb + sum(u.states_gb for u in one.units)
     if num_batches != devices or homes_gb <= devices * one.device_gb or not totals.feasible:
         return totals
-    orders: tuple[Order, ...] = ("horizontal", "vertical")
-    problems = [one, posed("vertical")][: 1 if one.workload.training.gradient_accumulation_steps == 1 else len(orders)]
+    problems = [one] if one.order == vertical.order else [one, vertical]  # one micro-batch has no order
     of_one = [sharded(p, devices, keeps) for p in problems for keeps in WAYS]
     if whole_gb <= one.device_gb:
         of_one += [sharded(p, devices, "all", divides_params=False) for p in problems]

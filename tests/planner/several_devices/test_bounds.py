@@ -56,7 +56,8 @@ def task(seed: int) -> tuple[Workload, Machine]:
 
 def bound_of(workload: Workload, machine: Machine) -> Bound:
     posed = partial(problem, workload, machine, semantics="in-backward")
-    return bound_of_several(lambda order: posed(order=order), machine.num_devices, machine.num_devices, ())
+    num = machine.num_devices
+    return bound_of_several(posed(order="horizontal"), posed(order="vertical"), num, num, ())
 
 
 def systems(workload: Workload, machine: Machine) -> Iterator[Plan]:
