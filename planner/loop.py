@@ -16,7 +16,7 @@ from tierplan.hwmodels.scaling import parts_of
 from tierplan.planner.compared import NEAR, Compared
 from tierplan.planner.infeasible import InfeasiblePlan, least_lacking, spares_no_drives
 from tierplan.planner.lowering import Lowering
-from tierplan.planner.milp.amounts import Problem, Shape, problem
+from tierplan.planner.milp.amounts import Problem, problem
 from tierplan.planner.milp.bounds import IMPOSSIBLE, Bound, lower_bound
 from tierplan.planner.milp.program import SOLVER, Solver
 from tierplan.planner.milp.totals import bound_of_totals
@@ -37,6 +37,7 @@ from tierplan.planner.several_devices.bounds import bound_of_several
 from tierplan.planner.several_devices.packs.search import bound_of_packs, search_packs
 from tierplan.planner.several_devices.packs.stages import search_stages
 from tierplan.planner.several_devices.sharded import sharded
+from tierplan.planner.several_devices.tensors import search_tensors
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import Workload
@@ -131,14 +132,14 @@ class Search:
         for order in [order for order in shapes if order in wanted]:
             share = SHARES[order] if len(shapes) > 1 else 1.0
             own = solver or Solver(seed=self.seed)
-            self.chains.append(self._chain(order, shapes[order], self.seeds.by_shape, share, own))
+            self.chains.append(self._chain(order, shapes[order], share, own))
         self.has_all_orders = len(self.chains) == len(shapes)
         finest = self.workload.training.per_device_train_batch_size
         may_fit = self.seeds.best is not None or any(b.has_plans for chain in self.chains for b in chain.bounds)
         tried_parts = max(shapes.get("vertical", [1]))
         more = [num for num in range(tried_parts + 1, min(finest, MOST_PARTS) + 1) if finest % num == 0]
         if only is None and "vertical" in wanted and more and not may_fit:
-            self.chains.append(self._chain("vertical", more, self.seeds.by_shape, 1.0, Solver(seed=self.seed)))
+            self.chains.append(self._chain("vertical", more, 1.0, Solver(seed=self.seed)))
         self.in_rounds = self._rounds()
 
     def compare(self, policies: Iterable[str] | None = None) -> None:
@@ -157,10 +158,11 @@ class Search:
             self.interrupt()
 
     def search_stages(self) -> None:
-        """Stages that stay on several devices, which takes little."""
+        """Stages that stay on several devices, and operators that these cut, which takes little."""
         search_stages(self.seeds, self.simulate_plan, num_ops=self.budget.ops_left, beat_s=self.beat_s)
         if self.seeds.staged is not None:
             self.incumbents.consider(self.seeds.staged)
+        search_tensors(self.incumbents, self.simulate_plan, self.semantics, beat_s=self.beat_s)
 
     def _search_packs(self) -> None:
         """Stages and packs, on several devices."""
@@ -280,14 +282,7 @@ class Search:
         tried = self.simulate_plan.in_full(spared)
         return tried if tried.step_s == best.step_s else best
 
-    def _chain(
-        self,
-        order: Order,
-        nums: Sequence[int],
-        seeds: Mapping[Shape, Candidate[UnitwisePlan]],
-        share: float,
-        solver: Solver,
-    ) -> OrderSearch:
+    def _chain(self, order: Order, nums: Sequence[int], share: float, solver: Solver) -> OrderSearch:
         incumbents = self._no_incumbents()
         problems = [self.posed(order, num, keeps=keeps) for num in nums for keeps in self.keeps]
         left, bounds, without_room = self.budget.ops_left, list[Bound](), set[int]()
@@ -298,7 +293,9 @@ class Search:
         from_program = ProgramPlans(solver, self.simulate_plan, incumbents, notes=self.notes)
         pairs = [pair for pair in zip(problems, bounds, strict=True) if pair[1].feasible and pair[1].model]
         pairs.sort(key=lambda pair: pair[1].searched_s * SUB_BATCH_PENALTY ** (pair[0].sub_batches - 1))
-        racers = [Racer(tried(from_program, p, bound, seeds, self.seed), bound.searched_s) for p, bound in pairs]
+        racers = [
+            Racer(tried(from_program, p, bound, self.seeds.by_shape, self.seed), bound.searched_s) for p, bound in pairs
+        ]
 
         def meet() -> list[Racer]:
             if (best := incumbents.plain) is not None:
