@@ -64,10 +64,11 @@ class StreamThreads(ExitStack):
         if errors:
             raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
         runs = [future.result() for future in futures]
-        begin = max(ops[0][0] for ops in runs)
-        end = max(stop_at[0], begin + 1e-6)
+        begin, end = max(ops[0][0] for ops in runs), stop_at[0]
         if len(loads) == 1:
             end = runs[0][-1][1]
+        elif begin >= end:  # one was held back for as long as that, and the others were done
+            return self.rates(loads, 2 * window_s)
         rates = []
         for load, ops in zip(loads, runs, strict=True):
             done = sum(max(0.0, min(e, end) - max(b, begin)) / (e - b) for b, e in ops)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections import Counter
 from functools import partial
@@ -254,6 +255,24 @@ def test_rates_count_work_per_second_of_all_loads_together() -> None:
         assert 0 < together[0] <= 1 / 0.002
     finally:
         threads.close()
+
+
+def test_a_load_that_begins_when_the_others_are_done_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where its thread got no core for that long: they had done nothing then, and a machine without a rate ended in
+    a division by zero."""
+    late = iter([0.05])
+
+    class Barrier(threading.Barrier):
+        def wait(self, timeout: float | None = None) -> int:
+            super().wait(timeout)
+            if threading.current_thread().name.startswith("measure-b"):
+                time.sleep(next(late, 0.0))
+            return 0
+
+    monkeypatch.setattr(threading, "Barrier", Barrier)
+    loads = [Load(stream, "bytes", 1.0, partial(time.sleep, 0.001)) for stream in ("a", "b")]
+    with StreamThreads(["a", "b"]) as threads:
+        assert min(threads.rates(loads, 0.01)) > 0
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
