@@ -8,7 +8,7 @@ Where all of a model has room on the devices together, operators may be cut (Meg
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from tierplan.planner.milp.amounts import Problem
@@ -21,21 +21,20 @@ WAYS: tuple[Keeps, ...] = ("ends", "all")
 """Whose gathered parameters stay, as bounds ask: with those of the ends, whatever is kept beside them costs no less."""
 
 
-def bound_of_several(
-    one: Problem, vertical: Problem, devices: int, num_batches: int, in_shards: Iterable[Bound]
-) -> Bound:
+def bound_of_several(posed: Sequence[Problem], devices: int, num_batches: int, in_shards: Iterable[Bound]) -> Bound:
     """No step in which so many devices do `num_batches` times the problem's micro-batches is shorter.
 
-    The problem is that of one device with the machine's memory, in both orders; `in_shards` are bounds of plans in
-    shards that were searched, which may cut micro-batches. Those are of steps in which every device has all
-    micro-batches of the problem: others have totals alone.
+    The problem is that of one device with the machine's memory, in both orders, and in others that a plan has which is
+    known, such as with micro-batches that are cut; `in_shards` are bounds of plans in shards that were searched. Those
+    are of steps in which every device has all micro-batches of the problem: others have totals alone.
     """
+    one = posed[0]
     totals = bound_of_totals(one, num_batches)
     whole_gb = sum(u.params_gb + u.frozen_gb for u in one.units)
     homes_gb = whole_gb + sum(u.states_gb for u in one.units)
     if num_batches != devices or homes_gb <= devices * one.device_gb or not totals.feasible:
         return totals
-    problems = [one] if one.order == vertical.order else [one, vertical]  # one micro-batch has no order
+    problems = {(p.order, p.sub_batches): p for p in posed}.values()  # one micro-batch has no order
     of_one = [sharded(p, devices, keeps) for p in problems for keeps in WAYS]
     if whole_gb <= one.device_gb:
         of_one += [sharded(p, devices, "all", divides_params=False) for p in problems]

@@ -22,7 +22,8 @@ from tierplan.planner.policies import POLICIES, decide
 from tierplan.planner.prediction import predict_plan
 from tierplan.planner.several_devices.bounds import bound_of_several
 from tierplan.planner.several_devices.sharded import sharded
-from tierplan.sim.workloads.workload import Workload
+from tierplan.sim.workloads.models import load_workload
+from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.studies.evaluate import machine_of, workload_at
 from tierplan.studies.study import Point
 
@@ -57,7 +58,7 @@ def task(seed: int) -> tuple[Workload, Machine]:
 def bound_of(workload: Workload, machine: Machine) -> Bound:
     posed = partial(problem, workload, machine, semantics="in-backward")
     num = machine.num_devices
-    return bound_of_several(posed(order="horizontal"), posed(order="vertical"), num, num, ())
+    return bound_of_several([posed(order="horizontal"), posed(order="vertical")], num, num, ())
 
 
 def systems(workload: Workload, machine: Machine) -> Iterator[Plan]:
@@ -117,3 +118,35 @@ def test_where_all_has_room_on_the_devices_together_totals_are_the_bound() -> No
     machine = machine_of(point)
     workload = workload_at(point, machine)
     assert bound_of(workload, machine) == bound_of_totals(problem(workload, machine, semantics="in-backward"), 2)
+
+
+def test_the_bound_of_tiles_is_that_of_totals() -> None:
+    """Programs have all that a unit gathers on the device at once, and tiles a part of it: the bound was infinite."""
+    few = {"gpu.count": 2, "gpu.capacity": "4.548 GiB", "gpu.reserve": "0 GiB"}
+    few |= {"host.capacity": "17.52 GiB", "host.reserve": "0 GiB", "nvme.capacity": "4 TB", "link.p2p": "25 GB/s"}
+    machine = machine_of(Point(model="gpt-175b", machine="desktop-4090", overrides=few))
+    whole = load_workload("gpt-175b", Training(sequence_length=256))
+    workload = replace(whole, units=(*whole.units[:5], whole.units[-1]))
+    tiles = decide("zero-infinity", workload, machine, {"operator_tiles": 4, "host_buffers": "none"})
+    found = plan(workload, machine, batches="each", like=tiles, time_limit_s=0.3, by_clock=False)
+    assert isinstance(found.plan, UnitwisePlan)
+    assert found.plan.operator_tiles == 4
+    assert 0 < found.lower_bound_s <= found.step_s
+
+
+def test_the_bound_of_cut_micro_batches_is_that_of_their_own_shape() -> None:
+    """Whole ones have no room: their programs said that nothing fits, beside a plan that does."""
+    few = {"gpu.count": 2, "gpu.capacity": "0.981 GiB", "gpu.reserve": "0 GiB", "host.reserve": "0 GiB"}
+    few |= {"host.capacity": "1.531 GiB", "link.p2p": "25 GB/s"}
+    machine = machine_of(Point(model="gpt2-xl", machine="desktop-4090", overrides=few))
+    whole = load_workload("gpt2-xl", Training(per_device_train_batch_size=4, sequence_length=512))
+    workload = replace(whole, units=(*whole.units[:21], whole.units[-1]))
+    cut = decide("fuyou", workload, machine, {"sub_batches": 2})
+    assert isinstance(cut, UnitwisePlan)
+    step_s = predict_plan(cut, workload, machine).step_s
+    posed = partial(problem, workload, machine, semantics=cut.semantics)
+    both = [posed(order="horizontal"), posed(order="vertical")]
+    own = posed(order=cut.order, sub_batches=2)
+    assert bound_of_several(both, 2, 2, ()).step_s == float("inf")
+    assert step_s is not None
+    assert bound_of_totals(both[0], 2).step_s < bound_of_several([*both, own], 2, 2, ()).step_s <= step_s
