@@ -21,8 +21,9 @@ from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule_file import save_schedule
 from tierplan.sim.workloads.models import load_workload, workload_of
 from tierplan.sim.workloads.workload import Training, Workload
+from tierplan.studies.advise import _like
 from tierplan.studies.answer import batch_text, question_text, step_text
-from tierplan.studies.evaluate import fewer_devices, machine_of, predict_point
+from tierplan.studies.evaluate import QUICK, best_plan, fewer_devices, machine_of, predict_point
 from tierplan.studies.page import shown_row
 from tierplan.studies.purchases import PriceList, purchases
 from tierplan.studies.study import Point
@@ -372,3 +373,19 @@ def test_plan_and_advise_say_how_many_gpus_have_the_micro_batches(
 
 def test_one_token_is_one() -> None:
     assert step_text(1, 1, 1, 1, 1) == "one micro-batch of 1 sequence, 1 token each"
+
+
+@pytest.mark.parametrize(
+    ("model", "lora", "num"), [("llama-3.1-8b", "r=16,alpha=32,targets=all-linear", 2), ("gpt2-xl", "", 1)]
+)
+def test_a_moment_s_look_at_several_gpus_is_of_the_sequences_asked(model: str, lora: str, num: int) -> None:
+    """Operators that are cut, and stages: plans were looked for in as many micro-batches for each GPU, and 16 sequences
+    a step were the answer for 2."""
+    asked = Point(model=model, machine="server-8xh100", sequences=num, lora=lora, overrides={"gpu.capacity": "10 GiB"})
+    asked = replace(asked, planner_s=0.5, policy=QUICK)
+    best = best_plan(asked)
+    assert best.result.plan.num_batches == 1
+    look, only = _like(asked, best.known)
+    again = best_plan(look, **only)
+    assert again.result.prediction.tokens == best.result.prediction.tokens == num * asked.seq
+    assert again.result.step_s <= best.result.step_s * (1 + 1e-6)

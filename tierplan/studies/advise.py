@@ -268,8 +268,10 @@ def _errors(bought: Sequence[Purchase], rows: Sequence[Row]) -> dict[str, str]:
 def _like(point: Point, known: Known) -> tuple[Point, dict[str, Any]]:
     """What to ask in a moment, and how, where a plan of this machine says what kind is worth a look: its order, its
     micro-batches and those of twice the size."""
-    plan, is_on_several = known.plan, known.machine.num_devices > 1
+    plan, is_on_several, same = known.plan, known.machine.num_devices > 1, dict[str, Any]()
     if is_on_several:
+        if point.sequences:  # of all devices, whether they share them or not
+            same = {"batches": "each" if plan.num_batches > 1 else "shared"}
         point = replace(point, sequences=0, batch=known.batch, accumulation=known.accumulation)
         point = replace(point, planner_s=QUICK_SEVERAL_S)
     elif not isinstance(plan, UnitwisePlan):
@@ -280,7 +282,7 @@ def _like(point: Point, known: Known) -> tuple[Point, dict[str, Any]]:
             batch *= 2
         point = replace(point, sequences=0, batch=batch, accumulation=point.sequences // batch)
         known = known.divided(point.batch, point.accumulation, point.batch // each)
-    return point, {"policies": (), "like": known.plan, "known": known}
+    return point, {"policies": (), "like": known.plan, "known": known, **same}
 
 
 def answer_point(point: Point, *, like: Point | None = None, found: Sequence[Known] = ()) -> dict[str, object]:
