@@ -178,7 +178,7 @@ def plan_sequences(
             workload, result = best.workload, best.result()
         else:
             workload = one_by_one
-            result = plan(workload, machine, **asked)  # or says what is missing
+            result = plan(workload, machine, **asked, batches="shared" if num > 1 else None)  # or says what is missing
             planned[1] = result.step_s
     result = replace(result, compared=_in_their_best(result.compared, searches, sequences))
     remember(machine, question, workload, result)

@@ -13,6 +13,7 @@ import pytest
 from tierplan.cli import command_parser, main
 from tierplan.commands.options.scenario import read_point
 from tierplan.hwmodels import load_description, load_machine
+from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.planner.policies import POLICIES
 from tierplan.planner.policies.options import OptionError
 from tierplan.planner.prediction import predict
@@ -389,3 +390,14 @@ def test_a_moment_s_look_at_several_gpus_is_of_the_sequences_asked(model: str, l
     again = best_plan(look, **only)
     assert again.result.prediction.tokens == best.result.prediction.tokens == num * asked.seq
     assert again.result.step_s <= best.result.step_s * (1 + 1e-6)
+
+
+def test_a_step_is_of_the_sequences_asked_where_none_that_was_searched_fits() -> None:
+    """The last thing tried was a sequence for each GPU: 3 a step were the answer for 1."""
+    overrides = {"gpu.count": 3, "link.p2p": "300 GB/s"}
+    asked = Point(model="llama-3.1-8b", machine="desktop-4090", sequences=1, overrides=overrides, planner_s=0.4)
+    try:
+        found = best_plan(replace(asked, drive_lifetime_years=1.0))
+    except InfeasiblePlan:
+        return
+    assert found.result.prediction.tokens == asked.seq
