@@ -318,15 +318,15 @@ class Search:
 
     def _bound_of_all(self, plan: Plan, problems: list[Problem], bounds: list[Bound]) -> Bound:
         """The least bound over the shapes, with that of the best plan's own if a policy has another one."""
-        one, vertical = (self._of_one_device(order, 1, plan.semantics) for order in get_args(Order))
         if not isinstance(plan, UnitwisePlan) or plan.operator_tiles > 1 or plan.segment_units > 1:
             what = "packs, pages, segments or tiles: its bound is that of the totals"
             self.notes += [f"the best plan works in {what}"] if self.num_devices == 1 else []
-            return bound_of_totals(one, plan.num_batches)
+            return bound_of_totals(self._of_one_device("horizontal", 1, plan.semantics), plan.num_batches)
         if self.num_devices > 1:
             in_shards = bounds if self.devices > 1 and plan.semantics == self.semantics else ()
-            own = self._of_one_device(plan.order, plan.sub_batches, plan.semantics)
-            return bound_of_several((one, vertical, own), self.num_devices, plan.num_batches, in_shards)
+            shapes = dict.fromkeys([*((order, 1) for order in get_args(Order)), (plan.order, plan.sub_batches)])
+            posed = [self._of_one_device(*shape, plan.semantics) for shape in shapes]
+            return bound_of_several(posed, self.num_devices, plan.num_batches, in_shards)
         own = self.posed(plan.order, plan.sub_batches, plan.semantics)
         if all((own.semantics, own.order, own.sub_batches) != (p.semantics, p.order, p.sub_batches) for p in problems):
             bounds = [*bounds, self._bound(own, Solver(seed=self.seed))]

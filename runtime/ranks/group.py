@@ -96,9 +96,8 @@ class Ranks(AbstractContextManager["Ranks"]):
             name: dist.new_group(backend="gloo", timeout=PATIENCE, group_desc=name) for name in CHANNELS
         }
         self._store.set(f"connected/{self.rank}", "")
-        for (
-            r
-        ) in others:  # one that left now, with an error of its own, would be a lost connection to who still connects
+        # one that left now, with an error of its own, would be a lost connection to who still connects
+        for r in others:
             self._store.get(f"connected/{r}")
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
