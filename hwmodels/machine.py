@@ -24,6 +24,8 @@ SECONDS = "s"
 """Work kind of ops whose time is known (measured): one second of work takes one second, on any stream."""
 KERNELS = "kernels"
 """Work kind that says how many kernels an op launches: it takes their launches, or its other work if that is longer."""
+PARTS = "parts"
+"""Work kind that says of how many units an op's work is: rates are those of one unit's amounts, not of all together."""
 
 
 class MachineError(ValueError):
@@ -278,13 +280,13 @@ class Machine(Shown):
         Raises `MachineError` when the stream has no rate for a kind of work.
         """
         stream = self.stream(stream_name)
-        seconds = 0.0
+        seconds, num_parts = 0.0, work.get(PARTS, 1.0)
         taken: dict[str, float] = {}
         for kind, amount in work.items():
-            if amount == 0 or kind == KERNELS:
+            if amount == 0 or kind in (KERNELS, PARTS):
                 continue
             if kind in stream.rates:
-                seconds += amount / stream.rates[kind].at(amount)
+                seconds += amount / stream.rates[kind].at(amount / num_parts)
             elif kind == SECONDS:
                 seconds += amount
             else:

@@ -13,12 +13,12 @@ from math import inf, isfinite
 
 from tierplan.hwmodels.names import COMPUTE, HOST_ADAM, NVME_READ, NVME_WRITE, compute, d2h, h2d
 from tierplan.planner.milp.amounts import Problem, UnitAmounts
-from tierplan.planner.milp.bounds import MEMORY_FAMILIES, Bound, alone_s, compute_s, shares_of, worth_of_memory
+from tierplan.planner.milp.bounds import MEMORY_FAMILIES, Bound, alone_s, shares_of, worth_of_memory
 from tierplan.planner.milp.capacities import ENDURANCE, drive_pairs
 from tierplan.planner.milp.columns import minus, times
 from tierplan.planner.milp.modes import MODES, Mode
 from tierplan.planner.milp.program import Draft, Solver, Terms
-from tierplan.planner.milp.rates import GB
+from tierplan.planner.milp.rates import GB, has_rates
 
 SAFE_FRAC = 1e-6
 """By which the optimum is lowered, for the solver's tolerances."""
@@ -29,11 +29,9 @@ Totals = dict[str, Terms]
 def bound_of_totals(p: Problem, num_batches: int) -> Bound:
     """No step in which all devices of the problem's machine together do `num_batches` times its micro-batches, for one
     update, is shorter. `p` is that of one device, whatever its order. Infinite where nothing fits."""
-    computing = p.machine.stream(COMPUTE)  # packs compute units at once, whose latencies are one
-    latencies_s = 2 * len(p.units) * (computing.latency_s + computing.beside_s)
     passes = num_batches * p.workload.training.gradient_accumulation_steps
     lp, num = Draft(), p.machine.num_devices
-    forward_and_backward_s = max(0.0, num_batches * compute_s(p) - passes * latencies_s)
+    forward_and_backward_s = passes * at_once_s(p)
     step = lp.column(cost=1.0)
     moved, held, updated = _totals(lp, p)
 
@@ -80,6 +78,17 @@ def bound_of_totals(p: Problem, num_batches: int) -> Bound:
         s_per_gb=worth_of_memory(program, solution),
         solution=solution,
     )
+
+
+def at_once_s(p: Problem) -> float:
+    """Least seconds of computing of a micro-batch: packs compute units at once, whose latencies are one, and kernels of
+    some are launched while those of others run."""
+    found = 0.0
+    for way in ("forward", "backward"):
+        works = [work for u in p.workload.units if has_rates(p.machine, COMPUTE, work := getattr(u, way))]
+        costs = [p.machine.cost(COMPUTE, work) for work in works]
+        found += max(sum(cost.work_s for cost in costs), sum(cost.launch_s for cost in costs))
+    return found
 
 
 def _totals(lp: Draft, p: Problem) -> tuple[Totals, Totals, Totals]:

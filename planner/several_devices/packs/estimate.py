@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.machine import PARTS, Machine
 from tierplan.hwmodels.names import COMPUTE, D2H, DEVICE, H2D, HOST_ADAM, collective, p2p
 from tierplan.planner.plan import Packs
 from tierplan.planner.plan_rules import PackForm
@@ -25,7 +25,7 @@ from tierplan.planner.several_devices.collectives import collective_work
 from tierplan.planner.several_devices.packs.updates import AT_ONCE
 from tierplan.sim.columns import Float64, Int64
 from tierplan.sim.compiled.compiler import compiled
-from tierplan.sim.workloads.work import Amounts, total_work
+from tierplan.sim.workloads.work import Amounts, flops_of, total_work
 from tierplan.sim.workloads.workload import Unit, Workload
 
 INFINITE = float("inf")
@@ -133,12 +133,18 @@ class PackSizes:
     def work(self, first: int, end: int) -> PackWork:
         pack = self.units[first:end]
         return PackWork(
-            forward=total_work(u.forward for u in pack),
-            backward=total_work(u.backward for u in pack),
+            forward=_work_of([u.forward for u in pack]),
+            backward=_work_of([u.backward for u in pack]),
             forward_bytes=self.forward_bytes(first, end),
             saved_bytes=self.saved_bytes(first, end),
             backward_bytes=self.backward_bytes(first, end),
         )
+
+
+def _work_of(works: Sequence[Amounts]) -> Amounts:
+    """Of units at once: each product has the rate that it has in its own unit."""
+    num_parts = sum(flops_of(work) > 0 for work in works)
+    return {**total_work(works), **({PARTS: float(num_parts)} if num_parts > 1 else {})}
 
 
 class PackEstimate:
@@ -195,8 +201,8 @@ class PackEstimate:
 
     def work_s(self, phase: str, first: int, end: int) -> float:
         """Compute of one micro-batch: `fwd` or `bwd`, the latter without its recomputation."""
-        works = (u.forward if phase == "fwd" else u.backward for u in self.units[first:end])
-        return self.machine.cost(COMPUTE, total_work(works)).alone_s
+        works = [u.forward if phase == "fwd" else u.backward for u in self.units[first:end]]
+        return self.machine.cost(COMPUTE, _work_of(works)).alone_s
 
     def _numbered(self, phase: str, first: int, end: int, at_once: int) -> int:
         if not self.fits(phase, first, end):

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from tierplan.hwmodels.names import DEVICE
 from tierplan.planner.milp.amounts import Problem
-from tierplan.planner.milp.bounds import compute_s
+from tierplan.planner.milp.totals import at_once_s
 from tierplan.planner.plan import PackPlan, Packs
 from tierplan.planner.plan_rules import PackForm, Runs, lent_units, shared_micro_batches, updatable_packs
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
@@ -105,8 +105,8 @@ def bound_of_packs(problem: Problem, packs: Packs) -> float:
     sizes, num = PackSizes(problem.workload), len(problem.units)
     device_bytes = problem.machine.tier(DEVICE).capacity_bytes
     again = [unit.fwd_s for u, unit in enumerate(problem.units) if sizes.held_bytes("bwd", u, num) > device_bytes]
-    again_s = problem.workload.training.gradient_accumulation_steps * sum(again)
-    computes_s = (compute_s(problem) + again_s) / packs.devices
+    num_batches = problem.workload.training.gradient_accumulation_steps
+    computes_s = num_batches * (at_once_s(problem) + sum(again)) / packs.devices
     if not packs.late_updates:
         return computes_s
     parameters, adam = sum(map(problem.host_gparams, problem.units)), problem.rates.adam

@@ -15,7 +15,7 @@ from tierplan.studies.study import Point
 
 
 @pytest.mark.parametrize(
-    ("devices", "batch", "accumulation", "cycle_steps"), [(7, 2, 7, 14), (7, 1, 14, 14), (3, 1, 6, 0), (4, 1, 4, 1)]
+    ("devices", "batch", "accumulation", "cycle_steps"), [(7, 2, 7, 14), (7, 1, 14, 0), (3, 1, 6, 1), (4, 1, 4, 1)]
 )
 def test_the_step_is_that_of_a_long_run(devices: int, batch: int, accumulation: int, cycle_steps: int) -> None:
     """Some repeat when they have gone around twice. Those that are not found to repeat say so."""
