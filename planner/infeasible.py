@@ -9,18 +9,24 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import inf
+from typing import TYPE_CHECKING, Any
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering.tiling import with_batch
 from tierplan.planner.milp.amounts import Problem, problem
-from tierplan.planner.milp.bounds import Shortage, lower_bound, shortages
+from tierplan.planner.milp.bounds import Bound, Shortage, lower_bound, shortages
+from tierplan.planner.milp.totals import bound_of_totals
 from tierplan.planner.plan import plain_semantics
 from tierplan.planner.plan_rules import Order, PlanError
 from tierplan.planner.search.budget import Budget
-from tierplan.planner.several_devices.sharded import sharded
+from tierplan.planner.several_devices.sharded import cut, sharded
+from tierplan.planner.several_devices.tensors import is_worth_cutting
 from tierplan.sim.output.text import format_bytes, format_s
 from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import Workload
+
+if TYPE_CHECKING:
+    from tierplan.planner.loop import Search
 
 SUB_BATCHES = (2, 4, 8, 16)
 """Parts of a micro-batch with which the largest batch is looked for, beside as many as it has sequences."""
@@ -160,6 +166,34 @@ class InfeasiblePlan(PlanError):
         return f"{self.what}; sequences per micro-batch that fit{steps}: {self.largest_batch}"
 
 
+def why_none(search: Search, problems: list[Problem], bounds: list[Bound]) -> InfeasiblePlan:
+    """The error of a search that has found nothing, with the problems that it posed and their bounds."""
+    workload, machine, beat_s = search.workload, search.machine, search.beat_s
+    if beat_s < inf:
+        why = f"none that was tried does, and no other is quicker than the {beat_s:.3g} s of one that is known"
+        is_slower = any(beat_s <= bound.searched_s < inf for bound in bounds)
+        return InfeasiblePlan(workload, machine, (), why, is_slower=is_slower)
+    seen = search.simulate_plan.seen.values()
+    if worn := [c for c in seen if c.wear > 1.0]:
+        gentlest = min(worn, key=lambda c: c.wear)
+        why = spares_no_drives(len(worn), gentlest.reason, min(bound.step_s for bound in bounds))
+        return InfeasiblePlan(workload, machine, (), "", why)
+    if any(bound.feasible for bound in bounds) and search.budget.is_out_of_time:
+        why = f"in {search.budget.time_limit_s:g} s, though memory may do; search for longer (--time-limit)"
+        return InfeasiblePlan(workload, machine, (), not_found=why)
+    finest = search.posed("vertical", workload.training.per_device_train_batch_size)
+    if is_on_several := machine.num_devices > 1:  # where bounds are of units alone
+        bounds = [bound_of_totals(search.of_one_device("horizontal", 1, None), 1)]
+    may_fit = any(bound.feasible for bound in bounds)
+    lacking = () if may_fit or is_on_several else least_lacking([*problems, finest])
+    # the nearest to fitting says why
+    nearest = max((c for c in seen if not c.fits), key=lambda c: min(c.room_gb.values(), default=-inf), default=None)
+    reason = "" if lacking or nearest is None else nearest.reason
+    others = tuple(name for name, result in search.compared.items() if result(is_best=False).step_s is not None)
+    asked: Any = {"semantics": search.asked_semantics, "write_limit_bytes_per_s": search.write_limit_bytes_per_s}
+    return InfeasiblePlan(workload, machine, lacking, reason, may_fit=may_fit, others=others, **asked)
+
+
 def logits_note(workload: Workload, of_bytes: int, *, parts: int = 1) -> str:
     """What to do about logits and loss, where they take more than half of so many bytes on the device; else nothing.
 
@@ -188,8 +222,10 @@ def has_room(
     updates, limit = semantics or plain_semantics(training), write_limit_bytes_per_s
     posed = partial(problem, workload, machine, semantics=updates, write_limit_bytes_per_s=limit)
     whole = [posed(order=order, sub_batches=t) for order, t in (("horizontal", 1), *parts)]
-    in_shards = (sharded(p, machine.num_devices, "nothing") for p in whole if machine.num_devices > 1)
-    return any(lower_bound(p, beat_s=0.0).feasible for p in (*in_shards, *whole))
+    num = machine.num_devices
+    in_shards = [sharded(p, num, "nothing") for p in whole if num > 1]
+    in_tensors = [cut(p, num) for p in whole if num > 1 and is_worth_cutting(workload, num, inf)]
+    return any(lower_bound(p, beat_s=0.0).feasible for p in (*in_shards, *whole, *in_tensors))
 
 
 def found_shortly(

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.scaling import parts_of
 from tierplan.planner.compared import NEAR, Compared
-from tierplan.planner.infeasible import InfeasiblePlan, least_lacking, spares_no_drives
+from tierplan.planner.infeasible import why_none
 from tierplan.planner.lowering import Lowering
 from tierplan.planner.milp.amounts import Problem, problem
 from tierplan.planner.milp.bounds import IMPOSSIBLE, Bound, lower_bound
@@ -36,8 +36,8 @@ from tierplan.planner.search.shape import sub_batches_of, tried
 from tierplan.planner.several_devices.bounds import bound_of_several
 from tierplan.planner.several_devices.packs.search import bound_of_packs, search_packs
 from tierplan.planner.several_devices.packs.stages import search_stages
-from tierplan.planner.several_devices.sharded import sharded
-from tierplan.planner.several_devices.tensors import search_tensors
+from tierplan.planner.several_devices.sharded import cut, sharded
+from tierplan.planner.several_devices.tensors import is_worth_cutting, search_tensors
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import Workload
@@ -53,6 +53,9 @@ SAME_FRAC = 1e-6
 """Steps that differ by less take equally long."""
 SHARES: Mapping[Order, float] = {"horizontal": 0.3, "vertical": 0.4}
 """Of the budget, where a workload has plans of both orders: the same whether both are searched or one."""
+SHARE_OF_CUT, FIRST_OF_CUT = 0.4, 0.6
+"""Of so much work as the budget has, for operators that several devices cut; and the part of it after which none is far
+from what is known, or their search ends."""
 BOUND_WEIGHT = 2.0
 """Beyond the default budget, a percent of an order's bound counts as much as so many percent of its best step: which of
 them had luck at first says less than what is possible."""
@@ -79,16 +82,19 @@ class Search:
         write_limit_bytes_per_s: float = inf,
         beat_s: float = inf,
         known: Known | None = None,
+        divided: Literal["all", "tensors"] = "all",
     ) -> None:
-        self.workload, self.seed, self.known = workload, seed, known
+        self.workload, self.seed, self.known, self.divided = workload, seed, known, divided
         self.asked, self.machine = machine, without_excess(machine, workload)
         self.asked_semantics = semantics
         self.semantics: Semantics = semantics or plain_semantics(workload.training)
         check_clipping(self.semantics, workload.training.max_grad_norm)
         self.num_devices = machine.num_devices
         self.batches = batches if self.num_devices > 1 else None
-        self.devices = 1 if self.batches == "shared" else self.num_devices
+        self.devices = 1 if self.batches == "shared" and divided == "all" else self.num_devices
         """Of plans of units."""
+        self.num_batches = self.devices if divided == "all" else 1
+        """Times the workload's micro-batches of which these do a step."""
         self.started, self.budget = time.perf_counter(), budget
         self.write_limit_bytes_per_s, self.beat_s = write_limit_bytes_per_s, beat_s
         self.simulate_plan = self._simulator(self.machine)
@@ -104,7 +110,8 @@ class Search:
         return PlanSimulator(self.workload, machine, self.budget, write_limit_bytes_per_s=self.write_limit_bytes_per_s)
 
     def _no_incumbents(self) -> Incumbents:
-        return Incumbents(self.batches, self.workload.training.gradient_accumulation_steps, self.devices)
+        accumulation = self.workload.training.gradient_accumulation_steps
+        return Incumbents(self.batches, accumulation, self.devices, self.divided)
 
     def begin(
         self,
@@ -124,7 +131,7 @@ class Search:
             self.compare(policies)
         else:
             self.compared, self.seeds, self.simulate_plan = like.compared, like.seeds, like.simulate_plan
-        cuts = self.like is None
+        cuts = self.like is None and self.divided == "all"
         shapes = sub_batches_of(self.workload, self.seeds.by_shape, cuts=cuts) if only is None else {only: [1]}
         wanted = tuple(orders) if orders is not None else ("horizontal", "vertical")
         if self.workload.training.gradient_accumulation_steps == 1:
@@ -150,7 +157,7 @@ class Search:
     def go_on(self) -> None:
         """Until the budget is spent."""
         try:
-            if self.num_devices > 1:
+            if self.num_devices > 1 and self.divided == "all":
                 self._search_packs()
             while next(self.in_rounds, self) is not self and not self.budget.is_out_of_time:
                 pass
@@ -165,14 +172,30 @@ class Search:
         search_tensors(self.incumbents, self.simulate_plan, self.semantics, beat_s=self.beat_s)
 
     def _search_packs(self) -> None:
-        """Stages and packs, on several devices."""
+        """Stages, operators that are cut, and packs, on several devices."""
         self.search_stages()
+        self._search_cut()
         beat_s = min(self.beat_s, step_s_of(self.seeds.staged))
         packed = self.seeds.packed
         if packed and bound_of_packs(self.posed("horizontal", 1), packed.plan.packs) < beat_s:
             search_packs(self.seeds, self.simulate_plan, num_ops=self.budget.ops_left, seed=self.seed, beat_s=beat_s)
         if self.seeds.packed is not None:
             self.incumbents.consider(self.seeds.packed)
+
+    def _search_cut(self) -> None:
+        """Operators that all devices cut, with some of what they need elsewhere: beside the budget of the search."""
+        left, known_s = self.budget.ops_left, min(self.beat_s, self.best_s)
+        if self.batches == "each" or not is_worth_cutting(self.workload, self.num_devices, known_s):
+            return
+        self.budget.ops_left = SHARE_OF_CUT * left
+        other = self.beside(None, None, known_s, divided="tensors")
+        while next(other.in_rounds, other) is not other and not self.budget.is_out_of_time:
+            is_begun = self.budget.ops_left > (1 - FIRST_OF_CUT) * SHARE_OF_CUT * left
+            if not is_begun and other.best_s > known_s * (NEAR if self.budget.ops_left > 0 else 1.0):
+                break
+        self.budget.ops_left = left
+        if other.incumbents.best is not None:
+            self.incumbents.consider(other.incumbents.best)
 
     def interrupt(self) -> None:
         """Ctrl-C ends the search, where there is a plan already."""
@@ -186,7 +209,7 @@ class Search:
         """Whose gathered parameters may stay for backward."""
         if isinstance(self.like, UnitwisePlan):
             return (self.like.sharing.keeps,)
-        return ("nothing", "all") if self.devices > 1 else ("nothing",)
+        return ("nothing", "all") if self.num_batches > 1 else ("nothing",)
 
     @property
     def racers(self) -> list[Racer]:
@@ -213,10 +236,10 @@ class Search:
             held = replace(self.known.plan, parts=parts_of(self.asked, self.known.machine))
             self.incumbents.consider(self._simulator(self.asked)(held))
 
-    def beside(self, order: Order, solver: Solver, beat_s: float) -> Search:
-        """A search for plans of another order."""
-        limit, budget = self.write_limit_bytes_per_s, self.budget
-        other = Search(self.workload, self.asked, self.asked_semantics, budget, self.seed, self.batches, limit, beat_s)
+    def beside(self, order: Order | None, solver: Solver | None, beat_s: float, **more: Any) -> Search:
+        """A search for plans of another order, or that are `divided` otherwise."""
+        asked = self.workload, self.asked, self.asked_semantics, self.budget, self.seed, self.batches
+        other = Search(*asked, self.write_limit_bytes_per_s, beat_s, **more)
         other.begin(only=order, solver=solver, like=self)
         return other
 
@@ -246,9 +269,9 @@ class Search:
         problems = [p for chain in self.chains for p in chain.problems]
         bounds = [bound for chain in self.chains for bound in chain.bounds]
         if self.incumbents.best is None:
-            raise self._infeasible(problems or [self.posed("horizontal", 1)], bounds)
+            raise why_none(self, problems or [self.posed("horizontal", 1)], bounds)
         if (in_full := self._in_full(self.incumbents.best)) is None:
-            raise self._infeasible(problems, bounds)
+            raise why_none(self, problems, bounds)
         best = self._spares_drives(in_full)
         if self.known is not None and self.known.is_cut:
             self.is_interrupted = True
@@ -321,11 +344,11 @@ class Search:
         if not isinstance(plan, UnitwisePlan) or plan.operator_tiles > 1 or plan.segment_units > 1:
             what = "packs, pages, segments or tiles: its bound is that of the totals"
             self.notes += [f"the best plan works in {what}"] if self.num_devices == 1 else []
-            return bound_of_totals(self._of_one_device("horizontal", 1, plan.semantics), plan.num_batches)
+            return bound_of_totals(self.of_one_device("horizontal", 1, plan.semantics), plan.num_batches)
         if self.num_devices > 1:
             in_shards = bounds if self.devices > 1 and plan.semantics == self.semantics else ()
             shapes = dict.fromkeys([*((order, 1) for order in get_args(Order)), (plan.order, plan.sub_batches)])
-            posed = [self._of_one_device(*shape, plan.semantics) for shape in shapes]
+            posed = [self.of_one_device(*shape, plan.semantics) for shape in shapes]
             return bound_of_several(posed, self.num_devices, plan.num_batches, in_shards)
         own = self.posed(plan.order, plan.sub_batches, plan.semantics)
         if all((own.semantics, own.order, own.sub_batches) != (p.semantics, p.order, p.sub_batches) for p in problems):
@@ -335,15 +358,15 @@ class Search:
     def posed(
         self, order: Order, sub_batches: int, semantics: Semantics | None = None, keeps: Keeps = "nothing"
     ) -> Problem:
-        posed = self._of_one_device(order, sub_batches, semantics)
+        posed = self.of_one_device(order, sub_batches, semantics)
         if self.devices > 1:
-            posed = sharded(posed, self.devices, keeps)
+            posed = sharded(posed, self.devices, keeps) if self.divided == "all" else cut(posed, self.devices)
         if not isinstance(self.like, UnitwisePlan):
             return posed
         brings = any(c.updates_here and c.states != "device" for c in self.like.units)
         return posed if brings else replace(posed, brings_states=False)
 
-    def _of_one_device(self, order: Order, sub_batches: int, semantics: Semantics | None) -> Problem:
+    def of_one_device(self, order: Order, sub_batches: int, semantics: Semantics | None) -> Problem:
         posed = problem(
             self.workload,
             self.machine,
@@ -426,7 +449,7 @@ class Search:
         least_s = min((bound.searched_s for chain in self.chains for bound in chain.bounds), default=inf)
         while able := [chain for chain in self.chains if not chain.is_over]:
             best = self.incumbents.best
-            is_near = best is None or per_batch_s(best) * self.devices <= FAR * least_s
+            is_near = best is None or per_batch_s(best) * self.num_batches <= FAR * least_s
             is_done = is_near or least_s >= self._to_beat_s() or budget.ops_left <= until_ops or budget.is_stale
             if is_done or budget.is_out_of_time or not self.has_all_orders:
                 return
@@ -451,31 +474,7 @@ class Search:
     def _to_beat_s(self) -> float:
         """What a bound has to be below, for its chain to be worth searching."""
         best = self.incumbents.best
-        return self.beat_s if best is None else min(self.beat_s, per_batch_s(best) * self.devices)
-
-    def _infeasible(self, problems: list[Problem], bounds: list[Bound]) -> InfeasiblePlan:
-        if self.beat_s < inf:
-            why = f"none that was tried does, and no other is quicker than the {self.beat_s:.3g} s of one that is known"
-            is_slower = any(self.beat_s <= bound.searched_s < inf for bound in bounds)
-            return InfeasiblePlan(self.workload, self.machine, (), why, is_slower=is_slower)
-        if worn := [c for c in self.simulate_plan.seen.values() if c.wear > 1.0]:
-            gentlest = min(worn, key=lambda c: c.wear)
-            why = spares_no_drives(len(worn), gentlest.reason, min(bound.step_s for bound in bounds))
-            return InfeasiblePlan(self.workload, self.machine, (), "", why)
-        if any(bound.feasible for bound in bounds) and self.budget.is_out_of_time:
-            why = f"in {self.budget.time_limit_s:g} s, though memory may do; search for longer (--time-limit)"
-            return InfeasiblePlan(self.workload, self.machine, (), not_found=why)
-        finest = self.posed("vertical", self.workload.training.per_device_train_batch_size)
-        if is_on_several := self.num_devices > 1:  # where bounds are of units alone
-            bounds = [bound_of_totals(self._of_one_device("horizontal", 1, None), 1)]
-        may_fit = any(bound.feasible for bound in bounds)
-        lacking = () if may_fit or is_on_several else least_lacking([*problems, finest])
-        failed = (c for c in self.simulate_plan.seen.values() if not c.fits)  # the nearest to fitting says why
-        nearest = max(failed, key=lambda c: min(c.room_gb.values(), default=-inf), default=None)
-        reason = "" if lacking or nearest is None else nearest.reason
-        others = tuple(name for name, result in self.compared.items() if result(is_best=False).step_s is not None)
-        asked: Any = {"semantics": self.asked_semantics, "write_limit_bytes_per_s": self.write_limit_bytes_per_s}
-        return InfeasiblePlan(self.workload, self.machine, lacking, reason, may_fit=may_fit, others=others, **asked)
+        return self.beat_s if best is None else min(self.beat_s, per_batch_s(best) * self.num_batches)
 
     def _result(self, best: Candidate[Plan], bound: Bound, status: Status) -> PlanResult:
         assert best.step_s is not None

@@ -201,7 +201,9 @@ class Problem:
     brings_states: bool
     """Whether states may come to the device for their update and go back."""
     devices: int = 1
-    """That train on micro-batches of their own and divide all else: the amounts are those of one of them."""
+    """That divide the work: the amounts are those of one of them."""
+    divided: Literal["all", "tensors"] = "all"
+    """What they divide: all but micro-batches, of which each has its own; or operators, for the same micro-batches."""
     keeps: Keeps = "nothing"
     """Of several devices: whose gathered parameters stay for backward."""
     keeps_grads: bool = False

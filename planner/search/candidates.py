@@ -160,7 +160,7 @@ class PlanSimulator:
             step_s = steady_state(columns, machine, prices=prices).period_s
         except OutOfMemory as error:
             kind = next(t.kind for t in self.machine.tiers if t.name == error.tier)
-            short_gb = (error.wanted_bytes - error.free_bytes) / GB / (1 if kind == "device" else plan.num_batches)
+            short_gb = (error.wanted_bytes - error.free_bytes) / GB / (1 if kind == "device" else _num_parts(plan))
             room_gb[kind] = min(room_gb.get(kind, 0.0), -short_gb)
             return Candidate(plan, None, partial(self._what_is_short, plan), short_tier=kind, room_gb=room_gb)
         except (PlanError, ScheduleError, MachineError) as error:
@@ -187,7 +187,7 @@ class PlanSimulator:
         kinds = [t.kind for t in self.machine.tiers]
         free_gb = (least_free(graph) / GB).tolist()
         least = {kind: min(gb for of, gb in zip(kinds, free_gb, strict=True) if of == kind) for kind in kinds}
-        return {kind: gb / (1 if kind == "device" else plan.num_batches) for kind, gb in least.items()}
+        return {kind: gb / (1 if kind == "device" else _num_parts(plan)) for kind, gb in least.items()}
 
     def _what_is_short(self, plan: Plan) -> str:
         """Why a plan runs out of memory, found once more: schedules are not kept."""
@@ -236,6 +236,11 @@ class PlanSimulator:
                 room_gb: dict[str, float] = {of: (t.capacity_bytes - held[of]) / GB for of, t in capacity.items()}
                 return Candidate(plan, None, partial(str, reason), short_tier=kind, room_gb=room_gb)
         return None
+
+
+def _num_parts(plan: Plan) -> int:
+    """Of what all devices share, for which a problem is posed that is one device's."""
+    return plan.devices if isinstance(plan, UnitwisePlan) else 1
 
 
 def _ops_to_draw(plan: Plan) -> int:

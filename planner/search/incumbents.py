@@ -23,7 +23,9 @@ class Incumbents:
     num_micro_batches: int = 0
     """One has no order; 0 where that is not said."""
     devices: int = 1
-    """Of plans that local moves can start from: several train on micro-batches of their own."""
+    """Of plans that local moves can start from."""
+    divided: Literal["all", "tensors"] = "all"
+    """What they divide, where there are several."""
     best: Candidate[Plan] | None = None
     by_shape: dict[Shape, Candidate[UnitwisePlan]] = field(default_factory=dict)
     """The best of each shape that local moves can start from."""
@@ -65,8 +67,8 @@ class Incumbents:
         """Whether a search can start from this plan: local moves, or a search over packs."""
         if not isinstance(plan, UnitwisePlan):
             return isinstance(plan, PackPlan)
-        divides_all = plan.devices == 1 or plan.sharing.divided == "all"
-        return plan.segment_units == 1 and plan.devices == self.devices and divides_all
+        divides_so = plan.devices == 1 or plan.sharing.divided == self.divided
+        return plan.segment_units == 1 and plan.devices == self.devices and divides_so
 
     def _is_plain(self, candidate: Candidate[Any]) -> TypeGuard[Candidate[UnitwisePlan]]:
         return isinstance(candidate.plan, UnitwisePlan) and self.is_start(candidate.plan)

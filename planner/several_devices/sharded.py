@@ -1,14 +1,17 @@
-"""The planning problem of several devices that train on micro-batches of their own and divide all else (ZeRO-3).
+"""The planning problem of several devices that divide parameters, gradients and states.
 
-All of them do the same at once, so it is that of one of them: of parameters, gradients and states it has its shard, and
-what its ops need of others' is gathered meanwhile. Of what they share, host memory, drives and the host's cores, it
-has its part, and of shared limits it takes what all take.
+All of them do the same at once, so it is that of one of them. Either each trains on micro-batches of its own (ZeRO-3):
+of all else it has its shard, and what its ops need of others' is gathered meanwhile. Or they cut operators, and all
+work on the same micro-batches (tensor parallelism): then it has its part of work and activations, too, and computing
+waits for their sums. Of what they share, host memory, drives and the host's cores, it has its part, and of shared
+limits it takes what all take.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from itertools import accumulate
 
 from tierplan.hwmodels.machine import Machine
@@ -20,6 +23,8 @@ from tierplan.planner.several_devices.alike import first_for_all
 from tierplan.planner.several_devices.collectives import collective_work
 
 COLLECTIVE = collective(0)
+OF_BLOCK = 2
+"""Sums of activations over devices in a pass of a block whose operators are cut."""
 
 
 def sharded(p: Problem, devices: int, keeps: Keeps, *, divides_params: bool = True) -> Problem:
@@ -42,17 +47,75 @@ def sharded(p: Problem, devices: int, keeps: Keeps, *, divides_params: bool = Tr
         if kind not in exchanged:
             gathers = 0 if not divides_params else 2 if gathers_again else 1
             exchanged[kind] = _exchanged(p, u, devices, first, gathers)
-        fwd_load, bwd_load = (
-            {limit: load.get(limit, 0.0) + more.get(limit, 0.0) for limit in {**load, **more}}
-            for load, more in zip((u.fwd_load, u.bwd_load), exchanged[kind], strict=True)
-        )
+        fwd_load, bwd_load = map(_with, (u.fwd_load, u.bwd_load), exchanged[kind])
         own = replace(_of_one(u, devices, own_gb, before_gb), fwd_load=fwd_load, bwd_load=bwd_load)
         units.append(own if divides_params else replace(own, params_gb=u.params_gb, frozen_gb=u.frozen_gb))
+    return replace(_sharing(p, devices, units, first), keeps=keeps)
+
+
+def cut(p: Problem, devices: int) -> Problem:
+    """The problem of one of so many devices that cut operators, given that of one which has all work by itself."""
+    first = first_for_all(p.machine, devices) or p.machine
+    summed, last = cache(partial(_summed, first, devices)), len(p.units) - 1
+
+    def of_one(k: int, u: UnitAmounts) -> UnitAmounts:
+        border_gb = max(u.input_gb, u.output_gb)
+        (fwd_s, fwd_load), (bwd_s, bwd_load) = (
+            summed(border_gb, int(k == end) if k in (0, last) else OF_BLOCK) for end in (0, last)
+        )
+        below, again_s = p.workload.first_trained, sum(group.recompute_s for group in u.groups) or 1.0
+
+        def of_part(whole: float, border_gb: float) -> float:  # what goes from unit to unit is whole on each device
+            return border_gb + max(0.0, whole - border_gb) / devices
+
+        return replace(
+            _of_one(u, devices, 0.0, 0.0),
+            fwd_s=u.fwd_s / devices + fwd_s,
+            bwd_s=u.bwd_s / devices + bwd_s,
+            fwd_load=_with(u.fwd_load, fwd_load),
+            bwd_load=_with(u.bwd_load, bwd_load),
+            groups=tuple(
+                replace(
+                    group,
+                    gb=group.gb / devices if group.slots else group.gb,
+                    recompute_s=group.recompute_s / devices + fwd_s * group.recompute_s / again_s,
+                )
+                for group in u.groups
+            ),
+            saved_gb=u.saved_gb / devices,
+            fwd_fixed_gb=of_part(
+                u.fwd_fixed_gb, u.output_gb + (u.input_gb if all(group.slots for group in u.groups) else 0.0)
+            ),
+            bwd_fixed_gb=of_part(
+                u.bwd_fixed_gb, (u.output_gb if k >= below else 0.0) + (u.input_gb if k > below else 0.0)
+            ),
+            adding_gb=u.adding_gb / devices,
+            tied_gb=u.tied_gb / devices,
+        )
+
+    units = [of_one(k, u) for k, u in enumerate(p.units)]
+    return replace(_sharing(p, devices, units, first), divided="tensors")
+
+
+def _summed(first: Machine, devices: int, border_gb: float, calls: int) -> tuple[float, Mapping[str, float]]:
+    """What so many sums of activations over devices take: seconds, and those at full use of each shared limit."""
+    work = collective_work("all_reduce", calls * border_gb * GB, devices, calls=calls)
+    if not calls * border_gb or COLLECTIVE not in {s.name for s in first.streams}:
+        return 0.0, {}
+    return seconds_alone(first, COLLECTIVE, work), limit_seconds(first, COLLECTIVE, work)
+
+
+def _with(load: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
+    """By shared limit, both."""
+    return {limit: load.get(limit, 0.0) + more.get(limit, 0.0) for limit in {**load, **more}}
+
+
+def _sharing(p: Problem, devices: int, units: Sequence[UnitAmounts], first: Machine) -> Problem:
+    """With its part of what all of them share."""
     taken = {limit: _of_all(each, devices) for limit, each in limit_loads(p.workload, first).items()}
     return replace(
         p,
         devices=devices,
-        keeps=keeps,
         units=tuple(units),
         host_gb=p.host_gb / devices,
         nvme_gb=p.nvme_gb / devices,
@@ -104,9 +167,8 @@ def _exchanged(
     gathers, reduces = taken("gather", u.params_gb + u.frozen_gb), taken("reduce", u.grads_gb)
     again = gathers if u.bwd_reads_params and num_gathers > 1 else {}
     at_first = gathers if u.fwd_reads_params and num_gathers else {}
-    forward = {limit: seconds / p.turn for limit, seconds in at_first.items()}
-    backward = {limit: again.get(limit, 0.0) / p.turn + reduces.get(limit, 0.0) / num for limit in {**again, **reduces}}
-    return forward, backward
+    forward, again = ({limit: s / p.turn for limit, s in of.items()} for of in (at_first, again))
+    return forward, _with(again, {limit: s / num for limit, s in reduces.items()})
 
 
 def _divided(of: Mapping[str, float], devices: int) -> dict[str, float]:

@@ -7,19 +7,34 @@ blocks keep more, which go first: as many as fit, found by bisection, from one w
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from tierplan.planner.plan import UnitwisePlan, is_same
-from tierplan.planner.plan_rules import PLANNER, PlanError
+from tierplan.planner.plan_rules import PLANNER, PlanError, refuse_codes, refuse_uneven
 from tierplan.planner.policies import decide
 from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.planner.search.incumbents import Incumbents, step_s_of
 from tierplan.sim.step import Semantics
+from tierplan.sim.workloads.workload import Workload
 
 POLICY, WAYS = "megatron-tp", ("on", "selective", "off")
 """The policy, and what its option `checkpointing` says of blocks, which keep more each time."""
 LEAST_FRAC = 0.6
 """Of a step that makes all activations again, what is left at least where none is: of computing three parts of four, of
 what is exchanged two of three."""
+
+
+def is_worth_cutting(workload: Workload, devices: int, known_s: float) -> bool:
+    """Whether so many devices can cut the operators of this workload, and have no sequence of their own each; or else
+    where no step is known, whose seconds are infinite."""
+    training = workload.training
+    try:
+        refuse_uneven(f"policy {POLICY!r}", workload, devices)
+        refuse_codes(f"policy {POLICY!r}", training)
+    except PlanError:
+        return False
+    sequences = training.per_device_train_batch_size * training.gradient_accumulation_steps
+    return sequences < devices or known_s == inf
 
 
 def search_tensors(

@@ -88,7 +88,7 @@ def _windows(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
         yield lambda plan, windows=windows: with_windows(plan, windows)  # type: ignore[misc]
     for num in OVER_UNITS if any(choice.update == "device" for choice in plan.units) else ():
         yield lambda plan, num=num: replace(plan, update_over_units=num)  # type: ignore[misc]
-    if plan.devices > 1:
+    if problem.devices > 1 and problem.divided == "all":
         yield lambda plan: replace(plan, sharing=reducing(plan.sharing))
         yield lambda plan: replace(plan, sharing=gathering(plan.sharing))
 
@@ -334,8 +334,10 @@ def gathering(sharing: Sharing) -> Sharing:
 
 
 def on_its_devices(plan: UnitwisePlan, problem: Problem) -> UnitwisePlan:
-    """The plan on the problem's devices, which gather parameters ahead if they fetch them so."""
+    """The plan on the problem's devices, which gather parameters ahead if they fetch them so, or wait for sums."""
     sharing = Sharing(keeps=problem.keeps, ahead=plan.prefetch_params_units > 0)
+    if problem.divided == "tensors":
+        sharing = Sharing(divided="tensors", waits=True)
     return replace(plan, policy=PLANNER, options={}, devices=problem.devices, sharing=sharing, fp32_by_link=False)
 
 

@@ -293,7 +293,7 @@ class Patterns:
             {"update_over_units": self.rng.choice(OVER_UNITS)},
             {"updates_in_flight": self.rng.choice(IN_FLIGHT)},
         ]
-        if self.plan.devices > 1:
+        if self.problem.devices > 1 and self.problem.divided == "all":
             sharing = {"sharing": self.plan.sharing, **pattern.of_all}["sharing"]
             changes += [{"sharing": reducing(sharing)}, {"sharing": gathering(sharing)}]
         return replace(pattern, of_all={**pattern.of_all, **self.rng.choice(changes)})

@@ -1,19 +1,30 @@
-"""Operators that all devices share: what is kept, against all there is."""
+"""Operators that all devices share: what is kept, against all there is, and what is elsewhere, against its bound."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from tests.planner.several_devices.test_stages import devices, simulator
-from tierplan.planner.plan import UnitwisePlan
+from tierplan.planner.milp.amounts import problem
+from tierplan.planner.milp.bounds import lower_bound
+from tierplan.planner.milp.modes import MODES
+from tierplan.planner.plan import Sharing, UnitwisePlan
+from tierplan.planner.plan_rules import PLANNER, Order
 from tierplan.planner.planning import plan
 from tierplan.planner.policies import decide
+from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.planner.search.incumbents import Incumbents
-from tierplan.planner.several_devices.tensors import search_tensors
+from tierplan.planner.search.local.moves import on_its_devices
+from tierplan.planner.several_devices.sharded import cut
+from tierplan.planner.several_devices.tensors import is_worth_cutting, search_tensors
 from tierplan.sim.workloads.models import load_workload
-from tierplan.sim.workloads.workload import Training
+from tierplan.sim.workloads.workload import Training, Workload
+from tierplan.studies.evaluate import best_plan, machine_of, workload_at
+from tierplan.studies.study import Point
 
 MIB = 2**20
 
@@ -51,3 +62,62 @@ def test_the_planner_keeps_more_than_megatron() -> None:
     reached = found.policies["megatron-tp"].step_s
     assert reached is not None
     assert found.step_s < 0.9 * reached
+
+
+def drawn(seed: int) -> tuple[Workload, PlanSimulator, list[tuple[UnitwisePlan, float]], float]:
+    """Random plans that fit, with operators cut, and the bound of their problem."""
+    rng = random.Random(seed)
+    order: Order = rng.choice(("horizontal", "vertical"))
+    accumulation, adapters, num = rng.choice((1, 3)), rng.choice(("", "r=16")), rng.choice((2, 4))
+    point = Point(model="gpt2-large", machine="desktop-4090", batch=2, lora=adapters, accumulation=accumulation)
+    overrides = {"gpu.count": num, "gpu.capacity": rng.choice(("3 GiB", "6 GiB")), "link.p2p": "25 GB/s"}
+    overrides |= {"host.capacity": rng.choice(("18 GiB", "40 GiB"))}
+    point = replace(point, overrides=overrides)
+    machine = machine_of(point)
+    workload = workload_at(point, machine)
+    simulate_plan = simulator(workload, machine)
+    of_one = cut(problem(workload, machine, semantics="in-backward", order=order), num)
+    found = list[tuple[UnitwisePlan, float]]()
+    for _ in range(60):
+        modes = [MODES[rng.choice(of_one.modes(u))] for u in range(len(workload.units))]
+        acts = [rng.choice(("keep", "recompute", "host")) if u.kind == "block" else "keep" for u in workload.units]
+        units = tuple(replace(mode, acts=act) for mode, act in zip(modes, acts, strict=True))
+        one = UnitwisePlan(policy=PLANNER, units=units, semantics=of_one.semantics, order=of_one.order)
+        tried = simulate_plan(on_its_devices(one, of_one))
+        assert tried.plan.sharing == Sharing(divided="tensors", waits=True)
+        if tried.step_s is not None:
+            found.append((tried.plan, tried.step_s))
+    return workload, simulate_plan, found, lower_bound(of_one).step_s
+
+
+@pytest.mark.parametrize("seed", [1, 3, 6, 12, 16, 26])
+def test_no_plan_that_cuts_operators_is_quicker_than_the_bound_of_their_problem(seed: int) -> None:
+    _, simulate_plan, found, bound_s = drawn(seed)
+    assert len(found) > 5
+    assert bound_s <= min(step_s for _, step_s in found) * (1 + 1e-6)
+    whole, one_s = found[0]
+    assert simulate_plan.in_full(whole).step_s == pytest.approx(one_s, rel=1e-3), "one device stands for all"
+
+
+def test_what_has_no_room_on_the_devices_comes_when_it_is_needed() -> None:
+    """One long sequence with adapters: a device by itself takes as long as it computes, and all together a part of it.
+    The search ends near the bound of its problem."""
+    few = {"gpu.count": 4, "host.capacity": "256 GiB"}
+    point = Point(model="llama-3.3-70b", machine="desktop-4090", sequences=1, seq=2048, lora="r=16", overrides=few)
+    found = best_plan(point)
+    alone = best_plan(replace(point, overrides={**few, "gpu.count": 1})).result
+    assert isinstance(found.result.plan, UnitwisePlan)
+    assert found.result.plan.sharing.divided == "tensors"
+    assert any(unit.frozen == "host" for unit in found.result.plan.units)
+    assert alone.step_s > 1.8 * found.result.step_s
+    posed = problem(found.workload, found.machine, semantics="in-backward")
+    bound_s = lower_bound(cut(posed, 4)).step_s
+    assert found.result.lower_bound_s < bound_s < found.result.step_s < 1.3 * bound_s
+
+
+def test_as_many_sequences_as_devices_are_one_for_each() -> None:
+    make = partial(load_workload, "gpt2")
+    for sequences, is_known, is_worth in ((3, True, True), (4, True, False), (4, False, True)):
+        workload = make(Training(per_device_train_batch_size=sequences))
+        assert is_worth_cutting(workload, 4, 1.0 if is_known else float("inf")) == is_worth
+    assert not is_worth_cutting(make(Training()), 5, 1.0), "12 heads"
