@@ -11,6 +11,8 @@ from tierplan.hwmodels.scaling import with_capacity
 from tierplan.hwmodels.values.shown import SHOWN_ROWS, Shown
 from tierplan.planner.prediction import predict
 from tierplan.sim.trace import Trace
+from tierplan.sim.workloads.models import load_workload
+from tierplan.sim.workloads.workload import Training
 from tierplan.validation.comparison.compare import compare
 
 
@@ -20,6 +22,9 @@ def test_everything_that_people_look_at_fits_two_lines_of_a_terminal() -> None:
     steady = planned.steady
     shown = [machine, workload, planned, planned.plan, planned.schedule, planned.prediction, steady.trace]
     shown.append(compare(planned.schedule, steady.trace, steady.trace, predicted_step_s=planned.step_s, warmup_steps=1))
+    adapters = load_workload("gpt2", Training(lora="r=8"))
+    assert "0.126 B parameters in 14 units, 0.00118 B trained;" in repr(adapters)
+    shown.append(adapters)
     shown.append(predict("fuyou", workload, toy_machine(device_bytes=2**20)))
     for thing in shown:
         assert len(repr(thing)) <= 200, repr(thing)

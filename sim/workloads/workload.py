@@ -494,7 +494,7 @@ class Workload(Shown):
         return [{name: getattr(unit, name) for name in names} for unit in self.units]
 
     def __repr__(self) -> str:
-        t = self.training
-        size = f"{self.num_parameters / 1e9:.3g} B parameters in {len(self.units)} units"
+        t, size = self.training, f"{self.num_parameters / 1e9:.3g} B parameters in {len(self.units)} units"
+        size += f", {self.num_trained / 1e9:.3g} B trained" if self.num_trained < self.num_parameters else ""
         tokens = f"{t.per_device_train_batch_size} x {t.gradient_accumulation_steps} x {t.sequence_length} tokens"
         return f"<Workload {self.name}: {size}; {tokens}, {t.precision}>"

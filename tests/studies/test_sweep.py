@@ -164,6 +164,12 @@ def test_rows_are_in_the_order_of_the_points_and_errors_are_results(tmp_path: Pa
     assert table[12]["error"] == "13 brings bad luck"
 
 
+def test_a_study_is_swept_as_its_points_are() -> None:
+    study = Study(name="x", scenario={"model": ["gpt2"], "machine": ["laptop"], "batch": [1, 2]})
+    assert sweep(study, cost, num_workers=1) == sweep(study.points(), cost, num_workers=1)
+    assert len(sweep(study, cost, num_workers=1)) == 2
+
+
 def untraced(point: Point) -> Mapping[str, object]:
     raise ModuleNotFoundError("it is not there", name="torch.nn" if point.batch == 1 else "no_such_package.nn")
 

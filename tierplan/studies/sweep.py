@@ -39,7 +39,7 @@ from tierplan.sim.compiled.compiler import is_kept
 from tierplan.sim.compiled.rules import execute
 from tierplan.sim.trace import name_in_errors, write_atomically
 from tierplan.studies.evaluate import best_plan, evaluate_point, files_of
-from tierplan.studies.study import Point
+from tierplan.studies.study import Point, Study
 
 Row = dict[str, Any]
 """Columns by name: JSON values."""
@@ -89,7 +89,7 @@ def versions_of(points: Mapping[str, Point]) -> dict[str, str]:
 
 
 def sweep(
-    points: Iterable[Point],
+    points: Iterable[Point] | Study,
     evaluate: Evaluate = evaluate_point,
     *,
     out_dir: str | os.PathLike[str] | None = None,
@@ -97,7 +97,7 @@ def sweep(
     num_workers: int | None = None,
     progress: bool = False,
 ) -> list[Row]:
-    """One row per point, in the points' order: the point's columns and what `evaluate` says of it.
+    """One row per point (of a study: of all), in their order: the point's columns and what `evaluate` says of it.
 
     Parameters
     ----------
@@ -113,7 +113,7 @@ def sweep(
         Runs the points: threads, processes, a `dask.distributed` client's `get_executor()`. It is not shut down.
         By default a pool of `num_workers` processes, one per core.
     """
-    points = list(points)
+    points = list(points.points() if isinstance(points, Study) else points)
     by = "" if out_dir is None else f"-{key_of(evaluate)}"
     keys = [p.key + by for p in points]
     asked = dict(zip(keys, points, strict=True))

@@ -41,7 +41,8 @@ def _pipeline_parallel(workload: Workload, machine: Machine, given: Mapping[str,
             f"{len(workload.blocks)}; use fewer devices (option 'devices')"
         )
     stages = even_stages(len(workload.blocks), devices)
-    sums_tied = devices > 1 and any(unit.shares and unit.adds_to_shared for unit in workload.units)
+    several = devices > 1 and workload.training.gradient_accumulation_steps > 1  # of one micro-batch it is the sum
+    sums_tied = several and any(unit.shares and unit.adds_to_shared for unit in workload.units)
     packs = Packs(form="resident", devices=devices, forward=stages[:-1], backward=stages, sums_tied=sums_tied)
     return PackPlan(policy=name, packs=packs, options=dict(options))
 

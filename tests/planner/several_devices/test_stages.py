@@ -264,6 +264,10 @@ def test_megatron_sends_a_tied_heads_gradient_once_a_step(accumulation: int) -> 
     assert ours.step_s is not None
     assert own.step_s is not None
     assert ours.step_s == pytest.approx(own.step_s, rel=0.1)
+    single = replace(tied, training=replace(training, gradient_accumulation_steps=1), computed_for=None)
+    alone = predict("megatron-pp", single, machine).plan
+    assert alone is not None
+    assert not other_numbers(alone, None), "of one micro-batch it is the sum"
     stays = replace(ours.plan, packs=replace(ours.plan.packs, form="pipeline"))
     with pytest.raises(PlanError, match="says how tied gradients of stages are summed, but has form 'pipeline'"):
         stays.check(tied)
