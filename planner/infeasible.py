@@ -19,8 +19,8 @@ from tierplan.planner.milp.totals import bound_of_totals
 from tierplan.planner.plan import plain_semantics
 from tierplan.planner.plan_rules import Order, PlanError
 from tierplan.planner.search.budget import Budget
-from tierplan.planner.several_devices.sharded import cut, sharded
-from tierplan.planner.several_devices.tensors import is_worth_cutting
+from tierplan.planner.several_devices.sharded import sharded, tensor_parallel
+from tierplan.planner.several_devices.tensors import may_cut
 from tierplan.sim.output.text import format_bytes, format_s
 from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import Workload
@@ -224,7 +224,7 @@ def has_room(
     whole = [posed(order=order, sub_batches=t) for order, t in (("horizontal", 1), *parts)]
     num = machine.num_devices
     in_shards = [sharded(p, num, "nothing") for p in whole if num > 1]
-    in_tensors = [cut(p, num) for p in whole if num > 1 and is_worth_cutting(workload, num, inf)]
+    in_tensors = [tensor_parallel(p, num) for p in whole if num > 1 and may_cut(workload, num)]
     return any(lower_bound(p, beat_s=0.0).feasible for p in (*in_shards, *whole, *in_tensors))
 
 

@@ -33,11 +33,11 @@ from tierplan.planner.search.lesser import Known, needs_no_drives, without_exces
 from tierplan.planner.search.local.moves import loosened, off_drives, reducing, with_shape_of
 from tierplan.planner.search.race import GOOD_FRAC, MOST_OPS, OrderSearch, Racer, race, rounds
 from tierplan.planner.search.shape import sub_batches_of, tried
+from tierplan.planner.several_devices import tensors
 from tierplan.planner.several_devices.bounds import bound_of_several
 from tierplan.planner.several_devices.packs.search import bound_of_packs, search_packs
 from tierplan.planner.several_devices.packs.stages import search_stages
-from tierplan.planner.several_devices.sharded import cut, sharded
-from tierplan.planner.several_devices.tensors import is_worth_cutting, search_tensors
+from tierplan.planner.several_devices.sharded import sharded, tensor_parallel
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import Workload
@@ -53,9 +53,6 @@ SAME_FRAC = 1e-6
 """Steps that differ by less take equally long."""
 SHARES: Mapping[Order, float] = {"horizontal": 0.3, "vertical": 0.4}
 """Of the budget, where a workload has plans of both orders: the same whether both are searched or one."""
-SHARE_OF_CUT, FIRST_OF_CUT = 0.4, 0.6
-"""Of so much work as the budget has, for operators that several devices cut; and the part of it after which none is far
-from what is known, or their search ends."""
 BOUND_WEIGHT = 2.0
 """Beyond the default budget, a percent of an order's bound counts as much as so many percent of its best step: which of
 them had luck at first says less than what is possible."""
@@ -95,6 +92,8 @@ class Search:
         """Of plans of units."""
         self.num_batches = self.devices if divided == "all" else 1
         """Times the workload's micro-batches of which these do a step."""
+        self.has_few = tensors.sequences_each(workload, self.num_devices) < 1
+        """Whether devices that share micro-batches have no sequence of their own each."""
         self.started, self.budget = time.perf_counter(), budget
         self.write_limit_bytes_per_s, self.beat_s = write_limit_bytes_per_s, beat_s
         self.simulate_plan = self._simulator(self.machine)
@@ -157,10 +156,13 @@ class Search:
     def go_on(self) -> None:
         """Until the budget is spent."""
         try:
-            if self.num_devices > 1 and self.divided == "all":
+            is_on_several = self.num_devices > 1 and self.divided == "all"
+            if is_on_several:
                 self._search_packs()
             while next(self.in_rounds, self) is not self and not self.budget.is_out_of_time:
                 pass
+            if is_on_several and not self.has_few:
+                self._search_cut()
         except KeyboardInterrupt:
             self.interrupt()
 
@@ -169,12 +171,13 @@ class Search:
         search_stages(self.seeds, self.simulate_plan, num_ops=self.budget.ops_left, beat_s=self.beat_s)
         if self.seeds.staged is not None:
             self.incumbents.consider(self.seeds.staged)
-        search_tensors(self.incumbents, self.simulate_plan, self.semantics, beat_s=self.beat_s)
+        tensors.search_tensors(self.incumbents, self.simulate_plan, self.semantics, beat_s=self.beat_s)
 
     def _search_packs(self) -> None:
         """Stages, operators that are cut, and packs, on several devices."""
         self.search_stages()
-        self._search_cut()
+        if self.has_few:
+            self._search_cut()
         beat_s = min(self.beat_s, step_s_of(self.seeds.staged))
         packed = self.seeds.packed
         if packed and bound_of_packs(self.posed("horizontal", 1), packed.plan.packs) < beat_s:
@@ -183,17 +186,13 @@ class Search:
             self.incumbents.consider(self.seeds.packed)
 
     def _search_cut(self) -> None:
-        """Operators that all devices cut, with some of what they need elsewhere: beside the budget of the search."""
-        left, known_s = self.budget.ops_left, min(self.beat_s, self.best_s)
-        if self.batches == "each" or not is_worth_cutting(self.workload, self.num_devices, known_s):
+        """Operators that all devices cut, with some of what they need elsewhere."""
+        known_s = self._to_beat_s() / self.num_batches
+        if self.batches == "each" or not (beat_s := tensors.to_beat_s(self.workload, self.num_devices, known_s)):
             return
-        self.budget.ops_left = SHARE_OF_CUT * left
-        other = self.beside(None, None, known_s, divided="tensors")
-        while next(other.in_rounds, other) is not other and not self.budget.is_out_of_time:
-            is_begun = self.budget.ops_left > (1 - FIRST_OF_CUT) * SHARE_OF_CUT * left
-            if not is_begun and other.best_s > known_s * (NEAR if self.budget.ops_left > 0 else 1.0):
-                break
-        self.budget.ops_left = left
+        with self.budget.beside(tensors.SHARE * self.budget.num_ops):
+            other = self.beside(None, None, beat_s, divided="tensors")
+            tensors.go_on_while_promising(other.in_rounds, self.budget, lambda: other.best_s, known_s)
         if other.incumbents.best is not None:
             self.incumbents.consider(other.incumbents.best)
 
@@ -360,7 +359,8 @@ class Search:
     ) -> Problem:
         posed = self.of_one_device(order, sub_batches, semantics)
         if self.devices > 1:
-            posed = sharded(posed, self.devices, keeps) if self.divided == "all" else cut(posed, self.devices)
+            cuts = self.divided == "tensors"
+            posed = tensor_parallel(posed, self.devices) if cuts else sharded(posed, self.devices, keeps)
         if not isinstance(self.like, UnitwisePlan):
             return posed
         brings = any(c.updates_here and c.states != "device" for c in self.like.units)
@@ -450,7 +450,8 @@ class Search:
         while able := [chain for chain in self.chains if not chain.is_over]:
             best = self.incumbents.best
             is_near = best is None or per_batch_s(best) * self.num_batches <= FAR * least_s
-            is_done = is_near or least_s >= self._to_beat_s() or budget.ops_left <= until_ops or budget.is_stale
+            is_done = is_near or least_s >= self._to_beat_s() or budget.ops_left <= until_ops
+            is_done = is_done or budget.is_stale(least_s)
             if is_done or budget.is_out_of_time or not self.has_all_orders:
                 return
             chain = min(able, key=lambda c: c.best_s * c.least_s**BOUND_WEIGHT)

@@ -261,9 +261,10 @@ def _raced(searches: list[Search], budget: Budget, beat_s: float) -> None:
         budget.note(best_s)
         if budget.ops_left > 0 or budget.is_out_of_time:
             return budget.is_out_of_time
-        is_near = min(beat_s, best_s) <= FAR * min(r.bound_s for r in all_racers)
+        bound_s = min(r.bound_s for r in all_racers)
+        is_near = min(beat_s, best_s) <= FAR * bound_s
         is_behind = best_s > BEHIND * known_s
-        return is_near or is_behind or budget.is_stale or budget.ops_left <= -budget.more_ops
+        return is_near or is_behind or budget.is_stale(bound_s) or budget.ops_left <= -budget.more_ops
 
     racers = [racer for search in searches for racer in search.racers if racer.bound_s < beat_s]
     racers.sort(key=lambda r: r.bound_s)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
 
@@ -14,6 +16,8 @@ has begun a step many times by then."""
 GAIN_FRAC, WAIT_TIMES = 0.001, 3.0
 """What is more than the default budget is spent as long as that pays: until all work is the second times that after
 which the best step had last become shorter by the first."""
+HARDLY_BEGUN = 1.5
+"""Times the bound, above which a search goes on to its last: programs of long chains may have taken the budget."""
 OPS_PER_S = 200_000
 """Simulated ops (steps included), or other work that takes as long, that a search may spend for each second of its time
 limit: less than half of what a second buys, so that the clock ends only searches on slow or busy computers."""
@@ -70,15 +74,25 @@ class Budget:
         self.started, self.started_cpu = wall_s(), computing_s()
         self.ops_left, self.found_s, self.found_ops = self.num_ops, inf, 0.0
 
+    @contextmanager
+    def beside(self, num_ops: float) -> Iterator[None]:
+        """Another search has so much to spend meanwhile; what it spends and finds is of no account here."""
+        own, self.ops_left = (self.ops_left, self.found_s, self.found_ops), num_ops
+        self.found_s, self.found_ops = inf, self.spent_ops
+        try:
+            yield
+        finally:
+            self.ops_left, self.found_s, self.found_ops = own
+
     def note(self, step_s: float) -> None:
         """The best step so far, for `is_stale`."""
         if step_s < self.found_s * (1 - GAIN_FRAC):
             self.found_s, self.found_ops = step_s, self.spent_ops
 
-    @property
-    def is_stale(self) -> bool:
-        """Nothing that counts was found for long: what is spent is `WAIT_TIMES` what had been spent by then."""
-        return self.spent_ops >= WAIT_TIMES * self.found_ops
+    def is_stale(self, bound_s: float) -> bool:
+        """Nothing that counts was found for long: what is spent is `WAIT_TIMES` what had been spent by then. Not where
+        the best is many times the bound of what is searched: that search has hardly begun."""
+        return self.spent_ops >= WAIT_TIMES * self.found_ops and self.found_s <= HARDLY_BEGUN * bound_s
 
     @property
     def spent_ops(self) -> float:

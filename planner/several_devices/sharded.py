@@ -53,7 +53,7 @@ def sharded(p: Problem, devices: int, keeps: Keeps, *, divides_params: bool = Tr
     return replace(_sharing(p, devices, units, first), keeps=keeps)
 
 
-def cut(p: Problem, devices: int) -> Problem:
+def tensor_parallel(p: Problem, devices: int) -> Problem:
     """The problem of one of so many devices that cut operators, given that of one which has all work by itself."""
     first = first_for_all(p.machine, devices) or p.machine
     summed, last = cache(partial(_summed, first, devices)), len(p.units) - 1

@@ -6,12 +6,14 @@ blocks keep more, which go first: as many as fit, found by bisection, from one w
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import inf
 
 from tierplan.planner.plan import UnitwisePlan, is_same
 from tierplan.planner.plan_rules import PLANNER, PlanError, refuse_codes, refuse_uneven
 from tierplan.planner.policies import decide
+from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.planner.search.incumbents import Incumbents, step_s_of
 from tierplan.sim.step import Semantics
@@ -19,22 +21,52 @@ from tierplan.sim.workloads.workload import Workload
 
 POLICY, WAYS = "megatron-tp", ("on", "selective", "off")
 """The policy, and what its option `checkpointing` says of blocks, which keep more each time."""
+MOST_EACH, PROMISING = 2, 0.8
+"""Sequences for each device from which on no operators are cut, unless nothing fits; and part of what is known that
+the bound of such plans has to be below, where each device may have sequences of its own."""
+SHARE, FIRST_FRAC, NEAR = 0.4, 0.6, 1.2
+"""Of so much work as the budget has, what such a search may take beside it; and the part of this after which what is
+found takes at most so many times what is known, or it ends."""
 LEAST_FRAC = 0.6
 """Of a step that makes all activations again, what is left at least where none is: of computing three parts of four, of
 what is exchanged two of three."""
 
 
-def is_worth_cutting(workload: Workload, devices: int, known_s: float) -> bool:
-    """Whether so many devices can cut the operators of this workload, and have no sequence of their own each; or else
-    where no step is known, whose seconds are infinite."""
-    training = workload.training
+def may_cut(workload: Workload, devices: int) -> bool:
+    """Whether so many devices can cut the operators of this workload."""
     try:
         refuse_uneven(f"policy {POLICY!r}", workload, devices)
-        refuse_codes(f"policy {POLICY!r}", training)
+        refuse_codes(f"policy {POLICY!r}", workload.training)
     except PlanError:
         return False
-    sequences = training.per_device_train_batch_size * training.gradient_accumulation_steps
-    return sequences < devices or known_s == inf
+    return True
+
+
+def sequences_each(workload: Workload, devices: int) -> float:
+    """Of a step that so many devices share."""
+    training = workload.training
+    return training.per_device_train_batch_size * training.gradient_accumulation_steps / devices
+
+
+def to_beat_s(workload: Workload, devices: int, known_s: float) -> float:
+    """What the bound of plans that cut operators has to be below for a search of them, beside a step of `known_s`
+    seconds; 0 where there is none."""
+    each = sequences_each(workload, devices)
+    if not may_cut(workload, devices) or (each >= MOST_EACH and known_s < inf):
+        return 0.0
+    return known_s if each < 1 else PROMISING * known_s
+
+
+def go_on_while_promising(
+    rounds: Iterator[object], budget: Budget, best_s: Callable[[], float], known_s: float
+) -> None:
+    """Rounds of a search that has `SHARE` of the budget, and more while it leads."""
+    first_ops = FIRST_FRAC * SHARE * budget.num_ops
+    for _ in rounds:
+        is_begun = budget.ops_left > SHARE * budget.num_ops - first_ops
+        is_far = best_s() > known_s * (NEAR if budget.ops_left > 0 else 1.0)
+        if budget.is_out_of_time or (is_far and not is_begun):
+            break
 
 
 def search_tensors(

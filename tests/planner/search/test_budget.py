@@ -47,10 +47,23 @@ def test_a_search_is_stale_when_two_thirds_of_its_work_have_found_nothing_that_c
     ):
         spent.ops_left = left
         spent.note(step_s)
-        assert spent.is_stale == is_stale
+        assert spent.is_stale(step_s) == is_stale
+        assert not spent.is_stale(0.3), "so far from the bound of what is searched it has hardly begun"
     spent.restart()
     spent.note(3.0)
     assert spent.found_s == 3.0
+
+
+def test_what_is_searched_beside_is_of_no_account() -> None:
+    spent = Budget(1.0, num_ops=1000)
+    spent.ops_left = 700
+    spent.note(2.0)
+    spent.ops_left = -100
+    with spent.beside(400):
+        assert (spent.ops_left, spent.found_s) == (400, float("inf"))
+        spent.ops_left = -50
+        spent.note(1.0)
+    assert (spent.ops_left, spent.found_s, spent.found_ops) == (-100, 2.0, 300)
 
 
 def test_far_from_the_bound_a_search_goes_on_as_long_as_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
