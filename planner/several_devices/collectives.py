@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from tierplan.hwmodels.machine import KERNELS, SECONDS
 from tierplan.hwmodels.names import HOPS, collective, device, ring
 from tierplan.sim.builder import Builder, Said
 from tierplan.sim.workloads.work import Amounts
@@ -28,3 +29,9 @@ def collective_work(kind: str, size_bytes: float, num_devices: int, *, calls: in
     """Work of each of so many devices in `calls` collectives of one kind, given the bytes of the whole in all calls."""
     steps = PASSES[kind] * (num_devices - 1)
     return {ring(num_devices): steps * size_bytes / num_devices, HOPS: float(steps * calls)}
+
+
+def work_of_part(work: Amounts, num_devices: int) -> Amounts:
+    """Work of each of so many devices that cut an op: each launches all its kernels, on parts of what they are for."""
+    whole = (KERNELS, SECONDS) if KERNELS in work else ()
+    return {kind: amount if kind in whole else amount / num_devices for kind, amount in work.items()}

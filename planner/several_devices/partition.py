@@ -22,7 +22,7 @@ from tierplan.hwmodels.machine import PAGE_BYTES
 from tierplan.hwmodels.names import DEVICE, collective, device, device_index, parse_stream
 from tierplan.planner.plan import Sharing
 from tierplan.planner.several_devices import dividing
-from tierplan.planner.several_devices.collectives import collective_work
+from tierplan.planner.several_devices.collectives import collective_work, work_of_part
 from tierplan.planner.several_devices.dividing import NONE, Dividing, SharingNumbers, Table
 from tierplan.planner.several_devices.kinds import Kinds, kinds_of
 from tierplan.sim.columns import BufferLabel, Labels, Lists, OpLabel, ScheduleColumns, Works
@@ -79,8 +79,7 @@ def partition(
             continue
         stream, amounts = columns.works[of]
         stream = stream if r == NONE or (own := parse_stream(stream)).device is None else own.on(r)
-        amounts = amounts if times == 1 else {name: amount / times for name, amount in amounts.items()}
-        number.append(works.number(stream, amounts))
+        number.append(works.number(stream, amounts if times == 1 else work_of_part(amounts, times)))
     if num_drawn < devices:
         tiers = tuple(t if device_index(t.name) is not None else replace(t, rounding="exact") for t in tiers)
     reads, writes, after = (

@@ -15,6 +15,7 @@ from tierplan.planner.plan import Sharing, UnitwisePlan
 from tierplan.planner.plan_rules import PLANNER, Order
 from tierplan.planner.planning import plan
 from tierplan.planner.policies import decide
+from tierplan.planner.prediction import predict
 from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.planner.search.incumbents import Incumbents
 from tierplan.planner.search.local.moves import on_its_devices
@@ -132,3 +133,15 @@ def test_the_search_for_cut_operators_is_beside_that_of_others(sequences: int, m
 def test_heads_have_to_divide() -> None:
     workload = load_workload("gpt2", Training())
     assert [devices for devices in range(2, 8) if may_cut(workload, devices)] == [2, 3, 4, 6]
+
+
+def test_each_device_launches_all_kernels_of_what_it_has_a_part_of() -> None:
+    """An eighth of a product is as many kernels: where launching them takes long, operators that are cut do, too."""
+    point = Point(model="qwen3-1.7b", machine="dgx-8xa100-80gb", seq=256, lora="r=16")
+    alone, together = (machine_of(replace(point, devices=num)) for num in (1, 8))
+    workload = workload_at(point, together)
+    launching = predict("in-memory", workload, alone).step_s
+    cutting = predict("megatron-tp", workload, together, {"checkpointing": "off"}).step_s
+    assert launching is not None
+    assert cutting is not None
+    assert 0.9 * launching < cutting < 1.2 * launching
