@@ -129,6 +129,11 @@ class UnitAmounts:
 
     gathered_gb: float = 0.0
     """Of its parameters, what its ops have on the device beside this one's shard."""
+    fwd_waits_s: float = 0.0
+    """Of the seconds of its forward, those in which it waits for what devices sum: updates may be made meanwhile."""
+    bwd_waits_s: float = 0.0
+    again_waits_frac: float = 0.0
+    """Of the seconds in which groups are made again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +222,11 @@ class Problem:
     def moved_frac(self, flow: str) -> float:
         """Bytes that a flow moves, of those that it stands for: those of activations on the device."""
         return self.coded_frac if flow in ("uA", "dA", "rA", "wA") else 1.0
+
+    @property
+    def waits(self) -> bool:
+        """Whether computing waits for what devices sum."""
+        return self.divided == "tensors"
 
     @property
     def shape(self) -> Shape:

@@ -226,9 +226,12 @@ def stream_rows(cols: Columns, held: Held) -> None:
     p, lp, rates = cols.p, cols.lp, cols.p.rates
     streams, pairs = _streams(p), drive_pairs(p)
     for s, window in enumerate(cols.windows):
-        fixed, extra = cols.compute(s)
         tau = cols.tau[s][0]
-        lp.row([(1.0, tau), *minus(extra), *cols.flow(s, "aD", -1.0 / rates.update)], low=fixed, family=COMPUTE)
+        # updates are made while ops wait, whichever these are: over the step there is time for both
+        least, more = cols.compute(s, waits=True, updates=not p.waits)
+        here = [] if p.waits else cols.flow(s, "aD", -1.0 / rates.update)
+        lp.row([(1.0, tau), *minus(more), *here], low=least, family=COMPUTE)
+        fixed, extra = cols.compute(s, updates=not p.waits)
         by_stream: dict[str, Terms] = {}
         for name, column in cols.flows[s].items():
             if name not in streams:
@@ -263,19 +266,22 @@ def stream_rows(cols: Columns, held: Held) -> None:
 
 def _step_rows(cols: Columns, streams: Mapping[str, tuple[str, float]]) -> None:
     """Over the step there is time for norms, which are taken on the cores that update, and for updates that take longer
-    than by the best of all units' rates, which windows have."""
+    than by the best of all units' rates, which windows have; or for all updates, where windows have none."""
     p, rates = cols.p, cols.p.rates
-    if not (p.host_gb and rates.adam):
-        return
+    has_host = bool(p.host_gb and rates.adam)
 
     def also(where: str, seconds: Callable[[UnitAmounts], float]) -> Terms:
         each = [(u, seconds(unit)) for u, unit in enumerate(cols.units)]
         return [t for u, more_s in each if more_s for t in cols.placed(u, "updated", where, more_s)]
 
-    if on_host := also("host", lambda unit: unit.norm_s + (p.host_gparams(unit) - unit.gparams) / rates.adam):
+    def host_s(unit: UnitAmounts) -> float:
+        return unit.norm_s + (p.host_gparams(unit) - unit.gparams) / rates.adam
+
+    if has_host and (on_host := also("host", host_s)):
         busy = [(c / streams[name][1], t) for name in ("aH", "aN", "acc") for c, t in cols.over_step(name)]
         cols.lp.row([*busy, *on_host, *minus(cols.step())], high=0.0, family=HOST_ADAM)
-    if on_device := also("brought", p.slower_update_s):
+    on_device = also("brought", p.slower_update_s) if has_host else []
+    if on_device or p.waits:
         fixed_s, added = 0.0, times(1.0 / rates.update, cols.over_step("aD"))
         for s, (_, copies) in enumerate(cols.tau):
             window_s, decided = cols.compute(s)

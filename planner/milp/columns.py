@@ -259,18 +259,22 @@ class Columns:
         """Seconds of the step."""
         return [(float(copies), column) for column, copies in self.tau]
 
-    def compute(self, s: int) -> tuple[float, Terms]:
-        """Seconds of window s's compute ops: a constant and what decisions add."""
+    def compute(self, s: int, *, waits: bool = False, updates: bool = True) -> tuple[float, Terms]:
+        """Seconds of window s's compute ops: a constant and what decisions add; perhaps with those in which they wait
+        for what devices sum, or without those of updates."""
         window, turn = self.windows[s], self.p.turn
         if window.phase == "fwd":
-            return sum(self.units[u].fwd_s for u in window.units) * turn, []
+            each = (self.units[u].fwd_s - (0.0 if waits else self.units[u].fwd_waits_s) for u in window.units)
+            return sum(each) * turn, []
         terms: Terms = []
         for u in window.units:
             unit = self.units[u]
-            terms += self.recomputed(u, [turn * group.recompute_s for group in unit.groups])
-            if self.p.blocks[window.block].last:
+            frac = 1.0 if waits else 1.0 - unit.again_waits_frac
+            terms += self.recomputed(u, [turn * frac * group.recompute_s for group in unit.groups])
+            if updates and self.p.blocks[window.block].last:
                 terms += self.placed(u, "states", "device", unit.update_s)
-        return sum(self.units[u].bwd_s for u in window.units) * turn, terms
+        each = (self.units[u].bwd_s - (0.0 if waits else self.units[u].bwd_waits_s) for u in window.units)
+        return sum(each) * turn, terms
 
     def over_units(self, of: Callable[[int], Terms]) -> Terms:
         """The sum of an expression over all units, as one column."""

@@ -15,12 +15,14 @@ from functools import cache, partial
 from itertools import accumulate
 
 from tierplan.hwmodels.machine import Machine
-from tierplan.hwmodels.names import collective, parse_stream
+from tierplan.hwmodels.names import COMPUTE, collective, parse_stream
 from tierplan.planner.milp.amounts import Problem, UnitAmounts
-from tierplan.planner.milp.rates import GB, limit_loads, limit_seconds, seconds_alone
+from tierplan.planner.milp.rates import GB, has_rates, limit_loads, limit_seconds, seconds_alone
 from tierplan.planner.plan import Keeps
 from tierplan.planner.several_devices.alike import first_for_all
-from tierplan.planner.several_devices.collectives import collective_work
+from tierplan.planner.several_devices.collectives import collective_work, work_of_part
+from tierplan.sim.workloads.work import Amounts
+from tierplan.sim.workloads.workload import Unit
 
 COLLECTIVE = collective(0)
 OF_BLOCK = 2
@@ -58,27 +60,37 @@ def tensor_parallel(p: Problem, devices: int) -> Problem:
     first = first_for_all(p.machine, devices) or p.machine
     summed, last = cache(partial(_summed, first, devices)), len(p.units) - 1
 
-    def of_one(k: int, u: UnitAmounts) -> UnitAmounts:
-        border_gb = max(u.input_gb, u.output_gb)
-        (fwd_s, fwd_load), (bwd_s, bwd_load) = (
-            summed(border_gb, int(k == end) if k in (0, last) else OF_BLOCK) for end in (0, last)
-        )
-        below, again_s = p.workload.first_trained, sum(group.recompute_s for group in u.groups) or 1.0
+    def computing_s(work: Amounts, sums_s: float) -> float:
+        if not has_rates(p.machine, COMPUTE, work) or not any(work.values()):
+            return sums_s
+        cost = p.machine.cost(COMPUTE, work_of_part(work, devices))
+        return max(cost.latency_s + cost.work_s + sums_s, cost.launch_s)  # kernels are launched meanwhile
+
+    def of_one(k: int, u: UnitAmounts, unit: Unit) -> UnitAmounts:
+        border_gb, below = max(u.input_gb, u.output_gb), p.workload.first_trained
+        # what a unit waits for are sums of the unit before, of which the ends have fewer
+        again_s, _ = summed(border_gb, OF_BLOCK if u.is_block else 0)
+        fwd_s, fwd_load = summed(border_gb, OF_BLOCK if 1 < k < last else int(k == 1 < last))
+        bwd_s, bwd_load = summed(border_gb, (OF_BLOCK if 0 < k < last - 1 else int(0 < k == last - 1)) * (k >= below))
+        whole_again_s = sum(group.recompute_s for group in u.groups) or 1.0
 
         def of_part(whole: float, border_gb: float) -> float:  # what goes from unit to unit is whole on each device
             return border_gb + max(0.0, whole - border_gb) / devices
 
         return replace(
             _of_one(u, devices, 0.0, 0.0),
-            fwd_s=u.fwd_s / devices + fwd_s,
-            bwd_s=u.bwd_s / devices + bwd_s,
+            fwd_s=computing_s(unit.forward, fwd_s),
+            bwd_s=computing_s(unit.backward, bwd_s),
+            fwd_waits_s=computing_s(unit.forward, fwd_s) - computing_s(unit.forward, 0.0),
+            bwd_waits_s=computing_s(unit.backward, bwd_s) - computing_s(unit.backward, 0.0),
+            again_waits_frac=again_s / (again_s + whole_again_s / devices),
             fwd_load=_with(u.fwd_load, fwd_load),
             bwd_load=_with(u.bwd_load, bwd_load),
             groups=tuple(
                 replace(
                     group,
                     gb=group.gb / devices if group.slots else group.gb,
-                    recompute_s=group.recompute_s / devices + fwd_s * group.recompute_s / again_s,
+                    recompute_s=group.recompute_s / devices + again_s * group.recompute_s / whole_again_s,
                 )
                 for group in u.groups
             ),
@@ -93,7 +105,7 @@ def tensor_parallel(p: Problem, devices: int) -> Problem:
             tied_gb=u.tied_gb / devices,
         )
 
-    units = [of_one(k, u) for k, u in enumerate(p.units)]
+    units = [of_one(k, u, unit) for k, (u, unit) in enumerate(zip(p.units, p.workload.units, strict=True))]
     return replace(_sharing(p, devices, units, first), divided="tensors")
 
 
@@ -125,6 +137,7 @@ def _sharing(p: Problem, devices: int, units: Sequence[UnitAmounts], first: Mach
             read=_divided(p.rates.read, devices),
             write=_divided(p.rates.write, devices),
             adam=p.rates.adam / devices,
+            chain_s={home: tuple(s / devices for s in each) for home, each in p.rates.chain_s.items()},
         ),
         loads={**taken, COLLECTIVE: {}},
     )

@@ -145,3 +145,20 @@ def test_each_device_launches_all_kernels_of_what_it_has_a_part_of() -> None:
     assert launching is not None
     assert cutting is not None
     assert 0.9 * launching < cutting < 1.2 * launching
+
+
+@pytest.mark.parametrize("freeze", ["", "model.layers.[0-5].*,model.embed*"])
+@pytest.mark.parametrize("launch", ["0 us", "40 us"])
+@pytest.mark.parametrize("link", ["2 GB/s", "25 GB/s"])
+def test_the_bound_knows_what_goes_on_while_ops_wait_for_sums(freeze: str, launch: str, link: str) -> None:
+    """Kernels are launched and updates made meanwhile; blocks below what is trained have no backward and no sums."""
+    overrides = {"gpu.count": 4, "gpu.capacity": "60 GiB", "link.p2p": link, "gpu.launch": launch}
+    point = Point(model="llama-3.2-1b", machine="desktop-4090", seq=512, freeze=freeze, overrides=overrides)
+    machine = machine_of(point)
+    workload = workload_at(point, machine)
+    of_one = cut(problem(workload, machine, semantics="in-backward"), 4)
+    plain = decide("in-memory", workload, machine_of(replace(point, devices=1)))
+    assert isinstance(plain, UnitwisePlan)
+    step_s = simulator(workload, machine)(on_its_devices(plain, of_one)).step_s
+    assert step_s is not None
+    assert 0.6 * step_s < lower_bound(of_one).step_s <= step_s
