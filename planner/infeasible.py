@@ -174,6 +174,8 @@ def why_none(search: Search, problems: list[Problem], bounds: list[Bound]) -> In
         is_slower = any(beat_s <= bound.searched_s < inf for bound in bounds)
         return InfeasiblePlan(workload, machine, (), why, is_slower=is_slower)
     seen = search.simulate_plan.seen.values()
+    if is_on_several := machine.num_devices > 1:  # where bounds are of units alone
+        bounds = [bound_of_totals(search.of_one_device("horizontal", 1, None), 1)]
     if worn := [c for c in seen if c.wear > 1.0]:
         gentlest = min(worn, key=lambda c: c.wear)
         why = spares_no_drives(len(worn), gentlest.reason, min(bound.step_s for bound in bounds))
@@ -182,8 +184,6 @@ def why_none(search: Search, problems: list[Problem], bounds: list[Bound]) -> In
         why = f"in {search.budget.time_limit_s:g} s, though memory may do; search for longer (--time-limit)"
         return InfeasiblePlan(workload, machine, (), not_found=why)
     finest = search.posed("vertical", workload.training.per_device_train_batch_size)
-    if is_on_several := machine.num_devices > 1:  # where bounds are of units alone
-        bounds = [bound_of_totals(search.of_one_device("horizontal", 1, None), 1)]
     may_fit = any(bound.feasible for bound in bounds)
     lacking = () if may_fit or is_on_several else least_lacking([*problems, finest])
     # the nearest to fitting says why

@@ -23,6 +23,7 @@ from tierplan.planner.milp.program import Solver
 from tierplan.planner.plan import UnitPlan
 from tierplan.planner.planning import plan
 from tierplan.planner.questions.endurance import SECONDS_PER_YEAR, allowed_bytes_per_s, lifetime_s, written_bytes
+from tierplan.planner.several_devices.sharded import cut
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.studies.advise import largest_model_of
@@ -178,3 +179,16 @@ def test_the_command_takes_a_lifetime(tmp_path, capsys):
     assert main([*arguments, "--drive-lifetime-years", "5", "--set", "nvme.endurance=600 TB"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["drive_lifetime_s"] is None or found["drive_lifetime_s"] >= 5 * SECONDS_PER_YEAR
+
+
+def test_what_no_plan_of_several_devices_does_is_said_of_all_their_plans():
+    """A bound of one device was told, whose memory is a fourth: what cuts operators writes much less."""
+    settings = ["gpu.count=4", "host.capacity=24 GiB", "nvme.drives=1"]
+    workload, machine = load_workload("llama-3.1-8b", Training()), load_machine("desktop-4090", settings)
+    with pytest.raises(InfeasiblePlan, match="spares the drives") as caught:
+        plan(workload, machine, time_limit_s=2, drive_lifetime_years=3.0)
+    bound = re.search(r"no plan that spares them has a step of less than (.*?);", " ".join(str(caught.value).split()))
+    assert bound
+    limit = allowed_bytes_per_s(machine, 3.0)
+    of_one = problem(workload, machine, semantics="in-backward", write_limit_bytes_per_s=limit)
+    assert seconds(bound[1]) <= lower_bound(cut(of_one, 4)).step_s < 0.01 * lower_bound(of_one).step_s
