@@ -156,12 +156,12 @@ class Search:
     def go_on(self) -> None:
         """Until the budget is spent."""
         try:
-            is_on_several = self.num_devices > 1 and self.divided == "all"
-            if is_on_several:
+            may_share = self.num_devices > 1 and self.batches != "each" and self.divided == "all"
+            if may_share:
                 self._search_packs()
             while next(self.in_rounds, self) is not self and not self.budget.is_out_of_time:
                 pass
-            if is_on_several and not self.has_few:
+            if may_share and not self.has_few:
                 self._search_cut()
         except KeyboardInterrupt:
             self.interrupt()
@@ -187,14 +187,15 @@ class Search:
 
     def _search_cut(self) -> None:
         """Operators that all devices cut, with some of what they need elsewhere."""
-        known_s = self._to_beat_s() / self.num_batches
-        if self.batches == "each" or not (beat_s := tensors.to_beat_s(self.workload, self.num_devices, known_s)):
-            return
-        with self.budget.beside(tensors.SHARE * self.budget.num_ops):
-            other = self.beside(None, None, beat_s, divided="tensors")
-            tensors.go_on_while_promising(other.in_rounds, self.budget, lambda: other.best_s, known_s)
-        if other.incumbents.best is not None:
-            self.incumbents.consider(other.incumbents.best)
+        best, wanted_s = self.incumbents.best, self.beat_s / self.num_batches
+        known_s = inf if best is None else per_batch_s(best)
+        beat_s = min(wanted_s, tensors.to_beat_s(self.workload, self.num_devices, known_s))
+        if beat_s:
+            with self.budget.beside(tensors.SHARE * self.budget.num_ops):
+                other = self.beside(None, None, beat_s, divided="tensors")
+                tensors.go_on_while_promising(other, min(wanted_s, known_s))
+            if other.incumbents.best is not None:
+                self.incumbents.consider(other.incumbents.best)
 
     def interrupt(self) -> None:
         """Ctrl-C ends the search, where there is a plan already."""

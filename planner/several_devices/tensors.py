@@ -6,9 +6,10 @@ blocks keep more, which go first: as many as fit, found by bisection, from one w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
+from typing import Protocol
 
 from tierplan.planner.plan import UnitwisePlan, is_same
 from tierplan.planner.plan_rules import PLANNER, PlanError, refuse_codes, refuse_uneven
@@ -21,9 +22,10 @@ from tierplan.sim.workloads.workload import Workload
 
 POLICY, WAYS = "megatron-tp", ("on", "selective", "off")
 """The policy, and what its option `checkpointing` says of blocks, which keep more each time."""
-MOST_EACH, PROMISING = 2, 0.8
-"""Sequences for each device from which on no operators are cut, unless nothing fits; and part of what is known that
-the bound of such plans has to be below, where each device may have sequences of its own."""
+MOST_EACH, MUCH_LESS, PROMISING = 2, 0.25, 0.8
+"""Sequences for each device from which on operators are cut only where nothing fits, or where sums of activations are
+less than so much of what shards exchange; and part of what is known that the bound of such plans has to be below, where
+each device may have sequences of its own."""
 SHARE, FIRST_FRAC, NEAR = 0.4, 0.6, 1.2
 """Of so much work as the budget has, what such a search may take beside it; and the part of this after which what is
 found takes at most so many times what is known, or it ends."""
@@ -51,20 +53,41 @@ def sequences_each(workload: Workload, devices: int) -> float:
 def to_beat_s(workload: Workload, devices: int, known_s: float) -> float:
     """What the bound of plans that cut operators has to be below for a search of them, beside a step of `known_s`
     seconds; 0 where there is none."""
-    each = sequences_each(workload, devices)
-    if not may_cut(workload, devices) or (each >= MOST_EACH and known_s < inf):
+    if not may_cut(workload, devices):
         return 0.0
-    return known_s if each < 1 else PROMISING * known_s
+    if (each := sequences_each(workload, devices)) < 1:
+        return known_s
+    is_tried = each < MOST_EACH or known_s == inf or _summed_bytes(workload) < MUCH_LESS * _gathered_bytes(workload)
+    return PROMISING * known_s if is_tried else 0.0
 
 
-def go_on_while_promising(
-    rounds: Iterator[object], budget: Budget, best_s: Callable[[], float], known_s: float
-) -> None:
+def _summed_bytes(workload: Workload) -> float:
+    """What sums of activations exchange in a step: twice in each pass of a block, and each sum goes around twice."""
+    return 8.0 * workload.training.gradient_accumulation_steps * sum(block.output_bytes for block in workload.blocks)
+
+
+def _gathered_bytes(workload: Workload) -> float:
+    """The same of parameters that are gathered for each pass, and of gradients, where all are in shards."""
+    t, trained = workload.training, sum(u.num_trained for u in workload.units)
+    return 2.0 * sum(u.frozen_bytes for u in workload.units) + trained * (2.0 * t.param_bytes + t.grad_bytes)
+
+
+class Rounds(Protocol):
+    """A search in rounds."""
+
+    in_rounds: Iterator[None]
+    budget: Budget
+
+    @property
+    def best_s(self) -> float: ...
+
+
+def go_on_while_promising(search: Rounds, known_s: float) -> None:
     """Rounds of a search that has `SHARE` of the budget, and more while it leads."""
-    first_ops = FIRST_FRAC * SHARE * budget.num_ops
-    for _ in rounds:
-        is_begun = budget.ops_left > SHARE * budget.num_ops - first_ops
-        is_far = best_s() > known_s * (NEAR if budget.ops_left > 0 else 1.0)
+    budget, num_ops = search.budget, SHARE * search.budget.num_ops
+    for _ in search.in_rounds:
+        is_begun = budget.ops_left > (1 - FIRST_FRAC) * num_ops
+        is_far = search.best_s > known_s * (NEAR if budget.ops_left > 0 else 1.0)
         if budget.is_out_of_time or (is_far and not is_begun):
             break
 

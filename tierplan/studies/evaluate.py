@@ -7,7 +7,7 @@ becomes columns such as `peak_bytes.gpu0`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,6 +33,7 @@ from tierplan.planner.questions.endurance import SECONDS_PER_YEAR, allowed_bytes
 from tierplan.planner.results import PlanResult
 from tierplan.planner.search.batches import divisors, plan_sequences
 from tierplan.planner.search.lesser import Known, lesser_of_catalog
+from tierplan.planner.several_devices.tensors import MOST_EACH, may_cut, sequences_each
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.output.text import format_s
 from tierplan.sim.workloads.models import config_path, read_config
@@ -173,11 +174,13 @@ def _on_all(
     return BestPlan(workload=workload, machine=machine, result=result)
 
 
-def fewer_devices(num: int, sequences: int) -> list[int]:
+def fewer_devices(num: int, sequences: int, *, cuts: Callable[[int], bool] = lambda devices: False) -> list[int]:
     """Numbers of devices below `num` that may be quicker, the largest first: half of them, the most that have equal
-    parts of the sequences of a step where these are given, and one."""
+    parts of the sequences of a step where these are given, the most of which one says that it cuts operators where not
+    all do, and one."""
     even = max((n for n in range(1, num) if sequences and sequences % n == 0), default=1)
-    return sorted({-(-num // 2), even, 1} - {num}, reverse=True)
+    cut = 1 if cuts(num) else max(filter(cuts, range(2, num)), default=1)
+    return sorted({-(-num // 2), even, cut, 1} - {num}, reverse=True)
 
 
 def _or_on_fewer(
@@ -185,7 +188,8 @@ def _or_on_fewer(
 ) -> BestPlan:
     """The answer for several devices, or where one for fewer is quicker, that one. Fewer may ask still fewer."""
     answer, asked_in_turn = best, set[int]()
-    for num in fewer_devices(best.machine.num_devices, point.sequences):
+    cuts = partial(_cuts_few, best)
+    for num in fewer_devices(best.machine.num_devices, point.sequences, cuts=cuts):
         fewer = replace(point, devices=num)
         wanted_per_s = max(answer.result.prediction.tokens_per_s or 0.0, point.sequences * point.seq / beat_s)
         if num in asked_in_turn or most_tokens_per_s(fewer) <= wanted_per_s:
@@ -193,7 +197,7 @@ def _or_on_fewer(
         own = known if known is not None and known.is_of(place_of(fewer).machine) else None
         if own is None and not _comes_near(fewer, best, wanted_per_s):
             continue
-        asked_in_turn.update(fewer_devices(num, point.sequences))
+        asked_in_turn.update(fewer_devices(num, point.sequences, cuts=cuts))
         # one step is the same work for all and for fewer where its sequences are given
         step_s = min(beat_s, answer.result.step_s) if point.sequences else inf
         try:
@@ -207,9 +211,13 @@ def _or_on_fewer(
 
 def _comes_near(fewer: Point, best: BestPlan, wanted_per_s: float) -> bool:
     """Whether a look at fewer GPUs comes near what is wanted: with plans like the best one on all, then with any, by a
-    short search, where their bound leaves much room. One of more than two is searched at once."""
+    short search, where their bound leaves much room. One of more than two is searched at once; and those are near that
+    can cut operators, as all of them cannot."""
     num, near_per_s = fewer.devices or 1, wanted_per_s / (1 + NEAR_FRAC)
-    if num > 1 or best.machine.num_devices == 2:
+    num_all = best.machine.num_devices
+    if num > 1 and _cuts_few(best, num) and not _cuts_few(best, num_all):
+        return True  # which a short search does not find out
+    if num > 1 or num_all == 2:
         if _look_at_fewer(fewer, best, wanted_per_s) >= near_per_s:
             return True
         is_searched = not isinstance(best.result.plan, UnitwisePlan)
@@ -217,6 +225,12 @@ def _comes_near(fewer: Point, best: BestPlan, wanted_per_s: float) -> bool:
             return False
     near_s = fewer.sequences * fewer.seq / near_per_s if fewer.sequences else inf
     return _look_by_search(fewer, beat_s=near_s) >= near_per_s
+
+
+def _cuts_few(best: BestPlan, devices: int) -> bool:
+    """Whether so many GPUs can cut operators, and have few of the step's sequences each."""
+    each = sequences_each(best.workload, devices) * best.result.plan.num_batches
+    return each < MOST_EACH and may_cut(best.workload, devices)
 
 
 def _leaving_idle(best: BestPlan, point: Point, place: CalibratedPlace, known: Known | None = None) -> BestPlan:

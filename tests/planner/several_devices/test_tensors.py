@@ -156,7 +156,7 @@ def test_the_bound_knows_what_goes_on_while_ops_wait_for_sums(freeze: str, launc
     point = Point(model="llama-3.2-1b", machine="desktop-4090", seq=512, freeze=freeze, overrides=overrides)
     machine = machine_of(point)
     workload = workload_at(point, machine)
-    of_one = cut(problem(workload, machine, semantics="in-backward"), 4)
+    of_one = tensor_parallel(problem(workload, machine, semantics="in-backward"), 4)
     plain = decide("in-memory", workload, machine_of(replace(point, devices=1)))
     assert isinstance(plain, UnitwisePlan)
     step_s = simulator(workload, machine)(on_its_devices(plain, of_one)).step_s
