@@ -2,8 +2,8 @@
 
 Every unit has one of the placements of `modes`. What is updated on the host sends its gradients down and its new
 parameters up, to some device; what is not at home on a device comes there to be used; what lives on drives is read,
-and written where it has changed. No stream, shared limit or tier has more of all that than it can take in a step.
-Nothing is said of the order, nor of activations.
+and written where it has changed. Where gradients are clipped, all of them are held at once. No stream, shared limit or
+tier has more of all that than it can take in a step. Nothing is said of the order, nor of activations.
 """
 
 from __future__ import annotations
@@ -34,6 +34,14 @@ def bound_of_totals(p: Problem, num_batches: int) -> Bound:
     forward_and_backward_s = passes * at_once_s(p)
     step = lp.column(cost=1.0)
     moved, held, updated = _totals(lp, p)
+    sizes = {"device": num * p.device_gb, "host": p.host_gb, "nvme": p.nvme_gb if p.has_nvme else 0.0}
+    if p.workload.training.max_grad_norm is not None:  # until their norm is known all gradients wait somewhere
+        waiting = {place: lp.column() for place, gb in sizes.items() if gb}
+        lp.row([(1.0, column) for column in waiting.values()], low=sum(u.grads_gb for u in p.units), family="gradients")
+        for place, column in waiting.items():
+            held[place].append((1.0, column))
+            for way in ("read", "write") if place == "nvme" else ():
+                moved[way].append((1.0, column))
 
     def fit(terms: Terms, family: str, *, fixed: float = 0.0, each: float = 1.0) -> None:
         """All of it in a step."""
@@ -61,7 +69,6 @@ def bound_of_totals(p: Problem, num_batches: int) -> Bound:
         each = sum(u.fwd_load.get(limit, 0.0) + u.bwd_load.get(limit, 0.0) for u in p.units)
         fixed = passes * each if limit in by_all else 0.0
         fit([t for s, load in loads.items() for t in times(load, taken.get(s, []))], limit, fixed=fixed)
-    sizes = {"device": num * p.device_gb, "host": p.host_gb, "nvme": p.nvme_gb}
     for family, place in MEMORY_FAMILIES.items():
         if held[place]:
             lp.row(held[place], high=sizes[place], family=family)

@@ -49,6 +49,17 @@ def test_what_the_host_has_no_room_for_is_read_and_written_in_each_step() -> Non
     assert found.s_per_gb["host"] == pytest.approx(1.0)
 
 
+def test_gradients_that_wait_for_their_norm_need_room_too() -> None:
+    """2 bytes a parameter more; without clipping each may go before the next one comes."""
+    free_bytes = 100 * MIB
+    machine = toy_machine(device_bytes=0, host_bytes=free_bytes)
+    workload = toy_workload()
+    clipped = replace(workload, training=replace(workload.training, max_grad_norm=1.0), computed_for=None)
+    p = replace(problem(clipped, machine, semantics="exact-clip"), brings_states=False)
+    on_drive = (12 + 2 + 2) * NUM_TRAINED - free_bytes
+    assert bound_of_totals(p, 1).step_s == pytest.approx(on_drive / 1e9, rel=1e-5)
+
+
 def test_what_all_tiers_together_have_no_room_for_has_none() -> None:
     for nvme_bytes, fits in ((250 * MIB, False), (350 * MIB, True)):
         machine = toy_machine(device_bytes=0, host_bytes=10 * MIB, nvme_bytes=nvme_bytes)
