@@ -7,6 +7,7 @@ whole; an all-reduce is both, one after the other.
 from __future__ import annotations
 
 from collections.abc import Collection
+from math import inf
 
 from tierplan.hwmodels.machine import KERNELS, SECONDS
 from tierplan.hwmodels.names import HOPS, collective, device, ring
@@ -35,3 +36,9 @@ def work_of_part(work: Amounts, num_devices: int) -> Amounts:
     """Work of each of so many devices that cut an op: each launches all its kernels, on parts of what they are for."""
     whole = (KERNELS, SECONDS) if KERNELS in work else ()
     return {kind: amount if kind in whole else amount / num_devices for kind, amount in work.items()}
+
+
+def product_flops(work: Amounts) -> float:
+    """Of matrix products, whose parts devices that cut operators sum; infinite where work is measured in seconds."""
+    is_measured = SECONDS in work and KERNELS not in work
+    return inf if is_measured else sum(amount for kind, amount in work.items() if kind.startswith("matmul_"))

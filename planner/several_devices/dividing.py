@@ -31,6 +31,8 @@ STATES_IN_PARTS, MOST_PARTS = 16, 1 << 15
 """The content of one of several parts in which states travel is the first, the part, and so many times their number."""
 EMBED, HEAD = 1, 2
 """Units at the ends of a chain."""
+OF_BLOCK = 2
+"""Sums of activations over devices in a pass of a block whose operators are cut."""
 GATHER, REDUCE, ALL_REDUCE = range(3)
 """Kinds of collectives."""
 KEEPS_NOTHING, KEEPS_ENDS, KEEPS_ALL = range(3)
@@ -51,6 +53,7 @@ TASKS = np.dtype(
         ("unit", _INT),
         ("batch", _INT),  # micro-batch
         ("end", _INT),  # `EMBED`, `HEAD` or `OTHER`
+        ("sums", _INT),  # of activations over devices that cut operators
         ("is_on_device", _BOOL),  # its stream is one of the device
         ("following", _INT),  # the next one that computes, or `NONE`
     ]
@@ -341,14 +344,13 @@ def _complete(d: Dividing, task: int, b: int, place: int, r: int, is_sum: bool) 
 
 @compiled_in_place
 def _sum_activations(d: Dividing, task: int, reads: Int32, writes: Int32) -> None:
-    """Megatron's all-reduces: after each half of a block, and where the vocabulary is cut."""
+    """Megatron's all-reduces."""
     most_bytes = NONE
     for some in (reads, writes):
         for b in some:
             if d.whole[b]["kind"] == ACTS and d.whole[b]["content"] in (OF_INPUT, OF_INPUT_GRADIENT):
                 most_bytes = max(most_bytes, d.whole[b]["size_bytes"])
-    end, kind = d.tasks[task]["end"], d.tasks[task]["kind"]
-    calls = 2 if end == OTHER else 1 if (end == EMBED and kind == FORWARD) or (end == HEAD and kind == BACKWARD) else 0
+    calls = int(d.tasks[task]["sums"])
     if most_bytes < 0 or calls == 0:
         return
     for r in range(d.terms.num_drawn):

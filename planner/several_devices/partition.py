@@ -22,14 +22,16 @@ from tierplan.hwmodels.machine import PAGE_BYTES
 from tierplan.hwmodels.names import DEVICE, collective, device, device_index, parse_stream
 from tierplan.planner.plan import Sharing
 from tierplan.planner.several_devices import dividing
-from tierplan.planner.several_devices.collectives import collective_work, work_of_part
+from tierplan.planner.several_devices.collectives import collective_work, product_flops, work_of_part
 from tierplan.planner.several_devices.dividing import NONE, Dividing, SharingNumbers, Table
 from tierplan.planner.several_devices.kinds import Kinds, kinds_of
-from tierplan.sim.columns import BufferLabel, Labels, Lists, OpLabel, ScheduleColumns, Works
+from tierplan.sim.columns import BufferLabel, Int64, Labels, Lists, OpLabel, ScheduleColumns, Works
 from tierplan.sim.contents import buffer_name, copy_key, device_name, micro_batch_name, op_key, parse_content
 from tierplan.sim.ranks import COLLECTIVES
 
 KEEPS = {"nothing": dividing.KEEPS_NOTHING, "ends": dividing.KEEPS_ENDS, "all": dividing.KEEPS_ALL}
+MOST_FRAC = 0.5
+"""Of a block's products: with more that are made again, all sums of its forward are."""
 GRAINS = {"exact": 0, "page": PAGE_BYTES, "power-of-two": -1}
 SHARDED = (dividing.PARAMS, dividing.GRADS, dividing.STATES)
 """Kinds of buffers that are cut into shards."""
@@ -109,11 +111,28 @@ def _tasks(columns: ScheduleColumns, kinds: Kinds) -> Table:
     is_on_device = np.array([parse_stream(work.stream).device is not None for work in columns.works], np.bool_)
     tasks["work"], tasks["is_on_device"] = columns.op_work, is_on_device[columns.op_work]
     tasks["kind"], tasks["unit"], tasks["batch"] = kinds.op_kind, kinds.op_unit, kinds.op_batch
+    tasks["sums"] = _sums(columns, kinds)
     tasks["end"] = kinds.ends[kinds.op_unit]
     computes = np.flatnonzero(np.isin(kinds.op_kind, (dividing.FORWARD, dividing.RECOMPUTE, dividing.BACKWARD)))
     behind = np.searchsorted(computes, np.arange(columns.num_ops), side="right")
     tasks["following"] = np.append(computes, NONE)[behind]
     return tasks
+
+
+def _sums(columns: ScheduleColumns, kinds: Kinds) -> Int64:
+    """By op, how often Megatron sums activations over devices: after each half of a block, and where the vocabulary is
+    cut. What is made again has as many where it has most of the products; with few of them there is one half's at
+    most, and without any, none: other kernels need nothing of other devices."""
+    kind, end = kinds.op_kind, kinds.ends[kinds.op_unit]
+    at_ends = ((end == dividing.EMBED) & (kind == dividing.FORWARD)) | (
+        (end == dividing.HEAD) & (kind == dividing.BACKWARD)
+    )
+    flops = np.array([product_flops(work.amounts) for work in columns.works])[columns.op_work]
+    forward, of_unit = kind == dividing.FORWARD, np.zeros(len(kinds.lengths))
+    of_unit[kinds.op_unit[forward]] = flops[forward]
+    again = np.where(flops >= MOST_FRAC * of_unit[kinds.op_unit], dividing.OF_BLOCK, flops > 0)
+    of_block = np.where(kind == dividing.RECOMPUTE, again, dividing.OF_BLOCK)
+    return np.where(end == dividing.OTHER, of_block, at_ends)
 
 
 def _wholes(

@@ -20,13 +20,12 @@ from tierplan.planner.milp.amounts import Problem, UnitAmounts
 from tierplan.planner.milp.rates import GB, has_rates, limit_loads, limit_seconds, seconds_alone
 from tierplan.planner.plan import Keeps
 from tierplan.planner.several_devices.alike import first_for_all
-from tierplan.planner.several_devices.collectives import collective_work, work_of_part
+from tierplan.planner.several_devices.collectives import collective_work, product_flops, work_of_part
+from tierplan.planner.several_devices.dividing import OF_BLOCK
 from tierplan.sim.workloads.work import Amounts
 from tierplan.sim.workloads.workload import Unit
 
 COLLECTIVE = collective(0)
-OF_BLOCK = 2
-"""Sums of activations over devices in a pass of a block whose operators are cut."""
 
 
 def sharded(p: Problem, devices: int, keeps: Keeps, *, divides_params: bool = True) -> Problem:
@@ -72,7 +71,9 @@ def tensor_parallel(p: Problem, devices: int) -> Problem:
         again_s, _ = summed(border_gb, OF_BLOCK if u.is_block else 0)
         fwd_s, fwd_load = summed(border_gb, OF_BLOCK if 1 < k < last else int(k == 1 < last))
         bwd_s, bwd_load = summed(border_gb, (OF_BLOCK if 0 < k < last - 1 else int(0 < k == last - 1)) * (k >= below))
-        whole_again_s = sum(group.recompute_s for group in u.groups) or 1.0
+        # other kernels than products run again without sums
+        waits = [any(product_flops(unit.saved[k].recompute) > 0 for k in group.slots) for group in u.groups]
+        products_s = sum(group.recompute_s for group, each in zip(u.groups, waits, strict=True) if each) or 1.0
 
         def of_part(whole: float, border_gb: float) -> float:  # what goes from unit to unit is whole on each device
             return border_gb + max(0.0, whole - border_gb) / devices
@@ -83,16 +84,16 @@ def tensor_parallel(p: Problem, devices: int) -> Problem:
             bwd_s=computing_s(unit.backward, bwd_s),
             fwd_waits_s=computing_s(unit.forward, fwd_s) - computing_s(unit.forward, 0.0),
             bwd_waits_s=computing_s(unit.backward, bwd_s) - computing_s(unit.backward, 0.0),
-            again_waits_frac=again_s / (again_s + whole_again_s / devices),
+            again_waits_frac=again_s / (again_s + products_s / devices),
             fwd_load=_with(u.fwd_load, fwd_load),
             bwd_load=_with(u.bwd_load, bwd_load),
             groups=tuple(
                 replace(
                     group,
                     gb=group.gb / devices if group.slots else group.gb,
-                    recompute_s=group.recompute_s / devices + again_s * group.recompute_s / whole_again_s,
+                    recompute_s=group.recompute_s / devices + again_s * each * group.recompute_s / products_s,
                 )
-                for group in u.groups
+                for group, each in zip(u.groups, waits, strict=True)
             ),
             saved_gb=u.saved_gb / devices,
             fwd_fixed_gb=of_part(

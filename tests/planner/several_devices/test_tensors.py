@@ -162,3 +162,14 @@ def test_the_bound_knows_what_goes_on_while_ops_wait_for_sums(freeze: str, launc
     step_s = simulator(workload, machine)(on_its_devices(plain, of_one)).step_s
     assert step_s is not None
     assert 0.6 * step_s < lower_bound(of_one).step_s <= step_s
+
+
+@pytest.mark.parametrize(("way", "num"), [("off", 50), ("selective", 62), ("on", 74)])
+def test_sums_of_activations_are_those_of_products(way: str, num: int) -> None:
+    """Two for each pass of 12 blocks and one at each end; with all but the products made again, one: what attention
+    gives to the MLP is no product's output but the residual's, and so is its last product made again."""
+    workload, machine = load_workload("gpt2", Training()), devices(2, 8 * 1024 * MIB)
+    found = predict("megatron-tp", workload, machine, {"checkpointing": way})
+    assert found.columns is not None
+    sums = [op for op in found.columns.schedule().ops if op.kind == "all_reduce" and op.stream == "gpu0.collective"]
+    assert sum(op.work["hops"] for op in sums) == 2 * num, "each goes round a ring of two twice"
