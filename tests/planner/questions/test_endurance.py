@@ -23,7 +23,7 @@ from tierplan.planner.milp.program import Solver
 from tierplan.planner.plan import UnitPlan
 from tierplan.planner.planning import plan
 from tierplan.planner.questions.endurance import SECONDS_PER_YEAR, allowed_bytes_per_s, lifetime_s, written_bytes
-from tierplan.planner.several_devices.sharded import cut
+from tierplan.planner.several_devices.sharded import tensor_parallel
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.studies.advise import largest_model_of
@@ -191,4 +191,4 @@ def test_what_no_plan_of_several_devices_does_is_said_of_all_their_plans():
     assert bound
     limit = allowed_bytes_per_s(machine, 3.0)
     of_one = problem(workload, machine, semantics="in-backward", write_limit_bytes_per_s=limit)
-    assert seconds(bound[1]) <= lower_bound(cut(of_one, 4)).step_s < 0.01 * lower_bound(of_one).step_s
+    assert seconds(bound[1]) <= lower_bound(tensor_parallel(of_one, 4)).step_s < 0.01 * lower_bound(of_one).step_s
