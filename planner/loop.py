@@ -188,14 +188,12 @@ class Search:
     def _search_cut(self) -> None:
         """Operators that all devices cut, with some of what they need elsewhere."""
         best, wanted_s = self.incumbents.best, self.beat_s / self.num_batches
-        known_s = inf if best is None else per_batch_s(best)
-        beat_s = min(wanted_s, tensors.to_beat_s(self.workload, self.num_devices, known_s))
+        beat_s = min(wanted_s, tensors.to_beat_s(self.workload, self.num_devices, best))
         if beat_s:
             with self.budget.beside(tensors.SHARE * self.budget.num_ops):
                 other = self.beside(None, None, beat_s, divided="tensors")
-                tensors.go_on_while_promising(other, min(wanted_s, known_s))
-            if other.incumbents.best is not None:
-                self.incumbents.consider(other.incumbents.best)
+                known_s = wanted_s if best is None else min(wanted_s, per_batch_s(best))
+                tensors.go_on_while_promising(other, known_s, self.incumbents)
 
     def interrupt(self) -> None:
         """Ctrl-C ends the search, where there is a plan already."""

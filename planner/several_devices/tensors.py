@@ -11,21 +11,21 @@ from dataclasses import replace
 from math import inf
 from typing import Protocol
 
-from tierplan.planner.plan import UnitwisePlan, is_same
+from tierplan.planner.plan import Plan, UnitwisePlan, is_same
 from tierplan.planner.plan_rules import PLANNER, PlanError, refuse_codes, refuse_uneven
 from tierplan.planner.policies import decide
 from tierplan.planner.search.budget import Budget
-from tierplan.planner.search.candidates import PlanSimulator
-from tierplan.planner.search.incumbents import Incumbents, step_s_of
+from tierplan.planner.search.candidates import Candidate, PlanSimulator
+from tierplan.planner.search.incumbents import Incumbents, per_batch_s, step_s_of
 from tierplan.sim.step import Semantics
 from tierplan.sim.workloads.workload import Workload
 
 POLICY, WAYS = "megatron-tp", ("on", "selective", "off")
 """The policy, and what its option `checkpointing` says of blocks, which keep more each time."""
 MOST_EACH, MUCH_LESS, PROMISING = 2, 0.25, 0.8
-"""Sequences for each device from which on operators are cut only where nothing fits, or where sums of activations are
-less than so much of what shards exchange; and part of what is known that the bound of such plans has to be below, where
-each device may have sequences of its own."""
+"""Sequences for each device from which on operators are cut only where nothing else fits or is as quick, or where sums
+of activations are less than so much of what shards exchange; and part of what is known that the bound of such plans has
+to be below, where each device may have sequences of its own."""
 SHARE, FIRST_FRAC, NEAR = 0.4, 0.6, 1.2
 """Of so much work as the budget has, what such a search may take beside it; and the part of this after which what is
 found takes at most so many times what is known, or it ends."""
@@ -50,14 +50,21 @@ def sequences_each(workload: Workload, devices: int) -> float:
     return training.per_device_train_batch_size * training.gradient_accumulation_steps / devices
 
 
-def to_beat_s(workload: Workload, devices: int, known_s: float) -> float:
-    """What the bound of plans that cut operators has to be below for a search of them, beside a step of `known_s`
-    seconds; 0 where there is none."""
+def is_cut(plan: Plan) -> bool:
+    """Whether its devices cut operators."""
+    return isinstance(plan, UnitwisePlan) and plan.devices > 1 and plan.sharing.divided == "tensors"
+
+
+def to_beat_s(workload: Workload, devices: int, known: Candidate[Plan] | None) -> float:
+    """What the bound of plans that cut operators has to be below for a search of them, beside what is known; 0 where
+    there is none."""
+    known_s = inf if known is None else per_batch_s(known)
     if not may_cut(workload, devices):
         return 0.0
     if (each := sequences_each(workload, devices)) < 1:
         return known_s
-    is_tried = each < MOST_EACH or known_s == inf or _summed_bytes(workload) < MUCH_LESS * _gathered_bytes(workload)
+    is_tried = each < MOST_EACH or known is None or is_cut(known.plan)
+    is_tried = is_tried or _summed_bytes(workload) < MUCH_LESS * _gathered_bytes(workload)
     return PROMISING * known_s if is_tried else 0.0
 
 
@@ -77,19 +84,25 @@ class Rounds(Protocol):
 
     in_rounds: Iterator[None]
     budget: Budget
+    incumbents: Incumbents
 
     @property
     def best_s(self) -> float: ...
 
 
-def go_on_while_promising(search: Rounds, known_s: float) -> None:
-    """Rounds of a search that has `SHARE` of the budget, and more while it leads."""
+def go_on_while_promising(search: Rounds, known_s: float, told: Incumbents) -> None:
+    """Rounds of a search that has `SHARE` of the budget, and more while it leads. What it finds is `told`, after Ctrl-C
+    too."""
     budget, num_ops = search.budget, SHARE * search.budget.num_ops
-    for _ in search.in_rounds:
-        is_begun = budget.ops_left > (1 - FIRST_FRAC) * num_ops
-        is_far = search.best_s > known_s * (NEAR if budget.ops_left > 0 else 1.0)
-        if budget.is_out_of_time or (is_far and not is_begun):
-            break
+    try:
+        for _ in search.in_rounds:
+            is_begun = budget.ops_left > (1 - FIRST_FRAC) * num_ops
+            is_far = search.best_s > known_s * (NEAR if budget.ops_left > 0 else 1.0)
+            if budget.is_out_of_time or (is_far and not is_begun):
+                break
+    finally:
+        if search.incumbents.best is not None:
+            told.consider(search.incumbents.best)
 
 
 def search_tensors(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -123,11 +125,46 @@ def test_the_search_for_cut_operators_is_beside_that_of_others(sequences: int, m
     few = {"gpu.count": 4, "gpu.capacity": "3 GiB", "host.capacity": "24 GiB", "link.p2p": "25 GB/s"}
     point = Point(model="gpt2-large", machine="desktop-4090", sequences=sequences, seq=512, overrides=few)
     found = best_plan(point).result
-    monkeypatch.setattr(tensors, "to_beat_s", lambda workload, devices, known_s: 0.0)
+    monkeypatch.setattr(tensors, "to_beat_s", lambda workload, devices, known: 0.0)
     without = best_plan(point).result
     assert found.step_s <= without.step_s
     if sequences == 2:
         assert found.step_s < 0.8 * without.step_s
+
+
+def test_ctrl_c_keeps_what_the_search_for_cut_operators_has_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though nothing else is known yet."""
+    few = {"gpu.count": 4, "gpu.capacity": "1.5 GiB", "host.capacity": "24 GiB", "link.p2p": "25 GB/s"}
+    point = Point(model="gpt2-large", machine="desktop-4090", sequences=2, seq=512, overrides=few)
+    machine = machine_of(point)
+    go_on, ended = tensors.go_on_while_promising, list[float]()
+
+    def interrupted(search: tensors.Rounds, known_s: float, told: Incumbents) -> None:
+        def rounds(those: Iterator[None]) -> Iterator[None]:
+            for each in those:
+                yield each
+                if search.best_s < inf:
+                    ended.append(search.best_s)
+                    raise KeyboardInterrupt
+
+        search.in_rounds = rounds(search.in_rounds)
+        go_on(search, known_s, told)
+
+    monkeypatch.setattr(tensors, "go_on_while_promising", interrupted)
+    found = plan(workload_at(replace(point, batch=2, accumulation=1), machine), machine, batches="shared", policies=())
+    assert found.status == "interrupted"
+    assert found.step_s == pytest.approx(ended[0], rel=1e-3)
+
+
+def test_twice_as_many_sequences_take_twice_as_long() -> None:
+    """Where operators are cut, what is searched for few sequences for each device is for more, too."""
+    few = {"gpu.count": 4, "gpu.capacity": "8 GiB", "host.capacity": "24 GiB", "link.p2p": "25 GB/s"}
+    point = Point(model="qwen3-1.7b", machine="desktop-4090", batch=1, seq=8192, lora="r=16", overrides=few)
+    machine = machine_of(point)
+    ways = [workload_at(replace(point, accumulation=num), machine) for num in (4, 8)]
+    four, eight = (plan(workload, machine, batches="shared", time_limit_s=5.0, by_clock=False) for workload in ways)
+    assert all(isinstance(of.plan, UnitwisePlan) and of.plan.sharing.divided == "tensors" for of in (four, eight))
+    assert eight.step_s < 1.03 * 2 * four.step_s
 
 
 def test_heads_have_to_divide() -> None:
