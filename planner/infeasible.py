@@ -153,9 +153,18 @@ class InfeasiblePlan(PlanError):
         if not self.shortages:
             nearest = "of those that were tried, the nearest does not: " if self.may_fit and self.reason else ""
             lines.append(nearest + (self.reason or "no single tier alone would make it possible"))
+            if (devices := self.machine.num_devices) > 1 and (note := self._note_of_one()):
+                cuts = f", which {devices} GPUs cut," * may_cut(self.workload, devices)
+                lines.append(f"of one sequence{cuts} {note}")
         if self.others:
             lines.append(f"with other numbers than plain training's, policies fit: {', '.join(self.others)}")
         return "; ".join(lines)
+
+    def _note_of_one(self) -> str:
+        """What to do about logits and loss of one sequence on several devices, where these take much of each."""
+        num, training = self.machine.num_devices, self.workload.training
+        parts = training.per_device_train_batch_size * (num if may_cut(self.workload, num) else 1)
+        return logits_note(self.workload, self.machine.tiers[0].capacity_bytes, parts=parts)
 
     def __str__(self) -> str:
         if self.endurance or self.not_found:

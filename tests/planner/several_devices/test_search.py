@@ -38,7 +38,7 @@ from tierplan.planner.several_devices.packs.estimate import PackEstimate, PackSi
 from tierplan.planner.several_devices.packs.search import bound_of_packs
 from tierplan.planner.several_devices.sharded import sharded
 from tierplan.sim.workloads.workload import Workload
-from tierplan.studies.evaluate import machine_of, workload_at
+from tierplan.studies.evaluate import best_plan, machine_of, workload_at
 from tierplan.studies.study import Point
 
 
@@ -364,6 +364,22 @@ def test_what_several_devices_cannot_hold_is_refused_before_any_search(monkeypat
         short = {s.tier: s.short_bytes for s in caught.value.shortages}
         assert short == {"device": -(-short_bytes // 8), "host": short_bytes}
         assert caught.value.largest_batch.num_sequences == 0
+
+
+def test_logits_of_long_sequences_are_named_where_nothing_fits_several_devices() -> None:
+    """Of one sequence they are more than a GPU has, even cut: what the nearest plan lacked says nothing of that."""
+    overrides = {"gpu.count": 2, "gpu.capacity": "4 GiB"}
+    point = Point(model="qwen3-1.7b", machine="desktop-4090", sequences=2, seq=16384, lora="r=16", overrides=overrides)
+    with pytest.raises(InfeasiblePlan, match="which 2 GPUs cut, .* are logits and loss: .*--loss-chunks 8") as caught:
+        best_plan(point)
+    assert caught.value.may_fit
+    assert caught.value.largest_batch.num_sequences == 0
+    short = replace(
+        point, seq=64, lora="", overrides={"gpu.count": 2, "gpu.capacity": "2 GiB", "host.capacity": "6 GiB"}
+    )
+    with pytest.raises(InfeasiblePlan) as caught:
+        best_plan(replace(short, overrides={**short.overrides, "nvme.drives": 0}))
+    assert "logits" not in str(caught.value)
 
 
 def test_what_fits_by_one_device_for_all_and_never_with_each_drawn_is_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
