@@ -370,7 +370,7 @@ def test_logits_of_long_sequences_are_named_where_nothing_fits_several_devices()
     """Of one sequence they are more than a GPU has, even cut: what the nearest plan lacked says nothing of that."""
     overrides = {"gpu.count": 2, "gpu.capacity": "4 GiB"}
     point = Point(model="qwen3-1.7b", machine="desktop-4090", sequences=2, seq=16384, lora="r=16", overrides=overrides)
-    with pytest.raises(InfeasiblePlan, match="which 2 GPUs cut, .* are logits and loss: .*--loss-chunks 8") as caught:
+    with pytest.raises(InfeasiblePlan, match=r"which 2 GPUs cut, .* are logits and loss: .*--loss-chunks 8") as caught:
         best_plan(point)
     assert caught.value.may_fit
     assert caught.value.largest_batch.num_sequences == 0
