@@ -94,6 +94,7 @@ def go_on_while_promising(search: Rounds, known_s: float, told: Incumbents) -> N
     """Rounds of a search that has `SHARE` of the budget, and more while it leads. What it finds is `told`, after Ctrl-C
     too."""
     budget, num_ops = search.budget, SHARE * search.budget.num_ops
+    budget.ops_left = num_ops  # bounds are beside it, which of long chains take more
     try:
         for _ in search.in_rounds:
             is_begun = budget.ops_left > (1 - FIRST_FRAC) * num_ops

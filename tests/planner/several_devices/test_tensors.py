@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 
 import pytest
@@ -18,6 +18,7 @@ from tierplan.planner.plan_rules import PLANNER, Order
 from tierplan.planner.planning import plan
 from tierplan.planner.policies import decide
 from tierplan.planner.prediction import predict
+from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.planner.search.incumbents import Incumbents
 from tierplan.planner.search.local.moves import on_its_devices
@@ -162,9 +163,34 @@ def test_twice_as_many_sequences_take_twice_as_long() -> None:
     point = Point(model="qwen3-1.7b", machine="desktop-4090", batch=1, seq=8192, lora="r=16", overrides=few)
     machine = machine_of(point)
     ways = [workload_at(replace(point, accumulation=num), machine) for num in (4, 8)]
-    four, eight = (plan(workload, machine, batches="shared", time_limit_s=5.0, by_clock=False) for workload in ways)
+    four, eight = (plan(workload, machine, batches="shared") for workload in ways)
     assert all(isinstance(of.plan, UnitwisePlan) and of.plan.sharing.divided == "tensors" for of in (four, eight))
     assert eight.step_s < 1.03 * 2 * four.step_s
+
+
+@pytest.mark.parametrize("left_frac", [0.1, 1.0])
+def test_what_bounds_take_is_beside_the_search_for_cut_operators(left_frac: float) -> None:
+    """Else that of long chains, whose bounds take most of the budget, ends before it has found anything."""
+    budget = Budget.of(None)
+
+    @dataclass
+    class Fruitless:
+        in_rounds: Iterator[None]
+        budget: Budget
+        incumbents: Incumbents
+        best_s: float = inf
+
+    def rounds() -> Iterator[None]:
+        while True:
+            budget.ops_left -= 0.1 * tensors.SHARE * budget.num_ops
+            begun.append(budget.ops_left)
+            yield
+
+    begun, told = list[float](), Incumbents("shared", 1, 4, "tensors")
+    with budget.beside(left_frac * tensors.SHARE * budget.num_ops):
+        tensors.go_on_while_promising(Fruitless(rounds(), budget, told), 1.0, told)
+    assert len(begun) == round(10 * tensors.FIRST_FRAC)
+    assert budget.ops_left == budget.num_ops
 
 
 def test_heads_have_to_divide() -> None:
