@@ -188,7 +188,7 @@ class Search:
     def _search_cut(self) -> None:
         """Operators that all devices cut, with some of what they need elsewhere."""
         best, wanted_s = self.incumbents.best, self.beat_s / self.num_batches
-        beat_s = min(wanted_s, tensors.to_beat_s(self.workload, self.num_devices, best))
+        beat_s = tensors.to_beat_s(self.workload, self.num_devices, best, wanted_s)
         if beat_s:
             with self.budget.beside(tensors.SHARE * self.budget.num_ops):
                 other = self.beside(None, None, beat_s, divided="tensors")

@@ -55,17 +55,18 @@ def is_cut(plan: Plan) -> bool:
     return isinstance(plan, UnitwisePlan) and plan.devices > 1 and plan.sharing.divided == "tensors"
 
 
-def to_beat_s(workload: Workload, devices: int, known: Candidate[Plan] | None) -> float:
-    """What the bound of plans that cut operators has to be below for a search of them, beside what is known; 0 where
-    there is none."""
+def to_beat_s(workload: Workload, devices: int, known: Candidate[Plan] | None, wanted_s: float) -> float:
+    """What the bound of plans that cut operators has to be below for a search of them, beside what is known, and steps
+    of `wanted_s` that are not; 0 where there is none."""
     known_s = inf if known is None else per_batch_s(known)
     if not may_cut(workload, devices):
         return 0.0
     if (each := sequences_each(workload, devices)) < 1:
-        return known_s
-    is_tried = each < MOST_EACH or known is None or is_cut(known.plan)
+        return min(wanted_s, known_s)
+    nothing_fits = min(wanted_s, known_s) == inf
+    is_tried = each < MOST_EACH or nothing_fits or (known is not None and is_cut(known.plan))
     is_tried = is_tried or _summed_bytes(workload) < MUCH_LESS * _gathered_bytes(workload)
-    return PROMISING * known_s if is_tried else 0.0
+    return min(wanted_s, PROMISING * known_s) if is_tried else 0.0
 
 
 def _summed_bytes(workload: Workload) -> float:
