@@ -191,7 +191,7 @@ class Search:
         beat_s = tensors.to_beat_s(self.workload, self.num_devices, best, wanted_s)
         if beat_s:
             with self.budget.beside(tensors.SHARE * self.budget.num_ops):
-                other = self.beside(None, None, beat_s, divided="tensors")
+                other = self.beside(None, None, tensors.OF_BOUND * beat_s, divided="tensors")
                 known_s = wanted_s if best is None else min(wanted_s, per_batch_s(best))
                 tensors.go_on_while_promising(other, known_s, self.incumbents)
 

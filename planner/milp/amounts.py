@@ -209,6 +209,9 @@ class Problem:
     """That divide the work: the amounts are those of one of them."""
     divided: Literal["all", "tensors"] = "all"
     """What they divide: all but micro-batches, of which each has its own; or operators, for the same micro-batches."""
+    waits: bool = False
+    """Whether updates on the device go on while computing waits for what devices sum: then only a step has room for
+    all. So it is in bounds; plans come nearer to a program whose windows have room for each."""
     keeps: Keeps = "nothing"
     """Of several devices: whose gathered parameters stay for backward."""
     keeps_grads: bool = False
@@ -222,11 +225,6 @@ class Problem:
     def moved_frac(self, flow: str) -> float:
         """Bytes that a flow moves, of those that it stands for: those of activations on the device."""
         return self.coded_frac if flow in ("uA", "dA", "rA", "wA") else 1.0
-
-    @property
-    def waits(self) -> bool:
-        """Whether computing waits for what devices sum."""
-        return self.divided == "tensors"
 
     @property
     def shape(self) -> Shape:

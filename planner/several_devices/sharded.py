@@ -54,8 +54,9 @@ def sharded(p: Problem, devices: int, keeps: Keeps, *, divides_params: bool = Tr
     return replace(_sharing(p, devices, units, first), keeps=keeps)
 
 
-def tensor_parallel(p: Problem, devices: int) -> Problem:
-    """The problem of one of so many devices that cut operators, given that of one which has all work by itself."""
+def tensor_parallel(p: Problem, devices: int, *, waits: bool = False) -> Problem:
+    """The problem of one of so many devices that cut operators, given that of one which has all work by itself: for a
+    bound where it `waits`, else for plans."""
     first = first_for_all(p.machine, devices) or p.machine
     summed, last = cache(partial(_summed, first, devices)), len(p.units) - 1
 
@@ -107,7 +108,7 @@ def tensor_parallel(p: Problem, devices: int) -> Problem:
         )
 
     units = [of_one(k, u, unit) for k, (u, unit) in enumerate(zip(p.units, p.workload.units, strict=True))]
-    return replace(_sharing(p, devices, units, first), divided="tensors")
+    return replace(_sharing(p, devices, units, first), divided="tensors", waits=waits)
 
 
 def _summed(first: Machine, devices: int, border_gb: float, calls: int) -> tuple[float, Mapping[str, float]]:

@@ -26,9 +26,11 @@ MOST_EACH, MUCH_LESS, PROMISING = 2, 0.25, 0.8
 """Sequences for each device from which on operators are cut only where nothing else fits or is as quick, or where sums
 of activations are less than so much of what shards exchange; and part of what is known that the bound of such plans has
 to be below, where each device may have sequences of its own."""
-SHARE, FIRST_FRAC, NEAR = 0.4, 0.6, 1.2
-"""Of so much work as the budget has, what such a search may take beside it; and the part of this after which what is
-found takes at most so many times what is known, or it ends."""
+SHARE, FIRST_FRAC, NEAR, NEARLY = 0.4, 0.6, 1.2, 1.05
+"""Of so much work as the budget has, what such a search may take beside it; the part of this after which what is found
+takes at most so many times what is known, or it ends; and so many times, for it to have more than that."""
+OF_BOUND = 1.1
+"""Of their bound, what the program of such plans may take, where updates have room in every window."""
 LEAST_FRAC = 0.6
 """Of a step that makes all activations again, what is left at least where none is: of computing three parts of four, of
 what is exchanged two of three."""
@@ -99,7 +101,7 @@ def go_on_while_promising(search: Rounds, known_s: float, told: Incumbents) -> N
     try:
         for _ in search.in_rounds:
             is_begun = budget.ops_left > (1 - FIRST_FRAC) * num_ops
-            is_far = search.best_s > known_s * (NEAR if budget.ops_left > 0 else 1.0)
+            is_far = search.best_s > known_s * (NEAR if budget.ops_left > 0 else NEARLY)
             if budget.is_out_of_time or (is_far and not is_begun):
                 break
     finally:

@@ -80,7 +80,7 @@ def drawn(seed: int) -> tuple[Workload, PlanSimulator, list[tuple[UnitwisePlan, 
     machine = machine_of(point)
     workload = workload_at(point, machine)
     simulate_plan = simulator(workload, machine)
-    of_one = tensor_parallel(problem(workload, machine, semantics="in-backward", order=order), num)
+    of_one = tensor_parallel(problem(workload, machine, semantics="in-backward", order=order), num, waits=True)
     found = list[tuple[UnitwisePlan, float]]()
     for _ in range(60):
         modes = [MODES[rng.choice(of_one.modes(u))] for u in range(len(workload.units))]
@@ -115,7 +115,7 @@ def test_what_has_no_room_on_the_devices_comes_when_it_is_needed() -> None:
     assert any(unit.frozen == "host" for unit in found.result.plan.units)
     assert alone.step_s > 1.8 * found.result.step_s
     posed = problem(found.workload, found.machine, semantics="in-backward")
-    bound_s = lower_bound(tensor_parallel(posed, 4)).step_s
+    bound_s = lower_bound(tensor_parallel(posed, 4, waits=True)).step_s
     assert found.result.lower_bound_s < bound_s < found.result.step_s < 1.3 * bound_s
 
 
@@ -221,7 +221,7 @@ def test_the_bound_knows_what_goes_on_while_ops_wait_for_sums(freeze: str, launc
     point = Point(model="llama-3.2-1b", machine="desktop-4090", seq=512, freeze=freeze, overrides=overrides)
     machine = machine_of(point)
     workload = workload_at(point, machine)
-    of_one = tensor_parallel(problem(workload, machine, semantics="in-backward"), 4)
+    of_one = tensor_parallel(problem(workload, machine, semantics="in-backward"), 4, waits=True)
     plain = decide("in-memory", workload, machine_of(replace(point, devices=1)))
     assert isinstance(plain, UnitwisePlan)
     step_s = simulator(workload, machine)(on_its_devices(plain, of_one)).step_s
