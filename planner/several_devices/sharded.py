@@ -73,8 +73,8 @@ def tensor_parallel(p: Problem, devices: int, *, waits: bool = False) -> Problem
         fwd_s, fwd_load = summed(border_gb, OF_BLOCK if 1 < k < last else int(k == 1 < last))
         bwd_s, bwd_load = summed(border_gb, (OF_BLOCK if 0 < k < last - 1 else int(0 < k == last - 1)) * (k >= below))
         # other kernels than products run again without sums
-        waits = [any(product_flops(unit.saved[k].recompute) > 0 for k in group.slots) for group in u.groups]
-        products_s = sum(group.recompute_s for group, each in zip(u.groups, waits, strict=True) if each) or 1.0
+        have = [any(product_flops(unit.saved[k].recompute) > 0 for k in group.slots) for group in u.groups]
+        products_s = sum(group.recompute_s for group, has in zip(u.groups, have, strict=True) if has) or 1.0
 
         def of_part(whole: float, border_gb: float) -> float:  # what goes from unit to unit is whole on each device
             return border_gb + max(0.0, whole - border_gb) / devices
@@ -92,9 +92,9 @@ def tensor_parallel(p: Problem, devices: int, *, waits: bool = False) -> Problem
                 replace(
                     group,
                     gb=group.gb / devices if group.slots else group.gb,
-                    recompute_s=group.recompute_s / devices + again_s * each * group.recompute_s / products_s,
+                    recompute_s=group.recompute_s / devices + again_s * has * group.recompute_s / products_s,
                 )
-                for group, each in zip(u.groups, waits, strict=True)
+                for group, has in zip(u.groups, have, strict=True)
             ),
             saved_gb=u.saved_gb / devices,
             fwd_fixed_gb=of_part(
