@@ -418,12 +418,12 @@ def test_a_family_without_closed_forms_is_traced(tmp_path: Path) -> None:
 
 
 def test_dask_cluster_gives_the_same() -> None:
-    """A real scheduler and two worker processes on this machine."""
+    """A real scheduler and two worker processes on this machine, whose port 8787 another program may have."""
     distributed = pytest.importorskip("distributed")
     plain = [row.get("step_s") for row in sweep(grid(40), cost, num_workers=1)]
     with (
         distributed.LocalCluster(
-            n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None, protocol="tcp"
+            n_workers=2, threads_per_worker=1, processes=True, dashboard_address="127.0.0.1:0", protocol="tcp"
         ) as cluster,
         distributed.Client(cluster) as client,
     ):
