@@ -191,6 +191,7 @@ class Trainer(AbstractContextManager["Trainer"]):
         self._durability = self._origin if self.start is None else None
         self._resumed = self._origin.last if self._origin is not None else None
         if self.start is not None and self._resumed is None:
+            self.close()  # whoever keeps the error keeps this trainer, too: another may have the folder
             raise TrainingError(f"{self.start} holds no state to begin with; give a folder that was saved by a run")
 
     # ---- life ----
@@ -376,12 +377,9 @@ class Trainer(AbstractContextManager["Trainer"]):
         check_groups(self.optimizer, [name for unit in self.units for name, _ in unit.all_parameters])
         check_units(self.units, self._step, self._dtype, first)
         capacity = {t.name: t.capacity_bytes for t in self.schedule.tiers}
+        is_beside = self.checkpoint_every is not None
         self._store = open_store(
-            self.schedule,
-            self.nvme_dir,
-            self.nvme_weights,
-            durability=self._durability,
-            commits_beside_steps=self.checkpoint_every is not None,
+            self.schedule, self.nvme_dir, self.nvme_weights, durability=self._durability, commits_beside_steps=is_beside
         )
         if self._store is not None:
             self._set_back.callback(self._store.close, remove=self._durability is None)

@@ -13,10 +13,12 @@ import pytest
 
 from tests.runtime.checkpoint.conftest import PutCommitted
 from tests.runtime.checkpoint.test_commits import STEPS, new_trainer, plain_weights, same, schedule_for, train_on
-from tests.runtime.models import make_batches
+from tests.runtime.models import make_batches, make_model
 from tierplan.runtime.checkpoint.commits import CommitError
+from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.memory.files import StoreError
 from tierplan.runtime.memory.store import Store, measure_weights
+from tierplan.runtime.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -63,6 +65,16 @@ def test_of_two_processes_one_gets_the_folder(tmp_path: Path) -> None:
         os.close(tell)
         assert "is in use by another run" in mine + theirs or {mine, theirs} == {"done", "already done"}
         assert same(train_on(folder, schedule), plain_weights())
+
+
+def test_a_folder_without_a_state_to_begin_with_is_given_back(tmp_path: Path) -> None:
+    """While the error is still held, as in a notebook: the next one says the same, and not that a run is there."""
+    errors = list[BaseException]()
+    for _ in range(2):
+        with pytest.raises(TrainingError, match="holds no state to begin with") as caught:
+            Trainer(schedule_for("memory"), make_model("gpt2"), start=tmp_path)
+        errors.append(caught.value)
+    assert len(errors) == 2
 
 
 def test_a_lock_is_given_back(tmp_path: Path) -> None:
