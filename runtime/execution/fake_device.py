@@ -359,12 +359,16 @@ class FakeCuda(Device):
                 self._raise()
                 return func(*args, **kwargs)
             self._check_places(name, tensors)
-            if name in WAITING or (name == "index" and any(t.dtype in (torch.bool, torch.uint8) for t in tensors)):
+            masks = tensors_in(args[1]) if name == "index" else ()
+            if name in WAITING or any(t.dtype in (torch.bool, torch.uint8) for t in masks):
                 self.use(stream, name, reads, ())
                 self._put(stream, lambda: None)
                 self._do(stream, stream.num_put)
                 self._host_clock |= stream.clock
-                return func(*args, **kwargs)
+                moved = dict[int, torch.UntypedStorage]()
+                return tree_map(
+                    lambda t: self._own(t, stream, moved) if isinstance(t, torch.Tensor) else t, func(*args, **kwargs)
+                )
             if any(t.dtype in INDICES for t in targets):
                 self._do(stream, stream.num_put)
                 return func(*args, **kwargs)

@@ -149,6 +149,25 @@ def test_tensors_of_both_sides_are_copied_and_no_more() -> None:
     assert of_pool.tolist() == [3, 3, 3, 3]
 
 
+@pytest.mark.parametrize("taken_by", ["index of a mask", "mask as index", "nonzero"])
+def test_what_is_taken_out_is_of_the_device(taken_by: str) -> None:
+    """As the masks that models make of padded batches, with which they go on."""
+    device = FakeCuda()
+    with device.on(COMPUTE):
+        x, of_mask = made(device).view(4), device.to_device(torch.tensor([True, False, True, True]))
+        mask = of_mask.clone()
+        match taken_by:
+            case "index of a mask":
+                found = mask[torch.arange(4)] & mask
+            case "mask as index":
+                found = x[mask] + made(device)[:3]
+            case _:
+                found = torch.nonzero(mask).flatten() + torch.arange(3)
+    device.settle()
+    expected = {"index of a mask": [1, 0, 1, 1], "mask as index": [2, 2, 2], "nonzero": [0, 3, 5]}
+    assert found.int().tolist() == expected[taken_by]
+
+
 def test_memory_is_pinned_once() -> None:
     device = FakeCuda()
     pool = device.host_pool(1 << 20)

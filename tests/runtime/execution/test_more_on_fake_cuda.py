@@ -1,4 +1,4 @@
-"""On a device as late as CUDA allows: more models, frozen parameters, packs and segments, which cross streams too."""
+"""On a device as late as CUDA allows: more models, padded batches, frozen parameters, packs, segments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.runtime.execution.test_policies_run import (  # noqa: F401
     test_segments_are_made_again_from_their_first_input,
 )
 from tests.runtime.optim.test_groups import test_frozen_parameters  # noqa: F401
-from tests.runtime.test_models import test_a_mixture_of_experts, test_t5  # noqa: F401
+from tests.runtime.test_models import test_a_mixture_of_experts, test_padded_batches, test_t5  # noqa: F401
 from tests.runtime.test_trainer import (  # noqa: F401
     test_every_family,
     test_sub_batches_give_the_numbers_of_as_many_micro_batches,
