@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from tierplan.commands.options import scenario
 from tierplan.commands.options.arguments import add_device, check_writable, finite, new_file, new_folder, option, whole
@@ -68,14 +68,14 @@ def run(args: argparse.Namespace) -> int:
     beside = f" beside {num_ranks - 1} more on the same cores" if num_ranks > 1 else ""
     where = [f"{machine.name}, 1 of its {of_machine} GPUs{beside}: use it with --devices {num_ranks}"]
     where = where if of_machine > 1 else []
-    scratch = Path(args.nvme) / "tierplan-calibration"
+    Path(args.nvme).mkdir(parents=True, exist_ok=True)
     with ExitStack() as life:
-        life.callback(shutil.rmtree, scratch, ignore_errors=True)
+        scratch = TemporaryDirectory(prefix="tierplan-calibration-", dir=args.nvme, ignore_cleanup_errors=True)
         is_stopped = life.enter_context(stop_on_interrupt())
         session = CalibrationSession(
             workload=calibration_workload(point, machine),
             machine=machine,
-            nvme_dir=scratch,
+            nvme_dir=Path(life.enter_context(scratch)),
             life=life,
             device=device,
             num_threads=args.threads,

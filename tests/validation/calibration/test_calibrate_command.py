@@ -30,7 +30,7 @@ def test_what_is_calibrated_is_taken_by_itself(
     assert set(found["checks"]) == set(found["measured_step_s"]) - {"in-memory"}
     assert len(found["slowdowns"]) == 2 * 6, "of each of six plans' two turns"
     assert all(seconds > 0 for seconds in found["reference_s"])
-    assert not (tmp_path / "tierplan-calibration").exists(), "scratch files are removed"
+    assert not list(tmp_path.glob("tierplan-calibration*")), "scratch files are removed"
     assert main(["simulate", "--policy", "in-memory", *asked, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["basis"].startswith("calibrated here with tiny, 2 x 16 tokens")
@@ -58,3 +58,27 @@ def test_a_machine_without_drives_is_calibrated_too(
     found = json.loads(capsys.readouterr().out)
     assert len(found["measured_step_s"]) == 6
     assert not any("nvme" in stream for stream in found["streams"])
+
+
+def test_a_folder_of_somebody_else_s_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its name: also that of a calibration that runs there meanwhile."""
+    seen: list[Path] = []
+
+    def begin(*, nvme_dir: Path, **settings: object) -> None:
+        (nvme_dir / "scratch").touch()
+        seen.append(nvme_dir)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(session, "CalibrationSession", begin)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.json").write_text(json.dumps(config_of("gpt2")))
+    other = tmp_path / "tierplan-calibration" / "mine.json"
+    other.parent.mkdir()
+    other.touch()
+    asked = ["--model", "tiny.json", "--machine", "desktop-4090", "--seq", "16", "--dtype", "fp32", "--backend", "cpu"]
+    for _ in range(2):
+        assert main(["calibrate", *asked, "--device", "cpu", "--nvme", "drive", "-o", "it.json"]) != 0
+    assert main(["calibrate", *asked, "--device", "cpu", "-o", "it.json"]) != 0
+    assert len(set(seen)) == 3
+    assert not any(path.exists() for path in seen)
+    assert other.exists()

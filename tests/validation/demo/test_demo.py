@@ -132,3 +132,20 @@ def test_ctrl_c_ends_it_cleanly(tmp_path: Path) -> None:
     assert b"Traceback" not in error
     assert b"interrupted" in error
     assert not (tmp_path / "out" / "nvme").exists()
+
+
+def test_the_nvme_folder_of_a_run_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A demo into the folder of a run refuses to write over its commits, and must not remove them as its own either."""
+
+    def fail(out: Path, **settings: object) -> None:
+        (out / "nvme").mkdir(parents=True, exist_ok=True)
+        raise ValueError("enough")
+
+    monkeypatch.setattr(demo, "run_demo", fail)
+    committed = tmp_path / "run" / "nvme" / "tierplan.tier"
+    committed.parent.mkdir(parents=True)
+    committed.touch()
+    for out in ("run", "new"):
+        assert main(["demo", "--out", str(tmp_path / out)]) != 0
+    assert committed.exists()
+    assert not (tmp_path / "new" / "nvme").exists()

@@ -36,12 +36,13 @@ def run(args: argparse.Namespace) -> int:
     from tierplan.runtime.job import sigterm_interrupts
     from tierplan.validation.demo.demo import run_demo
 
-    out, own_nvme = Path(args.out), args.nvme is None
+    out = Path(args.out)
+    own_nvme = args.nvme is None and not (out / "nvme").exists()  # else it may be that of a run, with its commits
     try:
         with sigterm_interrupts(), progress_bar(names_phases=True) as progress:
             result = run_demo(
                 out,
-                nvme_dir=None if own_nvme else Path(args.nvme),
+                nvme_dir=None if args.nvme is None else Path(args.nvme),
                 steps=args.steps,
                 num_threads=args.threads,
                 seed=args.seed,
