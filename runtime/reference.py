@@ -211,9 +211,10 @@ def _optimizers(
         case "adafactor":
             return [torch.optim.Adafactor(some(), lr=settings.lr, foreach=False)]
         case "muon":
-            blocks = some(wanted=lambda name: name in hidden)
-            muon = torch.optim.Muon(blocks, lr=settings.lr, momentum=momentum, adjust_lr_fn=MUON_LR)
-            return [muon, torch.optim.AdamW(some(wanted=lambda name: name not in hidden), **adam)]
+            how: dict[str, Any] = {"lr": settings.lr, "momentum": momentum, "adjust_lr_fn": MUON_LR}
+            blocks, others = some(wanted=lambda name: name in hidden), some(wanted=lambda name: name not in hidden)
+            both = [torch.optim.Muon(blocks, **how)] if blocks else []  # adapters alone have no others
+            return [*both, torch.optim.AdamW(others, **adam)] if others else both
         case _ if settings.name in ("adamw", "adamw:states=bf16"):
             return [torch.optim.AdamW(some(), **adam)]
     return [_Plain(some(), settings)]

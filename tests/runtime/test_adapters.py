@@ -57,6 +57,13 @@ def test_lora_is_trained_as_plainly(family: str, dtype: str, which: str, tmp_pat
     assert {op.stream for op in schedule.ops if "frozen" in op.key} <= {"gpu0.h2d", "nvme.read"}
 
 
+def test_adapters_alone_are_trained_by_muon(tmp_path: Path) -> None:
+    """All of them are matrices of blocks, so that nothing is left for the AdamW beside it."""
+    model, training = adapted("gpt2"), replace(CPU, dtype="bf16", optimizer="muon")
+    workload = trace_module(model, make_batches(1)[0], training)
+    check(model, workload.training, PLANS["all away"], tmp_path, workload=workload)
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("which", PLANS)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
