@@ -43,6 +43,8 @@ SCHEDULES = ("constant", "linear", "cosine")
 """Of learning rates."""
 LOG_INTERVAL_S = 30.0
 """Between two states of the bar where nobody looks at it as it moves."""
+SAME_SIGNAL_S = 0.2
+"""Signals that come so close are one: `timeout` sends it to the process, and then to its group."""
 NOT_OF_THE_NUMBERS = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 """Of a config.json: names, and what the plan says."""
 TOKENIZER_PREFIXES = ("tokenizer", "vocab", "merges", "special_tokens")
@@ -345,15 +347,17 @@ def stop_on_interrupt(
     request_stop: Callable[[], None] = lambda: None,
     numbers: Iterable[signal.Signals] = (signal.SIGINT, signal.SIGTERM),
 ) -> Iterator[Callable[[], bool]]:
-    """The first of these signals (Ctrl-C, SIGTERM) asks for a stop, as after the step under way; the second one ends it
-    at once."""
-    stopped = [False]
+    """The first of these signals (Ctrl-C, SIGTERM) asks for a stop, as after the step under way; a second one, later
+    than `SAME_SIGNAL_S`, ends it at once."""
+    asked_s = list[float]()
 
     def handle(number: int, frame: object) -> None:
-        if stopped[0]:
+        now_s = time.monotonic()
+        if asked_s and now_s > asked_s[0] + SAME_SIGNAL_S:
             raise KeyboardInterrupt
-        stopped[0] = True
-        request_stop()
+        if not asked_s:
+            asked_s.append(now_s)
+            request_stop()
 
     try:
         before = {number: signal.signal(number, handle) for number in numbers}
@@ -361,7 +365,7 @@ def stop_on_interrupt(
         yield lambda: False
         return
     try:
-        yield lambda: stopped[0]
+        yield lambda: bool(asked_s)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

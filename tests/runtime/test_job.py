@@ -338,6 +338,7 @@ def test_a_signal_commits_and_resume_goes_on(
         on_step(metrics, step, loss)
         if step == 2:
             signal.raise_signal(number)
+            signal.raise_signal(number)  # as `timeout` does
 
     with mock.patch.object(job._Metrics, "on_step", with_a_signal):
         assert main(arguments(files, 100_000, "out")) == 130
@@ -347,6 +348,17 @@ def test_a_signal_commits_and_resume_goes_on(
     assert json.loads((files / "out" / "commit.json").read_text())["num_steps"] == done
     assert main(arguments(files, done + 2, "out", "--resume", "--no-export")) == 0
     assert len(metrics(files, "out")) == done + 2
+
+
+def test_a_second_signal_ends_it_at_once_where_it_is_not_the_same() -> None:
+    asked = list[bool]()
+    with job.stop_on_interrupt(lambda: asked.append(True)):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(1.1 * job.SAME_SIGNAL_S)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert asked == [True]
 
 
 @pytest.mark.parametrize("moment", ["step", "commit", "export"])
