@@ -40,6 +40,8 @@ from tierplan.sim.schedule import Schedule, ScheduleError
 from tierplan.sim.workloads.models import by_operator
 from tierplan.sim.workloads.workload import Workload
 
+BETWEEN = ("link.p2p", "link.collective")
+"""What says how fast GPUs reach each other."""
 SAME_FRAC = 1e-3
 """The first device stands for all where its steps differ by less from theirs: else grants come in another order."""
 
@@ -169,11 +171,12 @@ class Prediction(Shown):
             notes.append(f"{self.plan.policy} trains on {self.devices} of {of}, and this is the answer for these")
             notes.append(self.idle_why or take)
         if (more := self.devices - has) > 0:
-            lanes = "on the same lanes" if "link.host_h2d" in self.hardware.description else "on lanes of their own"
-            notes.append(
-                f"{self.machine} has {has}; {more} more {'is' if more == 1 else 'are'} assumed, {lanes} to the host; "
-                "links between them are as its file has them: set link.p2p to what so many have"
-            )
+            described = self.hardware.description
+            lanes = "on the same lanes" if "link.host_h2d" in described else "on lanes of their own"
+            is_told = any("--set" in str(described.get(key)) for key in BETWEEN)
+            note = f"{self.machine} has {has}; {more} more {'is' if more == 1 else 'are'} assumed, {lanes} to the host"
+            asks = "; links between them are as its file has them: set link.p2p to what so many have"
+            notes.append(note + asks * (not is_told))
         return ". ".join(notes)
 
     @property

@@ -203,6 +203,15 @@ def test_devices_are_of_those_that_the_machine_has(
     assert note[:20] in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("given", ["link.p2p=20 GB/s", "link.collective=4 GB/s", ""])
+def test_links_that_are_given_are_not_asked_for(given: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["simulate", "--policy", "zero-2", "--model", model, "--machine", "desktop-4090", "--devices", "2"]
+    assert main([*asked, "--seq", "64", *CPU, *(["--set", given] if given else []), "--json"]) == 0
+    note = json.loads(capsys.readouterr().out)["devices_note"]
+    assert ("set link.p2p" in note) == (not given)
+    assert ("as its file has them" in note) == (not given)
+
+
 def test_the_comparison_has_eighty_columns(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["compare-policies", "--policies", "ddp", "megatron-pp", "--model", model, "--machine", "desktop-4090"]
     assert main([*asked, *CPU, "--devices", "3", "--batch", "4", "--seq", "64"]) == 0
