@@ -97,10 +97,9 @@ class Search:
         self.started, self.budget = time.perf_counter(), budget
         self.write_limit_bytes_per_s, self.beat_s = write_limit_bytes_per_s, beat_s
         self.simulate_plan = self._simulator(self.machine)
-        self.bound_s, self.is_interrupted = 0.0, False
-        self.incumbents, self.seeds = self._no_incumbents(), self._no_incumbents()
+        self.bound_s, self.is_interrupted, self.notes = 0.0, False, list[str]()
+        self.incumbents, self.seeds, self.spared = (self._no_incumbents() for _ in range(3))
         self.compared: Mapping[str, Callable[..., PolicyResult]] = {}
-        self.notes: list[str] = []
         self.chains: list[OrderSearch] = []
         self.like: Plan | None = None
         """The kind of plans to try."""
@@ -137,8 +136,7 @@ class Search:
             wanted = ("horizontal", *wanted)  # one micro-batch has no order
         for order in [order for order in shapes if order in wanted]:
             share = SHARES[order] if len(shapes) > 1 else 1.0
-            own = solver or Solver(seed=self.seed)
-            self.chains.append(self._chain(order, shapes[order], share, own))
+            self.chains.append(self._chain(order, shapes[order], share, solver or Solver(seed=self.seed)))
         self.has_all_orders = len(self.chains) == len(shapes)
         finest = self.workload.training.per_device_train_batch_size
         may_fit = self.seeds.best is not None or any(b.has_plans for chain in self.chains for b in chain.bounds)
@@ -293,15 +291,18 @@ class Search:
                 full.consider(self.simulate_plan.in_full(rival.plan))
         return full.best
 
-    def _spares_drives(self, best: Candidate[Plan]) -> Candidate[Plan]:
-        """What host memory has room for, at no cost in time, stays off the drives: they wear, and may not be there.
+    def _consider_spared(self, plan: Plan) -> None:
+        """The plan without drives, beside the budget and the search, which it does not change."""
+        if isinstance(plan, UnitwisePlan) and (spared := off_drives(plan)) != plan:
+            ops_left = self.budget.ops_left
+            self.spared.consider(self.simulate_plan(spared))
+            self.budget.ops_left = ops_left
 
-        Steps stay as long as they were, so that whose search is better has the quicker plan still.
-        """
-        if not isinstance(best.plan, UnitwisePlan) or (spared := off_drives(best.plan)) == best.plan:
-            return best
-        tried = self.simulate_plan.in_full(spared)
-        return tried if tried.step_s == best.step_s else best
+    def _spares_drives(self, best: Candidate[Plan]) -> Candidate[Plan]:
+        """What host memory has room for, at no cost in time, stays off the drives: they wear, and may not be there."""
+        self._consider_spared(best.plan)  # and so was every best before: a longer search never ends worse
+        tried = self.spared.best and self.simulate_plan.in_full(self.spared.best.plan)
+        return tried if tried and tried.fits and per_batch_s(tried) <= per_batch_s(best) else best
 
     def _chain(self, order: Order, nums: Sequence[int], share: float, solver: Solver) -> OrderSearch:
         incumbents = self._no_incumbents()
@@ -467,6 +468,7 @@ class Search:
             chain.spent_ops += before - self.budget.ops_left
             if chain.found.plain is not None:
                 self.incumbents.consider(chain.found.plain)
+                self._consider_spared(chain.found.plain.plan)
                 self.budget.note(self.best_s)
                 if ops == inf:
                     return
