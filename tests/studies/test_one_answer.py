@@ -23,10 +23,12 @@ from tierplan.planner.questions.endurance import SECONDS_PER_YEAR
 from tierplan.planner.results import PlanResult
 from tierplan.planner.search import budget
 from tierplan.planner.search.batches import Division, plan_sequences
-from tierplan.sim.workloads.workload import Workload
+from tierplan.runtime.tracing.trace import trace_workload
+from tierplan.sim.workloads.models import load_workload
+from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.studies import evaluate
 from tierplan.studies.advise import QUICKER_FRAC, advise
-from tierplan.studies.answer import answer_lines, answer_record, placements
+from tierplan.studies.answer import answer_lines, answer_record, base_note, placements
 from tierplan.studies.evaluate import BestPlan, best_plan, evaluate_point, machine_of, predict_point, workload_at
 from tierplan.studies.purchases import purchases
 from tierplan.studies.study import Point
@@ -460,3 +462,23 @@ def test_the_check_of_many_scenarios_asks_the_commands_as_they_are(monkeypatch: 
     found = one_answer.scenario(2)
     assert found["wrong"] == []
     assert found["purchases"]
+
+
+def test_a_base_most_of_which_stays_as_it_is_is_named(tmp_path: Path) -> None:
+    """Experts whose matrices lie in one parameter are not in codes, and nothing said so."""
+    mixture = {
+        "model_type": "mixtral",
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_local_experts": 8,
+        "vocab_size": 64,
+    }
+    training = Training(lora="r=2", base="nf4", sequence_length=16)
+    (tmp_path / "config.json").write_text(json.dumps(mixture))
+    note = base_note(trace_workload(tmp_path, training))
+    assert "parameters stay in bf16: only linear layers are in nf4" in note
+    for dense in (training, Training(lora="r=2")):
+        assert not base_note(load_workload("llama-3.1-8b", dense))
