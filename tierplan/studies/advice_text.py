@@ -63,11 +63,15 @@ def _left_out(advice: Advice) -> list[str]:
         gain = f"{most / now * 100 - 100:+.0f} %" if now else f"{most:,.0f} tokens/s"
         return f"{gain} at most" if most else "does not fit"
 
-    named = (f"{what} ({said(most)})" for what, most in advice.left_out.items())
+    better = {what for what, most in advice.left_out.items() if most > now}
     why = "by bounds others give more for their price, or more in all"
     if not advice.fits:
-        why = "by bounds they do not fit, or something of the kind that costs no more runs"
-    return [f"Not planned, since {why}: {', '.join(named)}.", *without]
+        better, why = {*advice.left_out}, "by bounds they do not fit, or something of the kind that costs no more runs"
+    texts = []
+    for reason, some in ((why, better), ("by bounds they gain nothing", advice.left_out.keys() - better)):
+        named = ", ".join(f"{what} ({said(most)})" for what, most in advice.left_out.items() if what in some)
+        texts += [f"Not planned, since {reason}: {named}."] if named else []
+    return [*texts, *without]
 
 
 def write_advice(path: str | os.PathLike[str], advice: Advice) -> None:
