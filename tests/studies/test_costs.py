@@ -11,7 +11,7 @@ import pytest
 from tierplan.hwmodels import load_description
 from tierplan.hwmodels.machine import MachineError
 from tierplan.planner.questions.endurance import SECONDS_PER_YEAR
-from tierplan.studies.purchases import PriceList, costs_of, priced
+from tierplan.studies.purchases import PriceList, costs_of, priced, purchases
 from tierplan.studies.study import Point
 
 
@@ -119,3 +119,9 @@ def test_parts_of_the_costs_add_up_as_they_are_shown() -> None:
         whole, *parts = (float(text.removesuffix(" USD").replace(",", "")) for text in texts.values())
         assert whole == pytest.approx(sum(parts), abs=1e-9)
         assert len(parts) == 3
+
+
+@pytest.mark.parametrize(("machine", "has_cards"), [("dgx-8xa100-80gb", False), ("roundpipe-8x4090", True)])
+def test_no_card_is_bought_for_the_sockets_of_modules(machine: str, has_cards: bool) -> None:
+    found = purchases(load_description(machine), PriceList())
+    assert any("gpu.part" in bought.overrides for bought in found) == has_cards

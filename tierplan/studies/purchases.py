@@ -142,7 +142,10 @@ def purchases(description: Description, prices: PriceList) -> list[Purchase]:
             what = f"{gib} GiB DRAM ({form.dram_gib[gib]})"
             found.append(Purchase(what=what, overrides={"host.capacity": f"{gib} GiB"}, price_usd=usd))
     part = description.quantity("gpu.part")
+    has_sockets = _is_module(description)  # that no card fits into
     for name, other in gpus_for(case).items():
+        if has_sockets and not _is_module(other):
+            continue
         if (part is None or name != part.value) and not _is_lesser(other, description):
             number, usd_each = int(description.number("gpu.count") or 1), other.number("gpu.price") or 0.0
             what = name if number == 1 else f"{number} x {name}"
@@ -190,6 +193,11 @@ def check_rent(here: Description, rented: Description) -> None:
                 "--gpus, --dram, --drives), or say what such a machine costs an hour, 0 for one that is bought "
                 "(--set host.rent=)"
             )
+
+
+def _is_module(gpu: Description) -> bool:
+    form = gpu.quantity("gpu.form")
+    return form is not None and form.value == "module"
 
 
 def gpus_for(case: str) -> dict[str, Description]:
