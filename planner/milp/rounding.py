@@ -3,7 +3,8 @@
 Error diffusion along the chain: each choice keeps a running deficit (what the solution has given it so far, less what
 it got), and each unit takes the choice with the largest deficit. So every prefix of the chain is within one unit of the
 solution, which keeps the memory profile over time, not only its total. Choices that the solution all but decides are
-taken as they are.
+taken as they are. A unit that is like no other, such as an embedding, may be as large as many that are alike: where
+that is too much for the device, the solution is rounded with less of such units there.
 """
 
 from __future__ import annotations
@@ -23,13 +24,17 @@ Name = TypeVar("Name", int, str)
 DECIDED = 1e-6
 
 
-def round_to_plan(problem: Problem, shares: Fractions) -> UnitwisePlan:
-    """The plan nearest to the solution's shares, in the sense of the module's docstring."""
-    modes = _diffuse(
-        shares.place,
-        [max(u.gparams + u.frozen_gb, 1e-12) for u in problem.units],
-        [(u.gparams, u.frozen_gb) for u in problem.units],
-    )
+def round_to_plan(problem: Problem, shares: Fractions, *, spares_device: bool = False) -> UnitwisePlan:
+    """The plan nearest to the solution's shares, in the sense of the module's docstring.
+
+    With `spares_device`, units that are like no other have as little at home on the device as any of their shares has.
+    """
+    sizes = [(u.gparams, u.frozen_gb) for u in problem.units]
+    places = shares.place
+    if spares_device:
+        alone = [sizes.count(size) == 1 for size in sizes]
+        places = tuple(_sparing(p) if is_alone else p for p, is_alone in zip(places, alone, strict=True))
+    modes = _diffuse(places, [max(sum(size), 1e-12) for size in sizes], sizes)
     num_groups = max((len(groups) for groups in shares.action), default=0)
     actions: list[list[str]] = [[] for _ in problem.units]
     for g in range(num_groups):
@@ -98,6 +103,12 @@ def _diffuse(shares: Sequence[Mapping[Name, float]], weights: Sequence[float], k
         deficit[best] -= weight
         chosen.append(best)
     return chosen
+
+
+def _sparing(share: Mapping[int, float]) -> dict[int, float]:
+    """The placement with least on the device, of those that have a share."""
+    some = [k for k, value in share.items() if value > DECIDED]
+    return {min(some, key=lambda k: [MODES[k].states, MODES[k].params, MODES[k].frozen].count("device")): 1.0}
 
 
 def _rank(name: int | str) -> int:

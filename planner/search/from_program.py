@@ -20,6 +20,9 @@ from tierplan.planner.search.incumbents import Incumbents
 from tierplan.planner.search.knobs import Knobs, tune
 from tierplan.planner.search.local.moves import on_its_devices, with_late_here, with_shards, with_windows
 
+MOST_TIMES_BLOCKS = 2.0
+"""Times the largest thing of blocks that a granule of margins is at most: with one of a large embedding, all windows
+would leave unused what one of them needs."""
 WRITE_FRACS = (0.8, 0.5, 0.25, 0.1, 0.03, 0.01)
 """Shares of the drives' endurance that are planned with, one after the other, while simulated plans exceed it."""
 
@@ -42,7 +45,7 @@ class ProgramPlans:
         `goal_s`; then takes the integral program's plan at the best knobs too."""
         model = bound.model
         assert model is not None
-        solved: dict[tuple[float, ...], UnitwisePlan | None] = {}
+        solved: dict[tuple[float, ...], list[UnitwisePlan]] = {}
         lacking: list[Margins] = []
         units = granules(p)
 
@@ -53,10 +56,12 @@ class ProgramPlans:
                 if key not in solved:
                     margins = replace(knobs.margins(p, *units), write_frac=write_frac)
                     solved[key] = self._solve(model, margins, lacking)
-                plan = solved[key]
-                if plan is None:
+                if not solved[key]:
                     return None
-                tried = self.simulate_plan(_with_knobs(p, plan, knobs))
+                for plan in solved[key]:
+                    tried = self.simulate_plan(_with_knobs(p, plan, knobs))
+                    if tried.short_tier != "device":
+                        break
                 self.incumbents.consider(tried)
                 if tried.wear <= 1.0 or write_frac == 0.0:
                     return tried
@@ -87,10 +92,13 @@ class ProgramPlans:
                 self.incumbents.consider(self.simulate_plan(_with_knobs(p, plan, knobs)))
                 yield best_s
 
-    def _solve(self, model: Model, margins: Margins, lacking: list[Margins]) -> UnitwisePlan | None:
-        """`lacking` are margins that leave too little memory; so do wider ones."""
+    def _solve(self, model: Model, margins: Margins, lacking: list[Margins]) -> list[UnitwisePlan]:
+        """The solution's plan, and if that differs, the one that is to be tried where the device has no room for it.
+
+        `lacking` are margins that leave too little memory; so do wider ones.
+        """
         if any(margins.leave_no_more(than) for than in lacking):
-            return None
+            return []
         changed = with_margins(model, margins)
         limit_s = min(self.simulate_plan.budget.left_s, LP_TIME_LIMIT_S)
         solution = solver_of(model.problem, self.solver).solve(changed.program, time_limit_s=limit_s)
@@ -98,7 +106,11 @@ class ProgramPlans:
         self.simulate_plan.budget.ops_left -= solution.work_ops
         if solution.status == "infeasible":
             lacking.append(margins)
-        return round_to_plan(model.problem, fractions(changed, solution)) if solution.usable else None
+        if not solution.usable:
+            return []
+        shares = fractions(changed, solution)
+        near, sparing = (round_to_plan(model.problem, shares, spares_device=spares) for spares in (False, True))
+        return [near] if sparing == near else [near, sparing]
 
     def _solve_whole(self, model: Model, margins: Margins) -> UnitwisePlan | None:
         whole = solve_whole(model, margins, solver=solver_of(model.problem, self.solver))
@@ -118,8 +130,10 @@ def _with_knobs(p: Problem, plan: UnitwisePlan, knobs: Knobs) -> UnitwisePlan:
 
 
 def granules(p: Problem) -> tuple[float, float]:
-    """What margins are counted in, in GB: the largest thing that comes to the device, or to the host at a time."""
-    device = max(max([u.params_gb, *(g.gb for g in u.groups)]) for u in p.units)
+    """What margins are counted in, in GB: about the largest thing that comes to the device, or to the host, at once."""
+    whole = [max([u.params_gb, *(g.gb for g in u.groups)]) for u in p.units]
+    of_blocks = [gb for gb, unit in zip(whole, p.workload.units, strict=True) if unit.kind == "block"]
+    device = min(max(whole), MOST_TIMES_BLOCKS * max(of_blocks, default=inf))
     host = max(max([u.grads_gb + u.params_gb + u.states_gb, *(g.gb for g in u.groups)]) for u in p.units)
     return device, host
 
