@@ -66,6 +66,13 @@ def toy_workload(num_blocks: int = 4, *, tied: bool = True, slots: int = 4, **tr
     )
 
 
+def with_large_embedding(num_blocks: int) -> Workload:
+    """A toy whose embedding is as large as thirteen blocks."""
+    workload = toy_workload(num_blocks, tied=False)
+    embed, *others = workload.units
+    return replace(workload, units=(replace(embed, num_parameters=40 * MIB), *others))
+
+
 def toy_machine(
     *, device_bytes: int = 2000 * MIB, host_bytes: int = 4000 * MIB, nvme_bytes: int = 10**11, shared: bool = False
 ) -> Machine:

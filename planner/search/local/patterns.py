@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import count
+from math import ceil
 from typing import Any
 
 from tierplan.planner.milp.amounts import Problem
@@ -45,9 +46,9 @@ MOST_ACTIONS = 8
 """Of what happens to blocks' activations in the plan to begin with, the commonest that are tried for all."""
 CHANGES = (1, 1, 2, 2, 3)
 """That are made at once."""
-PLACING, SPREADING, ACTING, SHARDING = 0.4, 0.7, 0.8, 0.9
-"""Of the changes, those of how many have a placement, of where these stand, of activations and of shards, summed up;
-all others are of what holds for all blocks."""
+LONE, PLACING, SPREADING, ACTING, SHARDING = 0.05, 0.42, 0.7, 0.8, 0.9
+"""Of the changes, those of a unit that is no block, of how many blocks have a placement, of where these stand, of
+activations and of shards, summed up; all others are of what holds for all blocks."""
 OTHER, LATENESS = 0.4, 0.5
 """Of the first, those to a placement that differs in one thing from one that there is; and of these, in whether the
 update is late."""
@@ -92,6 +93,8 @@ class Pattern:
     actions: UnitPlan | None = None
     """Whose actions on activations all have; None: each its own."""
     of_all: Mapping[str, Any] = field(default_factory=dict)
+    lone: Mapping[int, UnitPlan] = field(default_factory=dict)
+    """Placements of units that are no blocks, such as an embedding, which may be as large as many of them."""
 
     def made_of(self, plan: UnitwisePlan, blocks: Sequence[int]) -> UnitwisePlan:
         """The plan with its blocks in the pattern."""
@@ -105,6 +108,8 @@ class Pattern:
         units = list(plan.units)
         for u, placement in zip(blocks, placements, strict=True):
             units[u] = _placed(units[u], placement, self.actions)
+        for u, placement in self.lone.items():
+            units[u] = with_those_of(units[u], placement)
         return replace(plan, units=tuple(units), **self.of_all)
 
 
@@ -147,6 +152,8 @@ class Patterns:
         self.blocks = [u for u, unit in enumerate(problem.workload.units) if unit.kind == "block"]
         self.choices = [plan.units[u] for u in self.blocks]
         self.modes = [MODES[k] for k in problem.modes(self.blocks[0])]
+        others = (u for u in range(len(plan.units)) if u not in self.blocks and len(problem.modes(u)) > 1)
+        self.lone = [u for u in others if problem.units[u].gparams + problem.units[u].frozen_gb > 0]
         is_one_kind = self.blocks in alike(problem.workload)
         actions = Counter(with_those_of(UnitPlan(), choice, ACTIVATIONS) for choice in self.choices)
         self.actions = [found for found, _ in actions.most_common(MOST_ACTIONS if is_one_kind else 0)]
@@ -226,7 +233,9 @@ class Patterns:
         pattern = self.pattern
         for _ in range(self.rng.choice(CHANGES)):
             kind = self.rng.random()
-            if kind < PLACING:
+            if kind < LONE and self.lone:
+                pattern = self._alone(pattern)
+            elif kind < PLACING:
                 pattern = self._replaced(pattern)
             elif kind < SPREADING:
                 pattern = self._elsewhere(pattern)
@@ -246,6 +255,30 @@ class Patterns:
         if rng.random() < OTHER:
             target = self._other(rng.choice((source, target)))
         return _moved(pattern, source, target, min(num, spreads[source].num) if source in spreads else num)
+
+    def _alone(self, pattern: Pattern) -> Pattern:
+        """A unit that is no block is placed elsewhere. Where it has no room there, some blocks make some for it."""
+        u = self.rng.choice(self.lone)
+        now = pattern.lone.get(u, self.plan.units[u])
+        mode = MODES[self.rng.choice(self.problem.modes(u))]
+        there = with_those_of(UnitPlan(), placed(self.plan, now, mode))
+        changed = replace(pattern, lone={**pattern.lone, u: there})
+        for kind in KINDS:
+            short_gb = -self._tried(changed).room_gb.get(kind, 0.0)
+            if short_gb > 0:
+                changed = self._spilled(changed, kind, short_gb)
+        return changed
+
+    def _spilled(self, pattern: Pattern, kind: Place, short_gb: float) -> Pattern:
+        """With so much less of the blocks in this kind of tier: of those with one placement, some have another that
+        others have."""
+        unit, placements = self.problem.units[self.blocks[0]], [pattern.common, *pattern.spreads]
+        pairs = [(a, b, -more_gb(unit, a, b, kind)) for a in placements for b in placements]
+        able = [(a, b, ceil(short_gb / gb)) for a, b, gb in pairs if gb > 0]
+        nums = {placement: spread.num for placement, spread in pattern.spreads.items()}
+        nums[pattern.common] = len(self.blocks) - sum(nums.values())
+        able = [(a, b, num) for a, b, num in able if num <= nums[a]]
+        return _moved(pattern, *self.rng.choice(able)) if able else pattern
 
     def _other(self, placement: UnitPlan) -> UnitPlan:
         """A placement that differs in one thing: whether the update is late, or where something is."""

@@ -12,7 +12,6 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, product
-from math import ceil
 
 from tierplan.hwmodels.names import COMPUTE, D2H, H2D, HOST_ADAM, NVME_READ, NVME_WRITE
 from tierplan.planner.milp.amounts import Problem, SlotGroup, UnitAmounts
@@ -377,14 +376,10 @@ class _Descent:
         num_tried = 0
         for relief in self._reliefs(best.plan, kind):
             able = ORDERS[0]([u for u in relief.units if u not in units])
-            num = max(1, ceil(-room_gb[kind] / relief.frees_gb[kind]))
-            if len(able) < num or any(
-                room_gb[of] + num * gb < -MISJUDGED * self.capacity_gb[of]
-                for of, gb in relief.frees_gb.items()
-                if gb < 0
-            ):
+            freeing = self._enough(made, relief, able, kind, room_gb)
+            if not freeing:
                 continue
-            tried = self.simulate_plan(applied(made, relief, able[:num]), best)
+            tried = self.simulate_plan(applied(made, relief, freeing), best)
             relieved = best
             for relieved in self._with_filled(best, tried):
                 yield relieved
@@ -434,11 +429,27 @@ class _Descent:
         """By kind of tier: what would be free of it with the shift made, as far as what is held throughout says."""
         room_gb = dict(best.room_gb)
         for u in units:
-            before = best.plan.units[u]
-            for choice, sign in ((before, 1.0), (shift.change(u, before), -1.0)):
-                for kind, gb in self._held_gb(u, choice):
-                    room_gb[kind] = room_gb.get(kind, 0.0) + sign * gb
+            self._make_room(room_gb, u, best.plan.units[u], shift)
         return room_gb
+
+    def _enough(
+        self, plan: UnitwisePlan, relief: Shift, able: Sequence[int], kind: str, room_gb: Mapping[str, float]
+    ) -> Sequence[int]:
+        """As many of the units as free what is short of one kind of tier; none where all do not, or another is short
+        then. Units are not equally large."""
+        room_gb = dict(room_gb)
+        for num, u in enumerate(able, 1):
+            self._make_room(room_gb, u, plan.units[u], relief)
+            if room_gb[kind] >= 0:
+                is_short = any(gb < -MISJUDGED * self.capacity_gb[of] for of, gb in room_gb.items())
+                return () if is_short else able[:num]
+        return ()
+
+    def _make_room(self, room_gb: dict[str, float], u: int, before: UnitPlan, shift: Shift) -> None:
+        """Changes what is free by kind of tier as a shift of one unit does."""
+        for choice, sign in ((before, 1.0), (shift.change(u, before), -1.0)):
+            for kind, gb in self._held_gb(u, choice):
+                room_gb[kind] = room_gb.get(kind, 0.0) + sign * gb
 
     def _held_gb(self, u: int, choice: UnitPlan) -> tuple[tuple[str, float], ...]:
         """What a unit holds by kind of tier: parameters, states, old gradients, activations at the end of forward."""

@@ -8,11 +8,15 @@ from dataclasses import replace
 import pytest
 
 from tests.planner.instances import MB, chain, small_machine
-from tests.toys import toy_machine, toy_workload, uniform_plan
+from tests.toys import MIB, toy_machine, toy_workload, uniform_plan, with_large_embedding
+from tierplan.hwmodels.names import HOST_ADAM
+from tierplan.hwmodels.scaling import with_faster
 from tierplan.planner.milp.amounts import problem
+from tierplan.planner.milp.bounds import lower_bound
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
+from tierplan.planner.search.local import patterns as module
 from tierplan.planner.search.local.patterns import SLOPES, Pattern, Patterns, Spread
 
 IN_HOST = UnitPlan(params="host", grads="host", states="host")
@@ -129,3 +133,22 @@ def test_what_a_pattern_has_freed_on_the_device_is_filled_with_units() -> None:
     assert there > 2
     assert more.step_s is not None
     assert more.step_s < kept.step_s
+
+
+def test_blocks_make_room_for_a_unit_that_is_as_large_as_many_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updated on the slow host, the embedding alone takes half the step; and the device is full of blocks."""
+    workload, machine = with_large_embedding(16), with_faster(toy_machine(device_bytes=720 * MIB), [HOST_ADAM], 0.15)
+    simulate_plan, num = PlanSimulator(workload, machine, Budget(1e9)), len(workload.units)
+    p = problem(workload, machine, semantics="in-backward")
+    s_per_gb = lower_bound(p).s_per_gb
+    units = [(IN_HOST, *(UnitPlan() if u <= k else IN_HOST for u in range(1, num))) for k in range(num - 1)]
+    plans = [UnitwisePlan(policy="planner", units=choices) for choices in units]
+    full = [plan for plan in plans if simulate_plan(plan).fits][-1]
+
+    def ends_s() -> list[float]:
+        searches = [Patterns(p, full, PlanSimulator(workload, machine, Budget(1e9)), s_per_gb, k) for k in range(3)]
+        return [min(best.step_s for best in search.descend() if best.step_s is not None) for search in searches]
+
+    found_s = ends_s()
+    monkeypatch.setattr(module, "LONE", 0.0)
+    assert max(found_s) < 0.7 * min(ends_s())

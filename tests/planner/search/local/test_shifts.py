@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 
 from tests.planner.instances import MB, chain, small_machine
-from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
+from tests.toys import MIB, toy_machine, toy_workload, uniform_plan, with_large_embedding
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import lower_bound
 from tierplan.planner.plan import UnitPlan
@@ -17,7 +18,15 @@ from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import PlanSimulator
 from tierplan.planner.search.local import shifts as module
 from tierplan.planner.search.local.moves import BROUGHT_ONE_IN, with_brought_states
-from tierplan.planner.search.local.shifts import NUM_RELIEFS, StreamPrices, applied, descend_by_shifts, reliefs, shifts
+from tierplan.planner.search.local.shifts import (
+    NUM_RELIEFS,
+    StreamPrices,
+    _Descent,
+    applied,
+    descend_by_shifts,
+    reliefs,
+    shifts,
+)
 from tierplan.sim.compiled.simulation import simulate_columns
 
 EVERYTHING_OUT = UnitPlan(params="nvme", grads="host", states="nvme", acts="nvme", input="host")
@@ -78,6 +87,27 @@ def test_a_shift_that_is_short_of_memory_is_made_with_another_that_frees_it(monk
     monkeypatch.setattr(module, "reliefs", lambda *args: [])
     *_, alone = descend_by_shifts(p, start, PlanSimulator(workload, machine, Budget(600)), bound=lower_bound(p))
     assert best.step_s < 0.99 * alone.step_s
+
+
+def test_as_many_small_units_as_it_takes_make_room_for_a_large_one():
+    """What they free was estimated by the largest unit, so too few of them were moved."""
+    workload, machine = with_large_embedding(16), toy_machine(device_bytes=900 * MIB)
+    p, evaluate = problem(workload, machine, semantics="in-backward"), PlanSimulator(workload, machine, Budget(600))
+    bound, in_host = lower_bound(p), UnitPlan(params="host", grads="host", states="host")
+    plan = uniform_plan(workload, UnitPlan())
+    start = evaluate(replace(plan, units=(in_host, *plan.units[1:])))
+    assert start.fits
+    prices = StreamPrices(p, bound.shares)
+    larger = next(s for s in shifts(p, start.plan, prices) if s.units == [0] and s.frees_gb.get("device", 0.0) < -0.5)
+    relief = next(s for s in reliefs(p, start.plan, "device", prices) if s.is_placing)
+    descent = _Descent(p, evaluate, bound, random.Random(0))
+    room_gb = descent._room_gb(start, larger, [0])
+    units = descent._enough(start.plan, relief, relief.units, "device", room_gb)
+    made = applied(start.plan, larger, [0])
+    assert not evaluate(made).fits
+    assert evaluate(applied(made, relief, units)).fits
+    assert not evaluate(applied(made, relief, units[:-3])).fits
+    assert len(units) > 5
 
 
 def test_states_come_to_the_device_once_the_descent_has_made_room_for_them(monkeypatch: pytest.MonkeyPatch):
