@@ -29,7 +29,7 @@ from tierplan.planner.search.budget import Budget
 from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.from_program import ProgramPlans
 from tierplan.planner.search.incumbents import Batches, Incumbents, per_batch_s, step_s_of
-from tierplan.planner.search.lesser import Known, needs_no_drives, without_excess
+from tierplan.planner.search.lesser import Known, needs_no_drives, off_idle_drives, without_excess
 from tierplan.planner.search.local.moves import loosened, off_drives, reducing, with_shape_of
 from tierplan.planner.search.race import GOOD_FRAC, MOST_OPS, OrderSearch, Racer, race, rounds
 from tierplan.planner.search.shape import sub_batches_of, tried
@@ -54,8 +54,7 @@ SAME_FRAC = 1e-6
 SHARES: Mapping[Order, float] = {"horizontal": 0.3, "vertical": 0.4}
 """Of the budget, where a workload has plans of both orders: the same whether both are searched or one."""
 BOUND_WEIGHT = 2.0
-"""Beyond the default budget, a percent of an order's bound counts as much as so many percent of its best step: which of
-them had luck at first says less than what is possible."""
+"""Percent of an order's best step that one of its bound counts as beyond the default budget: first steps are luck."""
 MOST_PARTS = 64
 """Where not even the coarser parts have room, micro-batches of up to so many sequences are cut into single ones."""
 SUB_BATCH_PENALTY = 1.005
@@ -313,7 +312,8 @@ class Search:
             without_room |= set() if bounds[-1].feasible else {p.sub_batches}
         problems = [b.model.problem if b.model else p for p, b in zip(problems, bounds, strict=True)]
         from_program = ProgramPlans(solver, self.simulate_plan, incumbents, notes=self.notes)
-        pairs = [pair for pair in zip(problems, bounds, strict=True) if pair[1].feasible and pair[1].model]
+        able = (pair for pair in zip(problems, bounds, strict=True) if pair[1].feasible and pair[1].model)
+        pairs = [off_idle_drives(*pair, lambda p: self._bound(p, Solver(seed=self.seed))) for pair in able]
         pairs.sort(key=lambda pair: pair[1].searched_s * SUB_BATCH_PENALTY ** (pair[0].sub_batches - 1))
         racers = [
             Racer(tried(from_program, p, bound, self.seeds.by_shape, self.seed), bound.searched_s) for p, bound in pairs
@@ -461,14 +461,14 @@ class Search:
     def _go_on_with(self, chain: OrderSearch, ops: float) -> None:
         """The search of one chain until it has spent so much; without end, until it has found something that fits."""
         while not chain.is_over and chain.spent_ops < ops and not self.budget.is_out_of_time:
-            before = self.budget.ops_left
-            chain.is_over = next(chain.race, chain) is chain or all(
-                r.is_over or r.bound_s >= self.beat_s for r in chain.racers
-            )
+            before, found = self.budget.ops_left, chain.found.plain
+            has_ended = next(chain.race, chain) is chain
+            chain.is_over = has_ended or all(r.is_over or r.bound_s >= self.beat_s for r in chain.racers)
             chain.spent_ops += before - self.budget.ops_left
             if chain.found.plain is not None:
                 self.incumbents.consider(chain.found.plain)
-                self._consider_spared(chain.found.plain.plan)
+                if chain.found.plain is not found:
+                    self._consider_spared(chain.found.plain.plan)
                 self.budget.note(self.best_s)
                 if ops == inf:
                     return

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tierplan.hwmodels.catalog import catalog_names, load_machine
 from tierplan.hwmodels.machine import Machine
 from tierplan.hwmodels.scaling import lesser, with_capacity
+from tierplan.planner.milp.amounts import Problem
+from tierplan.planner.milp.bounds import Bound
 from tierplan.planner.plan import Plan, UnitwisePlan
 from tierplan.planner.results import PlanResult
 from tierplan.sim.workloads.workload import Workload
+
+NO_PRICE, WORTH_DRIVES = 1e-9, 1e-3
+"""Seconds per GB of host memory, and share of the bound: where memory is worth no more by the bound, and drives take no
+more off it, plans do without drives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +93,16 @@ def needs_no_drives(machine: Machine, workload: Workload) -> bool:
     """Whether host memory has room for all that a step makes and holds: then drives are only a longer way to it."""
     most = most_bytes(workload, machine.num_devices)
     return any(t.kind == "host" and t.rounding == "exact" and t.capacity_bytes >= most for t in machine.tiers)
+
+
+def off_idle_drives(p: Problem, bound: Bound, bounded: Callable[[Problem], Bound]) -> tuple[Problem, Bound]:
+    """The problem without drives, and its bound, where that is hardly higher and host memory is not short: drives would
+    be no more than a longer way there, and more to search. Else the same."""
+    if p.has_nvme and bound.s_per_gb.get("host", 0.0) <= NO_PRICE:
+        other = bounded(without := replace(p, has_nvme=False))
+        if other.feasible and other.model and other.searched_s <= bound.searched_s * (1 + WORTH_DRIVES):
+            return without, other
+    return p, bound
 
 
 def most_bytes(workload: Workload, num_devices: int) -> int:

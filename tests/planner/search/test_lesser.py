@@ -186,9 +186,9 @@ def test_a_part_is_above_0_and_at_most_1(gpt: Workload) -> None:
 
 def test_more_of_what_the_catalog_has_is_never_slower(gpt: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "OPS_PER_S", 400)
-    base = load_machine("laptop", ["host.capacity=12 GB", "gpu.capacity=3.5 GB"])
+    base = load_machine("laptop", ["host.capacity=10 GB", "gpu.capacity=3.5 GB"])
     base_s = plan(gpt, base, time_limit_s=50).step_s
-    more = with_faster(base, ["host.adam"], 1.1)
+    more = with_faster(base, ["nvme.read"], 1.5)
     found = plan(gpt, more, time_limit_s=100)
     assert found.step_s <= base_s * (1 + 1e-9)
     monkeypatch.setattr("tierplan.planner.planning.lesser_of_catalog", lambda machine: None)

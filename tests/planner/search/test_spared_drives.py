@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from math import inf
 
 import pytest
 
+from tests.planner.instances import MB, chain, small_machine
 from tests.random_plans import random_plan
 from tests.toys import toy_machine, toy_workload
 from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.names import NVME
 from tierplan.planner import loop
 from tierplan.planner.lowering import lower
+from tierplan.planner.milp.amounts import problem
+from tierplan.planner.milp.bounds import lower_bound
 from tierplan.planner.planning import plan
+from tierplan.planner.search.lesser import WORTH_DRIVES, off_idle_drives
 from tierplan.planner.search.local.moves import off_drives
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training
@@ -39,6 +45,7 @@ def test_what_would_be_as_quick_without_drives_is_planned_without(monkeypatch: p
     machine = load_machine("desktop-4090", ["host.capacity=10 GB"])
     spared = plan(workload, machine)
     monkeypatch.setattr(loop.Search, "_spares_drives", lambda search, best: best)
+    monkeypatch.setattr(loop, "off_idle_drives", lambda p, bound, bounded: (p, bound))
     found = plan(workload, machine)
     assert [any(b.tier == NVME for b in each.schedule.buffers) for each in (found, spared)] == [True, False]
     assert spared.step_s == found.step_s
@@ -49,3 +56,16 @@ def test_what_would_be_quicker_without_drives_is_planned_without() -> None:
     training = Training(per_device_train_batch_size=4, sequence_length=1024, lora="r=8")
     result = plan(load_workload("llama-3.1-8b", training), load_machine("desktop-4090"))
     assert not result.steady.peak_bytes[NVME]
+
+
+def test_drives_are_searched_where_host_memory_is_short_and_nowhere_else() -> None:
+    """By the bound: with room for all that a plan moves, they are a longer way there and more to search."""
+    workload = chain(forward_s=[0.1] * 12, parameters=[10 * MB] * 12, saved_mb=[[4, 8]] * 12)
+    for host_mb in (400, 8_000):
+        p = problem(workload, small_machine(device_mb=300, host_mb=host_mb), semantics="in-backward")
+        bound, without = (lower_bound(each) for each in (p, replace(p, has_nvme=False)))
+        searched, searched_bound = off_idle_drives(p, bound, lower_bound)
+        assert p.has_nvme
+        assert searched.has_nvme == (host_mb == 400)
+        assert searched_bound.step_s == pytest.approx(bound.step_s, rel=WORTH_DRIVES)
+        assert without.step_s == pytest.approx(inf if host_mb == 400 else bound.step_s, rel=WORTH_DRIVES)
