@@ -19,7 +19,14 @@ from tierplan.planner.plan_file import load_plan
 from tierplan.planner.planning import plan
 from tierplan.planner.prediction import predict, predict_plan
 from tierplan.sim.output.text import format_s
-from tierplan.studies.answer import answer_lines, answer_record, devices_rows, policy_rows, write_timeline
+from tierplan.studies.answer import (
+    answer_lines,
+    answer_record,
+    devices_rows,
+    numbers_texts,
+    policy_rows,
+    write_timeline,
+)
 from tierplan.studies.evaluate import BestPlan
 
 CONFIG = {"model_type": "gpt2", "n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 512, "vocab_size": 1000}
@@ -67,6 +74,13 @@ def test_sub_batches_say_whose_numbers_they_give():
     assert "2 sub-batches" in text
     assert re.search("numbers  +of training in 2 micro-batches of 2 sequences", text)
     assert "numbers  " not in "\n".join(answer_lines(of_whole))
+
+
+def test_operators_that_gpus_cut_say_that_last_bits_differ():
+    workload, machine = toy_workload(2), load_machine("desktop-4090", ["gpu.count=2", "link.p2p=9 GB/s"])
+    divided = {name: numbers_texts(predict(name, workload, machine)) for name in ("megatron-tp", "fsdp", "megatron-pp")}
+    assert divided["fsdp"] == divided["megatron-pp"] == []
+    assert any("last bits" in text for text in divided["megatron-tp"])
 
 
 def test_every_field_of_a_plan_is_in_the_page_of_formats():

@@ -256,10 +256,13 @@ def numbers_rows(prediction: Prediction) -> list[tuple[str, str]]:
 
 
 def numbers_texts(prediction: Prediction) -> list[str]:
-    """What sub-batches change in the last bits, and late updates and coded activations in more."""
+    """What sub-batches and operators that devices cut change in the last bits, and late updates and coded activations
+    in more."""
     numbers, same_as = [], _numbers_of(prediction)
     if isinstance(prediction.plan, UnitwisePlan) and prediction.plan.sub_batches > 1:
         numbers.append(f"of training in {_batches(same_as['accumulation'], same_as['micro_batch'])}")
+    if isinstance(prediction.plan, UnitwisePlan) and prediction.plan.sharing.divided == "tensors":
+        numbers.append("of plain training but for last bits: what GPUs cut is summed in another order")
     if other := prediction.other_numbers():
         numbers.append(f"not of plain training: {other}")
     elif prediction.schedule and (step := prediction.schedule.step) and (form := step.training.activation_format):
