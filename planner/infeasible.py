@@ -45,14 +45,18 @@ class LargestBatch:
     """Sequences per micro-batch that fit."""
 
     num_sequences: int
-    """0 where none fits, not even one."""
+    """0 where not even one fits, or was found to."""
     is_least: bool = False
     """More may fit: no more were looked for, or the clock ended the search of one."""
+    is_bound: bool = False
+    """By a bound no more fit."""
 
     def __str__(self) -> str:
+        if not self.num_sequences:
+            return "none, not even one" if self.is_bound else "none was found, not even for one"
         if self.is_least:
             return f"{self.num_sequences} or more"
-        return f"up to {self.num_sequences}" if self.num_sequences else "none, not even one"
+        return f"up to {self.num_sequences}"
 
 
 def least_lacking(problems: Iterable[Problem]) -> tuple[Shortage, ...]:
@@ -276,7 +280,7 @@ def largest_batch(
     Bit by bit from the highest: what fits does not always with one sequence less, which cannot be cut as evenly.
     """
     if not has_room(make(1), machine, semantics, write_limit_bytes_per_s):
-        return LargestBatch(0)  # nor have more sequences, however they are cut
+        return LargestBatch(0, is_bound=True)  # nor have more sequences, however they are cut
     largest, is_cut = 0, False
     below = min(below, MANY)
     for bit in reversed(range(below.bit_length())):

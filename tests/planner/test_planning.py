@@ -289,7 +289,7 @@ def test_the_largest_batch_is_for_the_updates_that_were_asked_for():
     workload, machine = workload_at(asked, machine_of(asked)), machine_of(asked)
     with pytest.raises(InfeasiblePlan) as caught:
         plan(workload, machine, semantics="delayed-1", time_limit_s=3)
-    assert str(caught.value).endswith("; sequences per micro-batch that fit: none, not even one")
+    assert str(caught.value).endswith("; sequences per micro-batch that fit: none was found, not even for one")
     assert plan(workload, machine, time_limit_s=1).step_s > 0
 
 
