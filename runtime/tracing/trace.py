@@ -50,6 +50,9 @@ from tierplan.sim.workloads.models import check_settings, read_config
 from tierplan.sim.workloads.optimizers import in_flat_order
 from tierplan.sim.workloads.workload import Training, Unit, Workload, WorkloadError
 
+PARTS = (2, 4, 8)
+"""That micro-batches are cut into most often: what these hold is traced, too."""
+
 
 def trace_workload(model: str | Path, training: Training) -> Workload:
     """What one training step of `model` computes, keeps and owns, exactly.
@@ -66,8 +69,8 @@ def trace_config(
     check_settings(name, raw, training)
     # peft converts types in place, and some models draw until all values are in bounds: fake parameters stand neither
     of_size = partial(trace_one_size, name, raw, hollow_model(raw, training))
-    quarter = training.per_device_train_batch_size // 4  # of other sizes this one and one sequence: each takes a while
-    return with_other_sizes(of_size(training), at or of_size, [quarter])
+    sizes = (training.per_device_train_batch_size // parts for parts in PARTS)
+    return with_other_sizes(of_size(training), at or of_size, sizes)
 
 
 def trace_one_size(name: str, raw: Mapping[str, object], model: nn.Module, training: Training) -> Workload:

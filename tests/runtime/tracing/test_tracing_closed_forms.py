@@ -219,6 +219,22 @@ def test_a_micro_batch_that_is_cut_saves_what_a_smaller_one_does(family: str, pa
         assert (mine.input_bytes, mine.output_bytes) == (other.input_bytes, other.output_bytes)
 
 
+def test_parts_of_a_traced_micro_batch_hold_what_micro_batches_of_their_size_do() -> None:
+    """Where logits are larger than a table's gradients, a head holds more than in proportion. Between one sequence and
+    all, halves were said to hold much more than they do: Gemma 3 12B in batches of 4 took 25.8 s on a laptop's card,
+    and 14.8 in two micro-batches of 2."""
+    raw = config_of("llama") | {"vocab_size": 20_000, "tie_word_embeddings": True}
+
+    def of(batch: int) -> Workload:
+        return trace_config("x", raw, Training(per_device_train_batch_size=batch, sequence_length=16, dtype="bf16"))
+
+    whole = of(8)
+    for parts in (2, 4, 8):
+        pairs = zip(cut_batches(whole, parts).units, of(8 // parts).units, strict=True)
+        assert all(mine.work_bytes(1) == other.work_bytes(1) for mine, other in pairs)
+    assert whole.units[-1].backward_work_bytes > 2.2 * of(4).units[-1].backward_work_bytes
+
+
 @pytest.mark.parametrize("batch", [4, 8])
 def test_no_less_is_held_for_a_while_in_a_part_of_a_micro_batch_than_in_one_as_small(batch: int) -> None:
     """A table's gradient is made whole however few tokens there are, and so are those of experts."""
@@ -233,8 +249,7 @@ def test_no_less_is_held_for_a_while_in_a_part_of_a_micro_batch_than_in_one_as_s
         assert cut_batches(whole, parts).shared_bytes == smaller.shared_bytes < whole.shared_bytes
         for mine, other in zip(cut_batches(whole, parts).units, smaller.units, strict=True):
             pairs = [*zip(astuple(mine.work_bytes(1)), astuple(other.work_bytes(1)), strict=True)]
-            assert all(cut >= exact * (1 - 1e-3) for cut, exact in pairs)
-            assert parts < batch or all(cut == exact for cut, exact in pairs)
+            assert all(cut == exact for cut, exact in pairs)
     assert smaller.units[0].accumulating_work_bytes > whole.units[0].accumulating_work_bytes / 2
 
 
