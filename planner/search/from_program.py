@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import inf
@@ -131,11 +131,16 @@ def _with_knobs(p: Problem, plan: UnitwisePlan, knobs: Knobs) -> UnitwisePlan:
 
 def granules(p: Problem) -> tuple[float, float]:
     """What margins are counted in, in GB: about the largest thing that comes to the device, or to the host, at once."""
-    whole = [max([u.params_gb, *(g.gb for g in u.groups)]) for u in p.units]
-    of_blocks = [gb for gb, unit in zip(whole, p.workload.units, strict=True) if unit.kind == "block"]
-    device = min(max(whole), MOST_TIMES_BLOCKS * max(of_blocks, default=inf))
-    host = max(max([u.grads_gb + u.params_gb + u.states_gb, *(g.gb for g in u.groups)]) for u in p.units)
-    return device, host
+    is_block = [unit.kind == "block" for unit in p.workload.units]
+
+    def granule(sizes_gb: Sequence[float]) -> float:
+        of_blocks = (gb for gb, counts in zip(sizes_gb, is_block, strict=True) if counts)
+        return min(max(sizes_gb), MOST_TIMES_BLOCKS * max(of_blocks, default=inf))
+
+    groups = [[g.gb for g in u.groups] for u in p.units]
+    device = [max([u.params_gb, *each]) for u, each in zip(p.units, groups, strict=True)]
+    host = [max([u.grads_gb + u.params_gb + u.states_gb, *each]) for u, each in zip(p.units, groups, strict=True)]
+    return granule(device), granule(host)
 
 
 # ---- which updates wait for the next step ----

@@ -52,7 +52,7 @@ BROUGHT_CORNERS = ((4.0, 1.15, 16), (4.0, 1.5, 16), (8.0, 1.0, 4), (8.0, 1.15, 1
 comes for an update not read ahead."""
 MARGINS = (
     (1.0, 2.0), (1.5, 4.0), (0.3, 0.5), (2.0, 8.0), (3.0, 8.0),
-    (2.0, 32.0), (6.0, 32.0), (3.0, 1.0), (5.0, 1.0), (0.0, 0.0),
+    (2.0, 32.0), (6.0, 32.0), (3.0, 1.0), (5.0, 1.0), (0.0, 2.0), (0.0, 0.5), (0.0, 0.0),
 )  # fmt: skip
 """In device and host memory, as they are tried until a plan fits."""
 FEW_MARGINS = 3
