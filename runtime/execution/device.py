@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -158,7 +159,7 @@ class CudaDevice(Device):
         return Pool(lambda size: torch.empty(size, dtype=torch.uint8, device=self.torch_device), capacity_bytes)
 
     def host_pool(self, capacity_bytes: int) -> Pool:
-        return Pool(_map_pinned, capacity_bytes, release=_unpin)
+        return Pool(partial(_map_pinned, self.torch_device), capacity_bytes, release=partial(_unpin, self.torch_device))
 
     @contextmanager
     def on(self, stream: str) -> Iterator[None]:
@@ -294,17 +295,19 @@ def _let_segments_expand() -> None:
         (set_allocator or torch.cuda.memory._set_allocator_settings)(together)
 
 
-def _map_pinned(size_bytes: int) -> torch.Tensor:
+def _map_pinned(device: torch.device, size_bytes: int) -> torch.Tensor:
     """Host memory, pinned where it lies: PyTorch's own pinned memory comes in powers of two."""
     pages = map_host(size_bytes, for_transfers=True)
     portable = 1  # cudaHostRegisterPortable: for whichever GPU, and not for the one that is current here alone
-    status = torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), pages.numel(), portable)
+    with torch.cuda.device(device):  # else CUDA makes a context on the first one, which may be full
+        status = torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), pages.numel(), portable)
     if int(status) != 0:
         with suppress(RuntimeError):  # CUDA keeps the error until this thread's next kernel is looked at: this one
-            torch.ones(1, device="cuda")
+            torch.ones(1, device=device)
         raise MemoryError(f"CUDA could not pin {pages.numel():,} bytes of host memory (error {int(status)})")
     return pages
 
 
-def _unpin(pages: torch.Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(pages.data_ptr())
+def _unpin(device: torch.device, pages: torch.Tensor) -> None:
+    with torch.cuda.device(device):
+        torch.cuda.cudart().cudaHostUnregister(pages.data_ptr())

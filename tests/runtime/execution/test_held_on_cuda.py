@@ -234,11 +234,13 @@ def test_memory_that_cannot_be_pinned_leaves_no_error_to_the_next_kernel() -> No
     with (
         mock.patch("torch._C._accelerator_setAllocatorSettings", create=True),
         mock.patch("torch.cuda.cudart", return_value=cudart),
+        mock.patch("torch.cuda.device") as current,
         mock.patch("torch.ones", launch),
     ):
         with pytest.raises(MemoryError, match=r"CUDA could not pin 8,192 bytes of host memory \(error 2\)"):
-            CudaDevice("cuda:0").host_pool(1 << 20).take(5000)
-        torch.ones(1, device="cuda:0")
+            CudaDevice("cuda:1").host_pool(1 << 20).take(5000)
+        torch.ones(1, device="cuda:1")
+    current.assert_called_once_with(torch.device("cuda:1"))  # or the first GPU would get a context, too
 
 
 def test_threads_that_ask_for_a_new_stream_at_once_get_the_same_one() -> None:
