@@ -21,9 +21,10 @@ from tierplan.planner.plan_rules import Order, PlanError
 from tierplan.planner.search.budget import Budget
 from tierplan.planner.several_devices.sharded import sharded, tensor_parallel
 from tierplan.planner.several_devices.tensors import may_cut
-from tierplan.sim.output.text import format_bytes, format_s
+from tierplan.sim.output.text import format_bytes, format_count, format_s
 from tierplan.sim.step import Semantics
-from tierplan.sim.workloads.workload import Workload
+from tierplan.sim.workloads.formats import format_of
+from tierplan.sim.workloads.workload import DTYPE_BYTES, Workload
 
 if TYPE_CHECKING:
     from tierplan.planner.loop import Search
@@ -32,6 +33,8 @@ SUB_BATCHES = (2, 4, 8, 16)
 """Parts of a micro-batch with which the largest batch is looked for, beside as many as it has sequences."""
 MOST_TIMES = 10
 """All memory of one device's machine, beyond which what is missing is said by this sum alone."""
+SOME = 2**20
+"""Parameters of a large layer: what one takes in a format."""
 MANY = 256
 """Larger ones are not looked for."""
 TRIED = ("fuyou", "zero-infinity", "sliding-window")
@@ -160,6 +163,8 @@ class InfeasiblePlan(PlanError):
             if (devices := self.machine.num_devices) > 1 and (note := self._note_of_one()):
                 cuts = f", which {devices} GPUs cut," * may_cut(self.workload, devices)
                 lines.append(f"of one sequence{cuts} {note}")
+        if note := base_note(self.workload):
+            lines.append(f"this is training {note}")
         if self.others:
             lines.append(f"with other numbers than plain training's, policies fit: {', '.join(self.others)}")
         return "; ".join(lines)
@@ -218,6 +223,23 @@ def logits_note(workload: Workload, of_bytes: int, *, parts: int = 1) -> str:
         return ""
     note = f"{format_bytes(loss_bytes)} are logits and loss: fewer tokens in a micro-batch need less (--seq, --batch)"
     return f"{note}, and so does a loss in chunks (--loss-chunks {8 * chunks})" if chunks < 64 else note
+
+
+def base_note(workload: Workload) -> str:
+    """That most of a frozen base is not in the format that was asked for; empty where it is."""
+    training, num = workload.training, sum(u.num_frozen for u in workload.units)
+    if not training.base:
+        return ""
+    coded_bytes = format_of(training.base).size_bytes(SOME) / SOME
+    saved_bytes = num * DTYPE_BYTES[training.dtype] - sum(u.frozen_bytes for u in workload.units)
+    num_coded = saved_bytes / (DTYPE_BYTES[training.dtype] - coded_bytes)
+    if num_coded >= num / 2:
+        return ""
+    stay = f"{format_count(num - num_coded)} of {format_count(num)} parameters stay in {training.dtype}"
+    return (
+        f"of a base of which {stay}: only linear layers are in {training.base}, no embeddings, and no experts whose "
+        "matrices lie in one parameter"
+    )
 
 
 def has_room(

@@ -14,8 +14,9 @@ import pytest
 
 from benchmarks import one_answer
 from tierplan.cli import main
+from tierplan.hwmodels import load_machine
 from tierplan.hwmodels.machine import Machine
-from tierplan.planner.infeasible import InfeasiblePlan
+from tierplan.planner.infeasible import InfeasiblePlan, base_note
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.planning import plan
 from tierplan.planner.prediction import predict
@@ -28,7 +29,7 @@ from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training, Workload
 from tierplan.studies import evaluate
 from tierplan.studies.advise import QUICKER_FRAC, advise
-from tierplan.studies.answer import answer_lines, answer_record, base_note, placements
+from tierplan.studies.answer import answer_lines, answer_record, placements
 from tierplan.studies.evaluate import BestPlan, best_plan, evaluate_point, machine_of, predict_point, workload_at
 from tierplan.studies.purchases import purchases
 from tierplan.studies.study import Point
@@ -478,7 +479,8 @@ def test_a_base_most_of_which_stays_as_it_is_is_named(tmp_path: Path) -> None:
     }
     training = Training(lora="r=2", base="nf4", sequence_length=16)
     (tmp_path / "config.json").write_text(json.dumps(mixture))
-    note = base_note(trace_workload(tmp_path, training))
+    note = base_note(workload := trace_workload(tmp_path, training))
     assert "parameters stay in bf16: only linear layers are in nf4" in note
+    assert note in InfeasiblePlan(workload, load_machine("laptop"), ()).what  # where it is often why
     for dense in (training, Training(lora="r=2")):
         assert not base_note(load_workload("llama-3.1-8b", dense))

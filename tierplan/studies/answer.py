@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tierplan.hwmodels.names import DEVICE
-from tierplan.planner.infeasible import InfeasiblePlan, logits_note
+from tierplan.planner.infeasible import InfeasiblePlan, base_note, logits_note
 from tierplan.planner.plan import PackPlan, Packs, PagedPlan, Plan, UnitwisePlan
 from tierplan.planner.plan_rules import Divided, Runs
 from tierplan.planner.prediction import Prediction
@@ -20,28 +20,14 @@ from tierplan.planner.results import PlanResult
 from tierplan.sim.analysis.explain import NOTHING, Sensitivity, limited_by
 from tierplan.sim.output.drawn import Excerpt
 from tierplan.sim.output.perfetto import write_perfetto
-from tierplan.sim.output.text import (
-    alike_rows,
-    columns,
-    digits,
-    format_bytes,
-    format_count,
-    format_frac,
-    format_s,
-    in_short,
-    wrapped,
-)
+from tierplan.sim.output.text import alike_rows, columns, digits, format_bytes, format_frac, format_s, in_short, wrapped
 from tierplan.sim.output.timeline import timeline
-from tierplan.sim.workloads.formats import format_of
-from tierplan.sim.workloads.workload import DTYPE_BYTES, Workload
 from tierplan.studies.evaluate import BestPlan
 from tierplan.studies.study import Point
 from tierplan.validation.report.page import write_page
 
 ROOM = 55
 """Columns of an answer's lines beside the longest name in front of them, such as `moved gpu10.p2p.gpu11`."""
-SOME = 2**20
-"""Parameters of a large layer: what one takes in a format."""
 OF_RESULT = ("lower_bound_s", "gap", "status", "solve_s", "total_s", "milp_gap")
 """What the planner knows of a plan beyond its prediction."""
 
@@ -268,23 +254,6 @@ def numbers_texts(prediction: Prediction) -> list[str]:
     elif prediction.schedule and (step := prediction.schedule.step) and (form := step.training.activation_format):
         numbers.append(f"no activation leaves the device in {form}, so --acts changes nothing")
     return numbers + ([note] if prediction.workload and (note := base_note(prediction.workload)) else [])
-
-
-def base_note(workload: Workload) -> str:
-    """That most of a frozen base is not in the format that was asked for; empty where it is."""
-    training, num = workload.training, sum(u.num_frozen for u in workload.units)
-    if not training.base:
-        return ""
-    coded_bytes = format_of(training.base).size_bytes(SOME) / SOME
-    saved_bytes = num * DTYPE_BYTES[training.dtype] - sum(u.frozen_bytes for u in workload.units)
-    num_coded = saved_bytes / (DTYPE_BYTES[training.dtype] - coded_bytes)
-    if num_coded >= num / 2:
-        return ""
-    stay = f"{format_count(num - num_coded)} of {format_count(num)} parameters stay in {training.dtype}"
-    return (
-        f"of a base of which {stay}: only linear layers are in {training.base}, no embeddings, and no experts whose "
-        "matrices lie in one parameter"
-    )
 
 
 def devices_rows(plan: Plan) -> list[tuple[str, str]]:
