@@ -41,7 +41,7 @@ def test_what_would_be_as_quick_without_drives_is_planned_without(monkeypatch: p
     """A small model, whose search ends as soon as compute binds, with a unit's few bytes on a drive.
 
     Host memory has room for what is there, but not for all that a step makes."""
-    workload = load_workload("gpt2", Training(per_device_train_batch_size=8, sequence_length=1024))
+    workload = load_workload("gpt2", Training(per_device_train_batch_size=16, sequence_length=1024))
     machine = load_machine("desktop-4090", ["host.capacity=10 GB"])
     spared = plan(workload, machine)
     monkeypatch.setattr(loop.Search, "_spares_drives", lambda search, best: best)

@@ -116,7 +116,7 @@ def in_shards(capacity: str = "8 GiB", num: int = 2) -> tuple[Workload, Machine]
 
 def test_plans_on_all_devices_are_searched_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan of one device, put on all, is not the best one for them."""
-    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 300_000)
+    monkeypatch.setattr("tierplan.planner.search.budget.DEFAULT_OPS", 700_000)
     workload, machine = in_shards()
     found = plan(workload, machine, batches="each")
     alone = plan(*in_shards(num=1))
