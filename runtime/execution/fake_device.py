@@ -315,6 +315,10 @@ class FakeCuda(Device):
         if self.races:
             raise RaceError("; ".join(self.races[:3]))
 
+    def _all_own(self, out: Any, stream: _Stream, moved: dict[int, torch.UntypedStorage]) -> Any:
+        """What an operation gave, with every tensor in it as `_own` has it."""
+        return tree_map(lambda t: self._own(t, stream, moved) if isinstance(t, torch.Tensor) else t, out)
+
     def _own(self, t: torch.Tensor, stream: _Stream, moved: dict[int, torch.UntypedStorage]) -> torch.Tensor:
         """The tensor in memory from the stream's allocator, which says when it is freed."""
         old = t.untyped_storage()
@@ -365,10 +369,7 @@ class FakeCuda(Device):
                 self._put(stream, lambda: None)
                 self._do(stream, stream.num_put)
                 self._host_clock |= stream.clock
-                moved = dict[int, torch.UntypedStorage]()
-                return tree_map(
-                    lambda t: self._own(t, stream, moved) if isinstance(t, torch.Tensor) else t, func(*args, **kwargs)
-                )
+                return self._all_own(func(*args, **kwargs), stream, {})
             if any(t.dtype in INDICES for t in targets):
                 self._do(stream, stream.num_put)
                 return func(*args, **kwargs)
@@ -408,7 +409,7 @@ class FakeCuda(Device):
                 self._do(stream, stream.num_put)
                 out = func(*args, **kwargs)
             drawn, moved = tree_map(_copied, out) if draws else None, dict[int, torch.UntypedStorage]()
-            out = tree_map(lambda t: self._own(t, stream, moved) if isinstance(t, torch.Tensor) else t, out)
+            out = self._all_own(out, stream, moved)
             targets = tensors_in(out)
             for t in targets:
                 if t.is_floating_point():
