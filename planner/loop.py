@@ -299,7 +299,7 @@ class Search:
 
     def _spares_drives(self, best: Candidate[Plan]) -> Candidate[Plan]:
         """What host memory has room for, at no cost in time, stays off the drives: they wear, and may not be there."""
-        self._consider_spared(best.plan)  # and so was every best before: a longer search never ends worse
+        self._consider_spared(best.plan)  # and so was every best of this division: a longer search ends no worse
         tried = self.spared.best and self.simulate_plan.in_full(self.spared.best.plan)
         return tried if tried and tried.fits and per_batch_s(tried) <= per_batch_s(best) else best
 

@@ -40,10 +40,9 @@ from tierplan.planner.search.local.moves import (
 from tierplan.planner.search.local.patterns import Patterns
 from tierplan.planner.search.local.shifts import descend_by_shifts
 from tierplan.planner.search.race import FIRST_OPS, GOOD_FRAC, Racer, race
+from tierplan.sim.workloads.families.slices import SUB_BATCHES
 from tierplan.sim.workloads.workload import Workload
 
-SUB_BATCHES = (2, 4, 8)
-"""Parts of a micro-batch that are tried, in vertical order."""
 CLEARLY_QUICKER = 0.8
 """Of the first plan's step without states that come to the device, what one with them has to be below; and of the best
 step so far of any shape without gradients that come back, what one with them has to be below."""

@@ -44,14 +44,11 @@ from tierplan.runtime.reference import loss_of, without_cache
 from tierplan.runtime.tracing.backend import as_made_before, backend_rules, behind_autocast
 from tierplan.runtime.tracing.models import experts_of, refusals_of_transformers, refuse_untrained
 from tierplan.runtime.tracing.record import UnitRecorder, block_likeness, says_looks
-from tierplan.sim.workloads.families.slices import with_other_sizes
+from tierplan.sim.workloads.families.slices import SUB_BATCHES, with_other_sizes
 from tierplan.sim.workloads.fused import with_fused
 from tierplan.sim.workloads.models import check_settings, read_config
 from tierplan.sim.workloads.optimizers import in_flat_order
 from tierplan.sim.workloads.workload import Training, Unit, Workload, WorkloadError
-
-PARTS = (2, 4, 8)
-"""That micro-batches are cut into most often: what these hold is traced, too."""
 
 
 def trace_workload(model: str | Path, training: Training) -> Workload:
@@ -69,7 +66,7 @@ def trace_config(
     check_settings(name, raw, training)
     # peft converts types in place, and some models draw until all values are in bounds: fake parameters stand neither
     of_size = partial(trace_one_size, name, raw, hollow_model(raw, training))
-    sizes = (training.per_device_train_batch_size // parts for parts in PARTS)
+    sizes = (training.per_device_train_batch_size // parts for parts in SUB_BATCHES)
     return with_other_sizes(of_size(training), at or of_size, sizes)
 
 

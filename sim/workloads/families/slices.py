@@ -12,6 +12,9 @@ from typing import Any
 from tierplan.sim.workloads.work import CommonWork, total_work
 from tierplan.sim.workloads.workload import SavedTensor, Training, Workload
 
+SUB_BATCHES = (2, 4, 8)
+"""Parts of a micro-batch that plans try, in vertical order: so what these hold is traced, too."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
