@@ -185,6 +185,9 @@ class UnitwisePlan(Shown):
     write_back: WriteBack = "at once"
     """When updated states go home. Delayed: when those of the next update have been read, so that the drive reads and
     writes in turns. Awaited: at once, and the next update waits for it."""
+    late_writes: Whole = 0
+    """Units, the last of those whose states come from NVMe for updates on the host, that write them only when all these
+    have been read: drives read sooner what forward waits for, and write when they would be idle."""
     update_order: UpdateOrder = "forward"
     """Of updates after backward: in the order in which the next step needs them, or in that of the gradients."""
     hold_updates: bool = False

@@ -298,10 +298,10 @@ def _check_update(plan: UnitwisePlan, unit: Unit, choice: UnitPlan) -> None:
             "update runs on the host with gradients that waited in host memory: choose semantics 'exact-clip' or "
             "'in-backward', or a policy or option that keeps gradients in host memory and states off the device"
         )
-    if choice.late_update and plan.semantics != "in-backward":
+    if choice.late_update and plan.semantics == "delayed-1":
         raise PlanError(
-            f"unit {unit.name!r} is updated late, but the plan's semantics are {plan.semantics!r}; late updates are "
-            "those in backward that wait for the next step: use semantics 'in-backward', or no late_update"
+            f"unit {unit.name!r} is updated late, but the plan's semantics are {plan.semantics!r}, whose updates all "
+            "wait for the next step: use semantics 'in-backward' or 'exact-clip', or no late_update"
         )
     if choice.late_update and (choice.grads == "nvme" or choice.states == "device"):
         raise PlanError(
@@ -327,6 +327,12 @@ def _check_semantics(plan: UnitwisePlan, training: Training) -> None:
         raise PlanError(
             f"plan {plan.policy!r} holds updates until backward ends, but its semantics are {plan.semantics!r}; choose "
             "semantics 'exact-clip', or do not hold them"
+        )
+    if plan.late_writes and (plan.updates_in_flight or plan.write_back != "at once"):
+        raise PlanError(
+            f"plan {plan.policy!r} has late_writes={plan.late_writes}, updates_in_flight={plan.updates_in_flight} and "
+            f"write_back={plan.write_back!r}; states that are written late are in flight until then: leave out "
+            "late_writes, or the other two"
         )
     check_clipping(plan.semantics, training.max_grad_norm)
 

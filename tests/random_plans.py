@@ -18,7 +18,19 @@ def random_plan(workload: Workload, rng: random.Random) -> UnitwisePlan:
             plan.check(workload)
         except PlanError:
             continue  # such as a delayed update with states on the device
-        return plan
+        return _with_more_late(plan)
+
+
+def _with_more_late(plan: UnitwisePlan) -> UnitwisePlan:
+    """What plans could not say when others began to draw from `rng`: late updates of exact clipping, late writes."""
+    rng = random.Random(str(plan))
+    if plan.write_back == "at once" and plan.updates_in_flight == 0:
+        plan = replace(plan, late_writes=rng.choice([0, 1, 2]))
+    able = [c.grads != "nvme" and c.states != "device" and rng.random() < 0.3 for c in plan.units]
+    if plan.semantics == "exact-clip":
+        pairs = zip(plan.units, able, strict=True)
+        plan = replace(plan, units=tuple(replace(choice, late_update=late) for choice, late in pairs))
+    return plan
 
 
 def with_some_in_host(plan: UnitwisePlan, rng: random.Random, *, most_shards: int = 4) -> UnitwisePlan:

@@ -24,9 +24,11 @@ from tierplan.sim.compiled.compiler import compiled, compiled_in_place
     ARRIVE,
     UPDATE,
     GO_HOME,
-) = range(11)
+    PARAMS_HOME,
+    STATES_HOME,
+) = range(13)
 """Kinds of turns. An alias has what is due to an update be the unit's gradients or, with a flag, its old ones."""
-NUM_KINDS = 11
+NUM_KINDS = 13
 EMPTY = -1
 """No op or unit; what an empty cell holds, and its form."""
 MARKS = ("compute", "read", "home")
@@ -53,6 +55,10 @@ class Asked(NamedTuple):
     """Whether its update runs on the device."""
     num_parts: Int64
     """Of its states."""
+    reads: Bool
+    """Whether its update, on the host, reads states from NVMe."""
+    writes_late: Bool
+    """Whether these are written only when those of others have been read."""
     semantics: int
     clips: bool
     write_back: int
@@ -100,9 +106,13 @@ class Making(NamedTuple):
     waiting: Int64
     """Unit, part and update whose way home waits; unit `EMPTY` for none."""
     waiting_at: Float64
+    held: Int64
+    """Unit and part of each update whose states are still to be written."""
+    last_read: Int64
+    """The turn with the last read of states, or `EMPTY`."""
 
 
-TURNS, COMPUTES, UPDATES = range(3)
+TURNS, COMPUTES, UPDATES, HELD = range(4)
 
 
 @compiled
@@ -164,6 +174,15 @@ def _go_home(t: Making, after: int) -> None:
 
 
 @compiled_in_place
+def _write_held(t: Making) -> None:
+    """Sends the states home that have waited until all others were read."""
+    for i in range(t.num[HELD]):
+        _place(t, STATES_HOME, t.held[2 * i], 0, t.held[2 * i + 1], t.turns.at[t.last_read[0]])
+        _ref(t, 3 * t.last_read[0] + READ)
+    t.num[HELD] = 0
+
+
+@compiled_in_place
 def _update(a: Asked, t: Making, u: int, step: float, is_old: bool, apart: float, upload_at: float) -> None:
     """The optimizer step of one unit, with what it reads brought to it and what it writes taken home.
 
@@ -189,14 +208,24 @@ def _update(a: Asked, t: Making, u: int, step: float, is_old: bool, apart: float
         made = _place(t, ARRIVE, u, 0, k, at)
         for op in (held, read, home):
             _ref(t, op)
+        if a.reads[u]:
+            t.last_read[0] = made
         _go_home(t, 3 * made + READ)
         made = _place(t, UPDATE, u, 0, k, at)
         for op in (held, last):
             _ref(t, op)
-        t.waiting[0], t.waiting[1], t.waiting[2] = u, k, index
-        t.waiting_at[0] = at if upload_at < 0 else upload_at + at - step
         t.updates[index] = t.homes[index] = made
         t.num[UPDATES] += 1
+        home_at = at if upload_at < 0 else upload_at + at - step
+        if a.writes_late[u]:
+            held = 2 * t.num[HELD]
+            t.held[held], t.held[held + 1] = u, k
+            t.num[HELD] += 1
+            if k == a.num_parts[u] - 1:
+                _place(t, PARAMS_HOME, u, 0, k, home_at)
+                _ref(t, EMPTY)
+            continue
+        t.waiting[0], t.waiting[1], t.waiting[2], t.waiting_at[0] = u, k, index, home_at
         if a.write_back != DELAYED_BACK:
             _go_home(t, EMPTY)
 
@@ -222,14 +251,15 @@ def _backward(a: Asked, t: Making, u: int, m: int, first: int, end: int) -> None
 
 @compiled_in_place
 def _after(a: Asked, t: Making, owners: Int64) -> None:
-    """Updates that wait for all gradients (exact clipping), or that use those of the step before (delayed)."""
+    """Updates that wait for all gradients (exact clipping) and are not late, or that use those of the step before
+    (delayed)."""
     end = float(t.num[COMPUTES])
     if a.updates_backward:
         owners = owners[::-1]
     if a.clips:
         _place(t, CLIP, owners[0], 0, int(a.updates_backward), end)
     for i, u in enumerate(owners):
-        if a.semantics == EXACT_CLIP:
+        if a.semantics == EXACT_CLIP and not a.is_late[u]:
             _update(a, t, u, end + i, False, 1.0, -1.0)
         elif a.semantics == DELAYED:
             _update(a, t, u, end * i / len(owners), True, end / len(owners), end + i)
@@ -261,12 +291,14 @@ def _list(a: Asked, turns: Turns, num_updates: int) -> int:
     num_units = len(a.is_block)
     t = Making(
         turns,
-        np.zeros(3, np.int64),
+        np.zeros(4, np.int64),
         np.empty(2 * num_units * a.num_batches, np.int64),
         np.empty(2 * num_updates, np.int64),
         np.empty(2 * num_updates, np.int64),
         np.full(3, EMPTY, np.int64),
         np.zeros(1, np.float64),
+        np.empty(2 * num_updates, np.int64),
+        np.full(1, EMPTY, np.int64),
     )
     owners, blocks = np.flatnonzero(a.is_owner), np.flatnonzero(a.is_block)
     apart = float(a.num_batches if a.is_vertical else 1)  # compute turns of a unit
@@ -278,6 +310,7 @@ def _list(a: Asked, turns: Turns, num_updates: int) -> int:
             ahead = a.prefetch_params_units + (a.update_over_units if a.updates_here[u] else 1)
             _update(a, t, u, (u - ahead) * apart, True, apart, -1.0)
     _go_home(t, EMPTY)  # forward is to use what the last of them has made
+    _write_held(t)
     backward, unit, batch = compute_order(a.is_vertical, num_units, a.num_batches, a.first_trained)
     for step in range(len(unit)):
         u, m = unit[step], batch[step]
@@ -293,4 +326,5 @@ def _list(a: Asked, turns: Turns, num_updates: int) -> int:
             _before(a, t, step, 2)
             t.num[COMPUTES] += 1
     _after(a, t, owners)
+    _write_held(t)
     return int(t.num[TURNS])

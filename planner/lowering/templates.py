@@ -20,7 +20,7 @@ from tierplan.sim.workloads.workload import Workload, first_alike
 
 USED = ("params", "owner's params", "frozen", "owner's frozen")
 OF_UNIT = (
-    "params", "frozen", "states*", "grads", "old grads", "norm", "due", "old states", "new states", "new params",
+    "params", "frozen", "states*", "grads", "old grads", "norm", "due", "old states", "new states*", "new params",
     "tied sum",
 )  # fmt: skip
 CELLS: Mapping[str, tuple[str, str]] = {
@@ -51,7 +51,7 @@ class TurnKind:
 
 
 BEFORE = ("before params", "before early params", "before acts", "before early acts")
-TO_UPDATE = ("params", "states#", "due", "old states", "new states", "new params", "clip")
+TO_UPDATE = ("params", "states#", "due", "old states", "new states#", "new params", "clip")
 PARAMS_IN_FORWARD, PARAMS_IN_BACKWARD = (
     (*USED, *(f"{name} in {turn}" for name in USED for turn in (phase, "turn"))) for phase in ("fwd", "bwd")
 )
@@ -59,7 +59,7 @@ IN_FORWARD = (*PARAMS_IN_FORWARD, "x", "next x", "shared", "kept", "left*")
 REMADE = (*PARAMS_IN_BACKWARD, "x", "next x", "shared", "remade")
 GRADIENTS = ("tied", "owner's tied", "tied sum", "owner's tied sum", "grads", "norm")
 IN_BACKWARD = (*PARAMS_IN_BACKWARD, "x", "shared", "kept", "left*", "remade", "dx", *GRADIENTS)
-DECLARED = ("params", "frozen", "states*", "old grads")
+DECLARED = ("params", "frozen", "states*", "old grads", "clip")
 AT_HOME = ("params", "states", "state_shards", "host_shards")
 
 TURNS: Mapping[int, TurnKind] = {
@@ -78,8 +78,10 @@ TURNS: Mapping[int, TurnKind] = {
     listing.ARRIVE: TurnKind(turns.arrive, ("state_shards",), TO_UPDATE, tuple(f"read after {k}" for k in range(3))),
     listing.UPDATE: TurnKind(turns.update, ("params", "state_shards"), TO_UPDATE, ("update after 0", "update after 1")),
     listing.GO_HOME: TurnKind(turns.go_home, AT_HOME, TO_UPDATE, ("home after",)),
+    listing.PARAMS_HOME: TurnKind(turns.params_home, AT_HOME, TO_UPDATE, ("home after",)),
+    listing.STATES_HOME: TurnKind(turns.states_home, AT_HOME, TO_UPDATE, ("home after",)),
 }
-ROW_FIELDS = listing.NUM_KINDS + 3
+ROW_FIELDS = listing.NUM_KINDS + 4
 Made = tuple[str, str, str]
 """Content, tier and kind of a buffer that a turn makes."""
 
@@ -129,7 +131,8 @@ class Chain:
         if choice not in self._known[u]:
             num_parts = len(self.workload.training.state_parts(self.workload.units[u], choice.state_shards))
             facts = [self._numbered(u, kind, choice) for kind in TURNS]
-            row = [*facts, num_parts, choice.updates_here, choice.late_update]
+            reads = choice.states == "nvme" and not choice.updates_here
+            row = [*facts, num_parts, choice.updates_here, choice.late_update, reads]
             self._known[u][choice] = self._rows.add(row)
         return self._known[u][choice]
 

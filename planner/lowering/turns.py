@@ -64,7 +64,8 @@ USES = (
 
 
 def declare(s: Sketch) -> None:
-    """Buffers that exist before the step: parameters, states, and the old gradients of delayed or late updates."""
+    """Buffers that exist before the step: parameters, states, the old gradients of delayed or late updates, and what
+    clipping multiplies those with."""
     name, n, t = s.unit.name, s.unit.num_trained, s.workload.training
     if n:
         s.put("params", s.home(Params(name), TIER_OF[s.choice.params], n * t.param_bytes, "params"))
@@ -76,6 +77,9 @@ def declare(s: Sketch) -> None:
             content, size_bytes = States(name, k, s.num_parts), t.states_bytes(s.unit, part)
             tier = HOST if k < s.choice.host_shards else TIER_OF[s.choice.states]
             s.put(f"states{k}", s.home(content, tier, size_bytes, "states"))
+    is_clipped = s.plan.semantics == "exact-clip" and t.max_grad_norm is not None
+    if n and is_clipped and s.choice.late_update and s.get("clip") is None:
+        s.put("clip", s.home(Clip(), HOST, NORM_BYTES, "work"))
     if n and (s.plan.semantics == "delayed-1" or s.choice.late_update):
         is_cast = s.goes_by_link and t.grad_bytes < FP32_BYTES
         old = CastGradients(name) if is_cast else Gradients(name, 0)
@@ -469,7 +473,7 @@ def update(s: Sketch) -> None:
     reads, writes, states = [s.get("due"), _coefficient(s)], [], s.get("old states")
     if states is not None:
         reads.append(states)
-        writes.append(s.put("new states", s.over(states)))
+        writes.append(s.put(f"new states{s.flag}", s.over(states)))
     params = s.get("params") if s.choice.params == "host" and s.flag == 0 else s.get("new params")
     if params is None and not t.has_master:
         what, lead = op_key(Params(name), "update"), STATES + s.num_parts - 1
@@ -487,14 +491,25 @@ def update(s: Sketch) -> None:
 
 def go_home(s: Sketch) -> None:
     """Sends what an update has written to where it lives between steps."""
-    choice, cell, after = s.choice, f"states{s.flag}", [s.get("home after")]
-    if (states := s.get("new states")) is not None:
-        if choice.states == "nvme" and s.flag >= choice.host_shards:
+    states_home(s)
+    if s.flag == s.num_parts - 1:
+        params_home(s)
+
+
+def states_home(s: Sketch) -> None:
+    """The states of a part alone."""
+    cell, after = f"states{s.flag}", [s.get("home after")]
+    if (states := s.get(f"new states{s.flag}")) is not None:
+        if s.choice.states == "nvme" and s.flag >= s.choice.host_shards:
             states = s.move(_part(s), states, NVME, over=s.made(cell), rank=GOES_HOME, after=after, mark="home")
         s.put(cell, states)
-    if s.flag == s.num_parts - 1:
-        params, mark = s.made("new params"), "home" if choice.params == "nvme" else ""
-        if choice.params != "host":
-            what, old = op_key(Params(s.unit.name), "update"), s.made("params")
-            params = s.move(what, params, TIER_OF[choice.params], over=old, rank=GOES_HOME, after=after, mark=mark)
-        s.put("params", params)
+
+
+def params_home(s: Sketch) -> None:
+    """The parameters alone, after the last part."""
+    params, place = s.made("new params"), s.choice.params
+    if place != "host":
+        what, old, after = op_key(Params(s.unit.name), "update"), s.made("params"), [s.get("home after")]
+        mark = "home" if place == "nvme" else ""
+        params = s.move(what, params, TIER_OF[place], over=old, rank=GOES_HOME, after=after, mark=mark)
+    s.put("params", params)

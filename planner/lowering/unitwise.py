@@ -20,7 +20,7 @@ from tierplan.planner.plan import UnitwisePlan, facts_of
 from tierplan.planner.plan_rules import WriteBack
 from tierplan.planner.several_devices.kinds import ENDS, OTHER, Kinds
 from tierplan.sim.builder import buffer_labels, tiers_of
-from tierplan.sim.columns import Int32, Int64, Labels, OpLabel, ScheduleColumns
+from tierplan.sim.columns import Bool, Int32, Int64, Labels, OpLabel, ScheduleColumns
 from tierplan.sim.compiled.graph_columns import graph_columns
 from tierplan.sim.compiled.readiness import consistent_order
 from tierplan.sim.schedule import ScheduleError
@@ -58,7 +58,7 @@ class UnitwiseStep:
     def __init__(self, chain: Chain, plan: UnitwisePlan) -> None:
         self.chain, self.plan, self.workload = chain, plan, chain.workload
         rows = chain.rows(plan.units)
-        self.num_parts, updates_here, is_late = rows[NUM_KINDS:]
+        self.num_parts, updates_here, is_late, reads = rows[NUM_KINDS:]
         training = self.workload.training
         self.num_batches = training.gradient_accumulation_steps
         asked = Asked(
@@ -71,6 +71,8 @@ class UnitwiseStep:
             is_late=is_late,
             updates_here=updates_here,
             num_parts=self.num_parts,
+            reads=reads > 0,
+            writes_late=self._written_late(reads > 0, is_late > 0),
             semantics=get_args(Semantics).index(plan.semantics),
             clips=training.max_grad_norm is not None,
             write_back=get_args(WriteBack).index(plan.write_back),
@@ -80,6 +82,15 @@ class UnitwiseStep:
         )
         self.turns = listed(asked)
         self.step = self._walk(rows)
+
+    def _written_late(self, reads: Bool, is_late: Bool) -> Bool:
+        """By unit, whether its update is one of the last that read states, of a step's and then of the late ones."""
+        found, num, is_owner = np.zeros(len(reads), np.bool_), self.plan.late_writes, self.chain.is_owner
+        if num:
+            at_once, late = np.flatnonzero(is_owner & reads & ~is_late), np.flatnonzero(is_owner & reads & is_late)
+            comes_first = self.plan.semantics == "in-backward" or self.plan.update_order == "backward"
+            found[np.concatenate([at_once[:: -1 if comes_first else 1], late])[-num:]] = True
+        return found
 
     def _walk(self, rows: Int64) -> Step:
         """All templates, drawn where they are new."""

@@ -151,12 +151,16 @@ def late_updates(problem: Problem, plan: UnitwisePlan, *, stretch: float) -> Uni
 
     Updates are nested: the unit whose gradients come last is needed first. So whenever the host is free, the latest
     gradients are served first; what is left when backward ends is late, and runs beside the next forward in order of
-    need. `stretch` scales the time that backward takes: 0 makes all updates late, infinity none.
+    need. `stretch` scales the time that backward takes: 0 makes all updates late, infinity none. With exact clipping
+    backward has time for none, so it is all or none.
     """
-    if plan.semantics != "in-backward":
+    if plan.semantics == "delayed-1":
         return plan
     if stretch == float("inf"):
         return replace(plan, units=_with_late(plan, set()))
+    if plan.semantics == "exact-clip":
+        able = {u for u, choice in enumerate(plan.units) if choice.states != "device" and choice.grads != "nvme"}
+        return replace(plan, units=_with_late(plan, able))
     rates = problem.rates
     units = problem.units
     seconds = []

@@ -45,7 +45,7 @@ from tierplan.sim.workloads.workload import CODED_SHARE, DTYPE_BYTES
 GRADIENTS = (Gradients, CastGradients, TiedGradients)
 FAMILIES = (GRADIENTS, (Params,), (States,))
 """What changes in a step, and is followed on its way."""
-OUTLIVE = (Params, Frozen, States, Gradients, CastGradients)
+OUTLIVE = (Params, Frozen, States, Gradients, CastGradients, Clip)
 """What a run has to begin with."""
 MEASURES = "measures"
 """In `meta` of a schedule that trains nothing, and times what it executes (`runtime.measure.units`)."""
@@ -346,8 +346,8 @@ class Way:
                 yield f"buffer {b.name!r} is there before the step, but nobody has written it; an op must write it"
             elif b.initial and b.name not in left and not isinstance(content, Frozen):
                 yield f"buffer {b.name!r} is there before the step, but no buffer becomes it in the next; one must"
-            is_gradient = isinstance(content, GRADIENTS)
-            self.parts[b.name] = (OLD,) if b.initial and is_gradient else ()
+            is_of_step = isinstance(content, (*GRADIENTS, Clip))
+            self.parts[b.name] = (OLD,) if b.initial and is_of_step else ()
 
     def _made(self, op: Op, name: str) -> tuple[object, ...]:
         """What is in a buffer that the op writes."""
@@ -369,9 +369,12 @@ class Way:
         """Whether gradients are complete where they are used, and parameters as old as the step says."""
         for name in op.reads:
             content, parts = self.contents[name], self.parts[name]
+            is_old = op.kind == "update" and op.unit in self.step.updates_of_step_before
             if op.kind in ("update", "norm") and isinstance(content, GRADIENTS):
-                is_old = op.kind == "update" and op.unit in self.step.updates_of_step_before
                 yield from self._incomplete(f"op {op.key!r} reads", name, is_old=is_old)
+            elif op.kind == "update" and isinstance(content, Clip) and is_old != (OLD in parts):
+                ages = ("this step", "the step before")
+                yield f"op {op.key!r} reads {name!r} of {ages[not is_old]}; its gradients are of {ages[is_old]}"
             elif op.kind in COMPUTES and isinstance(content, Params):
                 every = self.updates.get(content.unit, [])
                 updates = every if content.unit in self.step.late_updates else []
@@ -387,6 +390,8 @@ class Way:
         content, parts = self.contents[name], self.parts[name]
         if isinstance(content, GRADIENTS):
             yield from self._incomplete("the next step reads", name, is_old=False)
+        elif isinstance(content, Clip) and OLD in parts:
+            yield f"buffer {name!r} outlives the step, but is of the step before; an op of kind 'clip' must make it"
         elif isinstance(content, Params) and {*parts} != {*self.updates.get(content.unit, ())}:
             num = len(self.updates.get(content.unit, ()))
             yield f"buffer {name!r} outlives the step with {len(parts)} of its unit's {num} updates; it must have all"

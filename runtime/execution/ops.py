@@ -317,7 +317,9 @@ class Bodies:
         pairs = [pair for x in call.reads for pair in value_of(x).norms]
         ranks = self.ranks if self._has_shards or self.stages else None
         self.grad_norm = global_norm(pairs, len(self.parameters), ranks, call.step, self.dtype)
-        call.writes[0].value = BufferValue(clip=torch.clamp(max_norm / (self.grad_norm + 1e-6), max=1.0))
+        coefficient = torch.clamp(max_norm / (self.grad_norm + 1e-6), max=1.0)
+        memory = self.places.place(call.writes[0]).block.data.zero_()
+        memory[: coefficient.itemsize].view(coefficient.dtype).copy_(coefficient)
 
     # ---- update ----
 
@@ -345,10 +347,14 @@ class Bodies:
         else:
             flat_gradient = grads.block.once((call.op.key, own.dtype), functools.partial(own.values, own.dtype))
             gradient = flat_gradient.to(self.dtype)  # exact either way
-        clip = None if own.clip is None else value_of(reads[own.clip]).clip
+        clip = None if own.clip is None else self.clip_of(reads[own.clip])
         threads = threads_here(self.num_threads) if layout.optimizer.grain is None else nullcontext()
         with self.places.changing(call.step), threads:
             self.update(unit.name, flat, gradient, views, own.part, call.step - own.is_late, clip)
+
+    def clip_of(self, instance: Instance) -> torch.Tensor:
+        """What gradients are multiplied with, a scalar of the dtype that norms have."""
+        return value_of(instance).block.data[: self.dtype.itemsize].view(self.dtype)[0]
 
     def _updated(self, call: Call, unit: ModelUnit) -> _Updated:
         of, reads = States.updated_by(call.op.key), [*map(content_of, call.reads)]

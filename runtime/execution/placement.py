@@ -27,7 +27,7 @@ from tierplan.runtime.memory.files import Folders, paths_of
 from tierplan.runtime.memory.store import Extent, Store, measure_weights
 from tierplan.runtime.ranks.alike import check_alike
 from tierplan.runtime.ranks.collectives import joined, own_part
-from tierplan.sim.contents import CastGradients, Content, Frozen, Gradients, Params
+from tierplan.sim.contents import CastGradients, Clip, Content, Frozen, Gradients, Params
 from tierplan.sim.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -161,6 +161,8 @@ class Placement:
                 self.fill(by_content[content], start)
             if (grads := _old_gradients(unit.name, by_content)) is not None:
                 grads.value = BufferValue(self.bodies.places.allocate(grads), is_absent=True)
+        if (clip := by_content.get(Clip())) is not None and not is_resumed:
+            clip.value = BufferValue(self.bodies.places.allocate(clip), is_absent=True)
         sums = {f"the checksum of {name!r} in the model": xxh3 for name, xxh3 in sums.items()}
         check_alike(ranks, sums, "call torch.manual_seed before the model is made, or load the same weights on all")
 
@@ -250,21 +252,42 @@ class Placement:
     def _after_late_update(self, name: str) -> torch.Tensor:
         """A copy of a unit's parameters with the update that the next step would begin with."""
         bodies, by_content = self.bodies, self._by_content()
-        unit = bodies.unit_of(Params(name))
-        params, grads = (
-            bodies.places.read(by_content[Params(name)]).view(bodies.dtype),
-            _old_gradients(name, by_content),
-        )
+        unit, grads = bodies.unit_of(Params(name)), _old_gradients(name, by_content)
         assert grads is not None, f"a late update of {name} has gradients"
-        parts = {bodies.states_part(content): self._as_it_is(content) for content in states_of(name, by_content)}
-        layout = bodies.layouts[name]
-        part = own_part(grads, unit, bodies.ranks)
+        params, part = (
+            bodies.places.read(by_content[Params(name)]).view(bodies.dtype),
+            own_part(grads, unit, bodies.ranks),
+        )
         own = params if len(params) == len(part) else params[part.start : part.stop]
         if not value_of(grads).is_absent:
-            is_cast = isinstance(content_of(grads), CastGradients)
-            gradient = bodies.places.read(grads).view(torch.float32 if is_cast else bodies.dtype).to(bodies.dtype)
-            views = list(layout.views(layout.join([*parts.values()], [*parts]), part)) if parts else []
-            bodies.update(name, own, gradient, views, part, self.executor.num_steps_done - 1)
+            is_cast, clip = isinstance(content_of(grads), CastGradients), by_content.get(Clip())
+            gradient = bodies.places.read(grads).view(torch.float32 if is_cast else bodies.dtype)
+            self._update(name, own, gradient, part, None if clip is None else bodies.clip_of(clip))
         if bodies.ranks is not None and len(own) < unit.num_trained:
             params = joined(own, unit, bodies.ranks)
         return params.view(torch.uint8)
+
+    def _update(
+        self, name: str, own: torch.Tensor, gradient: torch.Tensor, part: range, clip: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Updates parameters of a unit by the gradients of the last step; the states that they have then."""
+        bodies, by_content = self.bodies, self._by_content()
+        layout = bodies.layouts[name]
+        parts = {bodies.states_part(content): self._as_it_is(content) for content in states_of(name, by_content)}
+        states = layout.join([*parts.values()], [*parts]) if parts else torch.empty(0, dtype=torch.uint8)
+        views = list(layout.views(states, part)) if parts else []
+        bodies.update(name, own, gradient.to(bodies.dtype), views, part, self.executor.num_steps_done - 1, clip)
+        return states
+
+    def make_update(self, name: str, gradient: torch.Tensor, clip: torch.Tensor | None) -> None:
+        """The update of a unit that a run of another plan had still to make, by the gradients of its last step; on one
+        device."""
+        bodies, by_content = self.bodies, self._by_content()
+        unit, layout, home = bodies.unit_of(Params(name)), bodies.layouts[name], by_content[Params(name)]
+        params = bodies.places.read(home).view(bodies.dtype)
+        states = self._update(name, params, gradient, range(unit.num_trained), clip)
+        updated = {home: params.view(torch.uint8)}
+        updated |= {by_content[c]: layout.cut(states, bodies.states_part(c)) for c in states_of(name, by_content)}
+        for instance, memory in updated.items():
+            bodies.places.release(instance)
+            self.fill(instance, memory)

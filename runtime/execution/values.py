@@ -218,10 +218,9 @@ class BufferValue:
     filled: set[int] | None = None
     """Of a gradient in flat memory: the positions, in the unit, of the parameters that have one; None for all."""
     is_absent: bool = False
-    """Of a gradient: there is none yet (the first delayed update)."""
+    """Of a gradient, and what clips it: there is none yet (the first delayed or late update)."""
     norms: Sequence[tuple[int, torch.Tensor]] = ()
     """Of `norm/U`: the position in the model and the norm of each parameter's gradient."""
-    clip: torch.Tensor | None = None
     rng: Sequence[torch.Tensor] = ()
     """Of an input from another rank: the random numbers with which its unit goes on."""
     strides: Strides = ()

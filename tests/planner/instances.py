@@ -136,7 +136,7 @@ def random_plan(rng: random.Random, problem: Problem) -> UnitwisePlan:
     units = []
     for u, (unit, amounts) in enumerate(zip(problem.workload.units, problem.units, strict=True)):
         mode = MODES[rng.choice(problem.modes(u))]
-        can_be_late = problem.semantics == "in-backward" and mode.updated != "device" and mode.grads != "nvme"
+        can_be_late = problem.semantics != "delayed-1" and mode.updated != "device" and mode.grads != "nvme"
         units.append(
             UnitPlan(
                 params=mode.params,

@@ -181,7 +181,7 @@ def test_adapters_of_peft_against_the_plain_trainer(tmp_path: Path) -> None:
         assert torch.equal(a, b), name
 
 
-@pytest.mark.parametrize(("accumulation", "clip", "late"), [(1, None, True), (3, 0.5, False)])
+@pytest.mark.parametrize(("accumulation", "clip", "late"), [(1, None, True), (3, 0.5, False), (2, 0.5, True)])
 def test_evaluation_and_saving_in_the_middle_of_training(
     accumulation: int, clip: float | None, late: bool, tmp_path: Path
 ) -> None:

@@ -183,13 +183,17 @@ def test_delayed_updates(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("place", ["host", "nvme"])
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_updates_that_wait_for_the_next_step(dtype: str, place: str, accumulation: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("accumulation", "clip"), [(1, None), (2, None), (2, 0.5)])
+def test_updates_that_wait_for_the_next_step(
+    dtype: str, place: str, accumulation: int, clip: float | None, tmp_path: Path
+) -> None:
     """Half of the units are updated late; the numbers are those of plain training all the same, to the last step."""
     model = make_model("gpt2", dtype=dtype)
-    training = replace(CPU, dtype=dtype, gradient_accumulation_steps=accumulation)  # type: ignore[arg-type]
+    training = replace(CPU, dtype=dtype, gradient_accumulation_steps=accumulation, max_grad_norm=clip)  # type: ignore[arg-type]
     workload = observed_workload(model, make_batches(1)[0], training)
-    plan = uniform_plan(workload, UnitPlan(params=place, grads="host", states=place))  # type: ignore[arg-type]
+    semantics = "exact-clip" if clip else "in-backward"
+    choice = UnitPlan(params=place, grads="host", states=place)  # type: ignore[arg-type]
+    plan = uniform_plan(workload, choice, semantics=semantics)
     units = tuple(replace(choice, late_update=i % 2 == 0) for i, choice in enumerate(plan.units))
     schedule = check(
         model, training, replace(plan, units=units), tmp_path, workload=workload, learning_rate=lambda k: 0.01 / (k + 1)

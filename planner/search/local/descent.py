@@ -108,7 +108,7 @@ def _with_random_unit(problem: Problem, plan: UnitwisePlan, u: int, rng: random.
         able = [action for action in (ACTIONS if group.slots else ACTIONS[:1]) if problem.may_be(group, action)]
         plan = with_action(plan, problem, u, g, rng.choice(able))
     choice = plan.units[u]
-    if choice.states != "device" and choice.grads != "nvme" and plan.semantics == "in-backward":
+    if choice.states != "device" and choice.grads != "nvme" and plan.semantics != "delayed-1":
         units = list(plan.units)
         units[u] = replace(choice, late_update=rng.random() < 0.5)
         plan = replace(plan, units=tuple(units))

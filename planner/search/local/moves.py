@@ -20,6 +20,8 @@ WINDOWS = ((1, 1, 1), (2, 2, 2), (1, 2, 2), (2, 1, 1), (3, 4, 3), (0, 0, 1), (1,
 """Prefetch windows that are tried: parameters, activations, states, in units."""
 OVER_UNITS = (1, 2, 3)
 """Turns of units over which updates are spread whose states come to the device."""
+LATE_WRITES = (0, 1, 2, 3, 4, 6, 8, 12, 16)
+"""Units whose states are written when all have been read."""
 SHORT_CHAIN = 6
 BROUGHT_ONE_IN = (2, 3, 4, 6)
 """States of one in so many units come to the device: evenly spread, they are out of each other's way."""
@@ -88,6 +90,8 @@ def _windows(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
         yield lambda plan, windows=windows: with_windows(plan, windows)  # type: ignore[misc]
     for num in OVER_UNITS if any(choice.update == "device" for choice in plan.units) else ():
         yield lambda plan, num=num: replace(plan, update_over_units=num)  # type: ignore[misc]
+    for num in LATE_WRITES if any(c.states == "nvme" and not c.updates_here for c in plan.units) else ():
+        yield lambda plan, num=num: replace(plan, late_writes=num, updates_in_flight=0)  # type: ignore[misc]
     if problem.devices > 1 and problem.divided == "all":
         yield lambda plan: replace(plan, sharing=reducing(plan.sharing))
         yield lambda plan: replace(plan, sharing=gathering(plan.sharing))
@@ -136,7 +140,7 @@ def _lateness(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
     def toggle(u: int) -> Move:
         def move(plan: UnitwisePlan) -> UnitwisePlan | None:
             choice = plan.units[u]
-            if choice.states == "device" or plan.semantics != "in-backward":
+            if choice.states == "device" or plan.semantics == "delayed-1":
                 return None
             return _with_unit(plan, u, replace(choice, late_update=not choice.late_update))
 
@@ -393,7 +397,7 @@ def with_brought_states(plan: UnitwisePlan, every: int = 1, grads: Place = "devi
 
 def with_late_here(plan: UnitwisePlan, every: int) -> UnitwisePlan:
     """The plan with one late in so many of the updates on the device whose states come there, and no others."""
-    if plan.semantics != "in-backward":
+    if plan.semantics == "delayed-1":
         return plan
     units, brought = list(plan.units), [u for u, choice in enumerate(plan.units) if choice.update == "device"]
     for k, u in enumerate(brought):

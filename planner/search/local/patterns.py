@@ -26,6 +26,7 @@ from tierplan.planner.search.candidates import Candidate, PlanSimulator
 from tierplan.planner.search.local.descent import BETTER
 from tierplan.planner.search.local.exchanges import ACTIVATIONS, alike
 from tierplan.planner.search.local.moves import (
+    LATE_WRITES,
     OVER_UNITS,
     WINDOWS,
     gathering,
@@ -283,7 +284,7 @@ class Patterns:
     def _other(self, placement: UnitPlan) -> UnitPlan:
         """A placement that differs in one thing: whether the update is late, or where something is."""
         is_summed_late = self.plan.devices > 1 and placement.update == "device"
-        may_be_late = self.plan.semantics == "in-backward" and not is_summed_late
+        may_be_late = self.plan.semantics != "delayed-1" and not is_summed_late
         if self.rng.random() < LATENESS and may_be_late:
             return replace(placement, late_update=not placement.late_update)
         parts = ("params", "frozen", "states", "update")
@@ -324,7 +325,8 @@ class Patterns:
             {"prefetch_params_units": params, "prefetch_acts_units": acts, "prefetch_states_units": states},
             {"overtaking": self.rng.random() < 0.5},
             {"update_over_units": self.rng.choice(OVER_UNITS)},
-            {"updates_in_flight": self.rng.choice(IN_FLIGHT)},
+            {"updates_in_flight": self.rng.choice(IN_FLIGHT), "late_writes": 0},
+            {"updates_in_flight": 0, "late_writes": self.rng.choice(LATE_WRITES)},
         ]
         if self.problem.devices > 1 and self.problem.divided == "all":
             sharing = {"sharing": self.plan.sharing, **pattern.of_all}["sharing"]

@@ -170,6 +170,7 @@ def test_states_in_shards_move_the_same_bytes_and_run_two_steps(params: str, gra
         ("in-backward", False, {}),
         ("in-backward", True, {"write_back": "delayed"}),
         ("exact-clip", False, {"hold_updates": True, "strict_windows": True}),
+        ("exact-clip", True, {"late_writes": 1}),
         ("exact-clip", False, {"write_back": "awaited", "updates_in_flight": 1, "by_link": GradientsByLink()}),
         ("delayed-1", False, {}),
     ):
@@ -244,10 +245,15 @@ def test_a_plan_that_contradicts_itself_is_refused() -> None:
     [
         (UnitPlan(late_update=True), {}, "updated late with gradients in 'device' and states in 'device'"),
         (UnitPlan(grads="nvme", states="nvme", late_update=True), {}, "updated late with gradients in 'nvme'"),
-        (AWAY, {"semantics": "exact-clip"}, "updated late, but the plan's semantics are 'exact-clip'"),
         (AWAY, {"semantics": "delayed-1"}, "updated late, but the plan's semantics are 'delayed-1'"),
         (replace(AWAY, late_update=False), {"semantics": "delayed-1", "hold_updates": True}, "holds updates until"),
         (replace(AWAY, late_update=False), {"hold_updates": True}, "holds updates until"),
+        (
+            AWAY,
+            {"late_writes": 1, "updates_in_flight": 2},
+            "late_writes=1, updates_in_flight=2 and write_back='at once'",
+        ),
+        (AWAY, {"late_writes": 2, "write_back": "awaited"}, "leave out late_writes, or the other two"),
     ],
 )
 def test_updates_at_two_times_are_refused(choice: UnitPlan, settings: dict[str, object], message: str) -> None:

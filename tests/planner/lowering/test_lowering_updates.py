@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from tests.planner.instances import MB, chain, small_machine
 from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import GradientsByLink, UnitPlan
+from tierplan.sim.analysis.completion import smallest_capacity_bytes
+from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.schedule import Op
 
 BLOCK = 3 * MIB
@@ -71,9 +75,15 @@ def test_with_clipping_every_update_reads_the_coefficient(states: str) -> None:
 
 
 @pytest.mark.parametrize(("window", "following"), [(0, "fwd/L6/mb0"), (1, "fwd/L5/mb0"), (3, "fwd/L3/mb0")])
-def test_a_late_update_is_listed_in_time_for_the_fetch_of_its_parameters(window: int, following: str) -> None:
+@pytest.mark.parametrize("semantics", ["in-backward", "exact-clip"])
+def test_a_late_update_is_listed_in_time_for_the_fetch_of_its_parameters(
+    window: int, following: str, semantics: str
+) -> None:
     choice = UnitPlan(params="host", grads="host", states="host", late_update=True)
-    keys = list(ops_of(choice, prefetch_params_units=window))
+    training = {"max_grad_norm": 1.0 if semantics == "exact-clip" else None}
+    ops = ops_of(choice, training, semantics=semantics, prefetch_params_units=window)
+    keys = list(ops)
+    assert ("clip@host#0" in ops["update/L6"].reads) == (semantics == "exact-clip")
     assert next(k for k in keys[keys.index("update/L6") :] if k.startswith("fwd/")) == following
 
 
@@ -190,3 +200,35 @@ def test_a_slower_copy_of_gradients_holds_the_link_for_longer() -> None:
     )
     assert quick.work == {"bytes": 4 * BLOCK}
     assert slow.work == {"bytes": 4 * BLOCK, "s": pytest.approx(1.5 * 4 * BLOCK / 5e9)}
+
+
+@pytest.mark.parametrize("params", ["device", "host"])
+def test_forward_does_not_wait_for_memory_behind_late_updates_that_clip(params: str) -> None:
+    """Nor is there so much to hold at once: all gradients, or states of units whose turn is far away."""
+    workload = toy_workload(8, gradient_accumulation_steps=2, max_grad_norm=1.0)
+    choice = UnitPlan(params=params, grads="host", states="nvme", input="host")  # type: ignore[arg-type]
+    found = []
+    for is_late in (False, True):
+        plan = uniform_plan(workload, replace(choice, late_update=is_late), semantics="exact-clip", order="vertical")
+        schedule = lower(plan, workload, toy_machine())
+        found.append((steady_state(schedule, toy_machine()).period_s, smallest_capacity_bytes(schedule, "host")))
+    (behind_s, behind_bytes), (late_s, late_bytes) = found
+    assert behind_bytes is not None
+    assert late_bytes is not None
+    assert late_s < 0.85 * behind_s
+    assert late_bytes < 0.6 * behind_bytes
+
+
+def test_late_writes_leave_the_drive_to_what_forward_waits_for() -> None:
+    """Reads and writes take turns: 1.2 s for the states of a unit, of which writing is half."""
+    workload = chain(forward_s=[1.0] * 6, parameters=[10 * MB] * 6, saved_mb=[[5]] * 6, max_grad_norm=1.0)
+    machine = small_machine(
+        device_mb=100_000, host_mb=100_000, link_mb_per_s=4000, read_mb_per_s=100, write_mb_per_s=100,
+        adam_m_per_s=1000, ssd_bonus=0.0,
+    )  # fmt: skip
+    choice = UnitPlan(grads="host", states="nvme", late_update=True, state_shards=4)
+    plan = uniform_plan(workload, choice, semantics="exact-clip")
+    steps_s = [
+        steady_state(lower(replace(plan, late_writes=num), workload, machine), machine).period_s for num in range(1, 7)
+    ]
+    assert [before_s - step_s for before_s, step_s in pairwise(steps_s)] == pytest.approx([1.2] * 5, abs=0.01)

@@ -29,7 +29,8 @@ DIGESTS = {
     (3, 1.0): "8135ce48b78c3d3d",
 }
 """Of schedules that the lowering before templates made, by micro-batches and clipping, but for gradients that add up
-over the link, which came after it: without them it and this one made the same."""
+over the link, which came after it: without them it and this one made the same. It knew neither late updates of exact
+clipping nor late writes."""
 
 
 def random_workload(rng: random.Random, batches: int, clip: float | None) -> Workload:
@@ -104,6 +105,9 @@ def test_schedules_are_those_of_the_walk_without_templates(
         found = hashlib.sha256()
         for number in range(60):
             plan, workload = random_case(number, batches, clip)
+            plan = replace(plan, late_writes=0)
+            if plan.semantics == "exact-clip":
+                plan = replace(plan, units=tuple(replace(unit, late_update=False) for unit in plan.units))
             found.update(written(lower(plan, workload, toy_machine(), refine=False)).encode())
         return found.hexdigest()[:16]
 

@@ -368,7 +368,7 @@ def test_late_updates_of_vertical_order_overlap_the_next_forward() -> None:
         assert bool(early) == bool(late)
     assert moved[0] == moved[1]
     with pytest.raises(PlanError, match="updated late"):
-        decide("vertical", workload, toy_machine(), {"late": 0.5, "semantics": "exact-clip"}).check(workload)
+        decide("vertical", workload, toy_machine(), {"late": 0.5, "semantics": "delayed-1"}).check(workload)
 
 
 def test_vertical_order_fetches_parameters_twice_whatever_the_micro_batches() -> None:

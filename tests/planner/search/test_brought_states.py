@@ -52,7 +52,7 @@ def best_of(workload: Workload, machine: Machine, *, brings: bool = True, **more
             params=m.params, states=m.states, grads=m.grads, update=m.update, late_update=late, state_shards=num, **more
         )
         for m in modes
-        for late in ((False, True) if m.updated != "device" and semantics == "in-backward" else (False,))
+        for late in ((False, True) if m.updated != "device" and m.grads != "nvme" else (False,))
         for num in ((1, 4) if m.updated == "brought" else (1,))
     ]
     made = itertools.product(choices, repeat=len(workload.units))

@@ -45,6 +45,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "clipped": made(),
         "plain": made(semantics="in-backward"),
         "late": made(late, "in-backward"),
+        "late and clipped": made(late),
         "stateless": made(semantics="in-backward", training={"optimizer": "sgd", "dtype": "fp32"}),
         "coded": made(semantics="in-backward", training={"activation_format": "fp8"}),
         "by link": made(semantics="in-backward", by_link=GradientsByLink()),
@@ -116,6 +117,28 @@ def more(key: str, start: str) -> Change:
     return change
 
 
+def instead(key: str, old: str, new: str) -> Change:
+    """The op reads another buffer."""
+
+    def change(record: Record) -> None:
+        changed = op(record, key)
+        before = changed["reads"]
+        changed["reads"] = [new if name == old else name for name in before]
+        assert changed["reads"] != before
+
+    return change
+
+
+def becomes(successors: dict[str, str | None]) -> Change:
+    """Other buffers are these in the next step."""
+
+    def change(record: Record) -> None:
+        for b in record["buffers"]:
+            b["becomes"] = successors.get(b["name"], b["becomes"])
+
+    return change
+
+
 def over(name: str, other: str | None) -> Change:
     """The buffer takes over the bytes of that one, or of none."""
     return lambda record: next(b for b in record["buffers"] if b["name"] == name).update(reuses=other)
@@ -131,6 +154,14 @@ EDITS: dict[str, tuple[str, Change, str]] = {
     ),
     "a clipped update without gradients": ("clipped", less("update/head", "grads"), "does not read 'grads/head'"),
     "an update that does not clip": ("clipped", less("update/embed", "clip"), "does not read 'clip'"),
+    "an update that clips with what is of the step before": (
+        "late and clipped", instead("update/head", "clip@host#1", "clip@host#0"),
+        "op 'update/head' reads 'clip@host#0' of the step before; its gradients are of this step",
+    ),
+    "late updates that clip with what was made once": (
+        "late and clipped", becomes({"clip@host#0": "clip@host#0", "clip@host#1": None}),
+        "buffer 'clip@host#0' outlives the step, but is of the step before; an op of kind 'clip' must make it",
+    ),
     "a norm that is not clipped with": ("clipped", less("clip", "norm/embed"), "does not read norm/embed; clipping"),
     "a norm of nothing": ("clipped", less("norm/head", "grads"), "op 'norm/head' reads nothing and writes"),
     "a norm that nobody writes": ("clipped", without("norm/head"), "op 'norm/head' reads 'grads/head' and writes noth"),

@@ -80,12 +80,41 @@ def test_with_gradients_on_nvme_and_every_way_home(settings: dict[str, Any], tmp
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_late_updates(optimizer: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_late_updates(optimizer: str, clip: float | None, tmp_path: Path) -> None:
     """SGD has a master copy for its states, in bf16."""
-    training = replace(CPU, dtype="bf16", optimizer=optimizer)  # type: ignore[arg-type]
+    training = replace(CPU, dtype="bf16", optimizer=optimizer, max_grad_norm=clip)  # type: ignore[arg-type]
     model = make_model("gpt2", num_blocks=2, dtype="bf16")
     choice = UnitPlan(params="nvme", grads="host", states="nvme", late_update=True)
-    check(model, training, partial(split, choice=choice), tmp_path)
+    semantics = "exact-clip" if clip else "in-backward"
+    check(model, training, partial(split, choice=choice, semantics=semantics), tmp_path)
+
+
+@pytest.mark.parametrize("late", ["none", "some", "all"])
+@pytest.mark.parametrize(("clip", "semantics"), [(None, "in-backward"), (0.5, "exact-clip"), (None, "delayed-1")])
+def test_states_are_written_when_all_are_read(late: str, clip: float | None, semantics: str, tmp_path: Path) -> None:
+    """Those of the last units that are updated: of late updates, the ones that end in forward."""
+    if late != "none" and semantics == "delayed-1":
+        pytest.skip("all are late there")
+    training = replace(CPU, dtype="bf16", max_grad_norm=clip, gradient_accumulation_steps=2)
+    model = make_model("gpt2", num_blocks=3, dtype="bf16")
+    choice = UnitPlan(params="device", grads="host", states="nvme")
+
+    def planned(workload: Workload) -> UnitwisePlan:
+        plan = split(workload, choice, semantics=semantics, late_writes=2)
+        is_late = {"none": (), "some": ("L1", "L2"), "all": [unit.name for unit in workload.units]}[late]
+        names = [unit.name for unit in workload.units]
+        units = [replace(unit, late_update=n in is_late) for n, unit in zip(names, plan.units, strict=True)]
+        return replace(plan, units=tuple(units))
+
+    schedule = check(model, training, planned, tmp_path)
+    written = {op.key: op for op in schedule.ops if op.key.startswith("write_states/")}
+    is_forward = semantics != "in-backward" or late != "none"
+    last = ["L1", "L2"] if late == "some" else ["L2", "head"] if is_forward else ["L0", "embed"]
+    read_last = {"L2": "L2/2of3", "head": "head", "embed": "embed/2of3"}[last[-1]]
+    for op in written.values():
+        assert op.after == ((f"read_states/{read_last}",) if op.unit in last else ()), op.key
+    assert {op.unit for op in written.values()} == {unit.name for unit in schedule.step.units}
 
 
 def test_an_optimizer_without_states_updates_each_part_once(tmp_path: Path) -> None:

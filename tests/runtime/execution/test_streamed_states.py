@@ -105,12 +105,20 @@ def test_the_device_has_room_for_a_shard_at_a_time() -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("params", "states"), [("device", "host"), ("host", "nvme")])
 @pytest.mark.parametrize("grads", ["device", "host"])
-@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize(("shards", "clip"), [(1, None), (3, None), (3, 0.5)])
 def test_such_an_update_may_be_late(
-    order: str, accumulation: int, dtype: str, params: str, states: str, grads: str, shards: int, tmp_path: Path
+    order: str,
+    accumulation: int,
+    dtype: str,
+    params: str,
+    states: str,
+    grads: str,
+    shards: int,
+    clip: float | None,
+    tmp_path: Path,
 ) -> None:
     """Then it comes ahead of its unit's forward, with gradients that have waited where the plan says."""
-    training = replace(CPU, dtype=dtype, gradient_accumulation_steps=accumulation)  # type: ignore[arg-type]
+    training = replace(CPU, dtype=dtype, gradient_accumulation_steps=accumulation, max_grad_norm=clip)  # type: ignore[arg-type]
     model = make_model("gpt2", num_blocks=2, dtype=dtype)
     workload = observed_workload(model, make_batches(1)[0], training)
     choice = UnitPlan(
@@ -121,7 +129,8 @@ def test_such_an_update_may_be_late(
         state_shards=shards,
         late_update=True,  # type: ignore[arg-type]
     )
-    chosen = uniform_plan(workload, choice, order=order, prefetch_params_units=1)
+    semantics = "exact-clip" if clip else "in-backward"
+    chosen = uniform_plan(workload, choice, order=order, semantics=semantics, prefetch_params_units=1)
     schedule = check(model, training, chosen, tmp_path, workload=workload)
     keys = [op.key for op in schedule.ops]
     last = keys.index("update/L1" if shards == 1 else "update/L1/2of3")
