@@ -55,8 +55,8 @@ DRAWING_ORDER = "drawing_order"
 OTHERWISE = {
     DRAWING_ORDER: "without a seed, random numbers are drawn in the order of the plan's forwards, and this plan has "
     "another one. Resume with a plan that takes its micro-batches in the old order, or start a new run with a seed",
-    "late_updates": "in a commit, gradients of such units wait for their update in the next step. Resume with a plan "
-    "that updates the same units late, such as the one that the run was made with",
+    "late_updates": "in a commit, gradients of such units wait for their update in the next step, a part on each rank. "
+    "Resume with a plan that updates the same units late, such as the one that the run was made with, or on one device",
 }
 """Why other settings are refused than those that change the numbers, and what to do."""
 
@@ -397,13 +397,15 @@ def drawing_order(schedule: Schedule) -> str:
     return xxh3_64_hexdigest(repr(order).encode())
 
 
-def check_same_settings(commit: Commit, settings: Mapping[str, Any]) -> None:
+def check_same_settings(commit: Commit, settings: Mapping[str, Any], *, num_ranks: int = 1) -> None:
     """Raises `CommitError` unless the run to resume has these settings. Older commits do not say that losses
-    are divided, nor in which order random numbers were drawn."""
+    are divided, nor in which order random numbers were drawn. One device makes whichever updates were still to come."""
     both = {"divides_loss": True, DRAWING_ORDER: settings.get(DRAWING_ORDER), **commit.settings}, settings
     before, now = (json.loads(json.dumps(each, sort_keys=True)) for each in both)
     if before.get("semantics") in AT_ONCE and now.get("semantics") in AT_ONCE:
         now["semantics"] = before["semantics"]
+        if num_ranks == 1:
+            now["late_updates"] = before.get("late_updates")
     for name, old, new in differences(before, now):
         why = OTHERWISE.get(name, "that would change its numbers. Use the old setting, or start a new run")
         raise CommitError(

@@ -38,8 +38,11 @@ from tierplan.runtime.memory.store import DamageError, Extent, Store
 from tierplan.runtime.ranks.alike import check_alike
 from tierplan.runtime.ranks.collectives import own_part, shard_part
 from tierplan.runtime.ranks.group import Ranks
-from tierplan.sim.contents import Frozen, Gradients, Params, States
-from tierplan.sim.schedule import Schedule
+from tierplan.sim.contents import NORM_BYTES, CastGradients, Clip, Content, Frozen, Gradients, Params, States
+from tierplan.sim.schedule import Buffer, Schedule
+
+OF_LATE_UPDATES = (Gradients, CastGradients, Clip)
+"""What such an update has to wait for in the next step."""
 
 
 class Durability:
@@ -65,7 +68,7 @@ class Durability:
                     "give another folder"
                 )
             if self.last is not None:
-                check_same_settings(self.last, settings)
+                check_same_settings(self.last, settings, num_ranks=1 if ranks is None else ranks.size)
         except BaseException:
             self.close()
             raise
@@ -198,7 +201,8 @@ class Durability:
             committed = commit.contents.get(content)
             if isinstance(content_of(instance), Frozen):  # what was not trained: the model has it
                 continue
-            if committed is not None and committed.is_absent:
+            is_due = isinstance(content_of(instance), OF_LATE_UPDATES) and placement.late_updates
+            if (committed is not None and committed.is_absent) or (is_due and not self._has(content)):
                 instance.value = BufferValue(bodies.places.allocate(instance), is_absent=True)
             elif committed is None or self._log.is_of_others or not self._is_cut_so(instance, sizes_bytes):
                 placement.fill(instance, self._cut_otherwise(instance, bodies))
@@ -209,7 +213,33 @@ class Durability:
             else:
                 placement.fill(instance, self._committed(content, bodies, self._log, commit))
         bodies.places.committed = {*taken.values(), *([self._seal] if self._seal else [])}
+        if bodies.ranks is None:
+            self._make_due(placement)
         return tuple(torch.frombuffer(bytearray.fromhex(s), dtype=torch.uint8) for s in commit.rng)
+
+    def _has(self, content: str) -> bool:
+        """Whether it was committed, by any rank."""
+        return any(content in commit.contents for _, commit in self._parts())
+
+    def _make_due(self, placement: Placement) -> None:
+        """Makes the updates for which gradients were committed that are none of this schedule's late ones."""
+        bodies, carried = placement.bodies, {x.buffer.content for x in placement.executor.carried.values()}
+
+        def whole(content: Content, num: int, dtype: torch.dtype) -> torch.Tensor:
+            buffer = Buffer(name="due", tier=HOST, size_bytes=num * dtype.itemsize, content=str(content), kind="grads")
+            return self._cut_otherwise(Instance(buffer), bodies).view(dtype)
+
+        for unit in bodies.units:
+            for content in (Gradients(unit.name, 0), CastGradients(unit.name)):
+                name, is_cast = str(content), isinstance(content, CastGradients)
+                absent = (commit.contents[name].is_absent for _, commit in self._parts() if name in commit.contents)
+                if name in carried or not self._has(name) or any(absent):
+                    continue
+                clip = (
+                    whole(Clip(), NORM_BYTES // bodies.dtype.itemsize, bodies.dtype)[0] if self._has("clip") else None
+                )
+                gradient = whole(content, unit.num_trained, torch.float32 if is_cast else bodies.dtype)
+                placement.make_update(unit.name, gradient, clip)
 
     def check_frozen(self, sums: Mapping[str, str]) -> None:
         """Raises `CommitError` unless what the model does not train is what it was in the last commit."""
@@ -254,6 +284,10 @@ class Durability:
         lacking = CommitError(
             f"the last commit has no {str(content)!r} of {lacking_bytes:,} bytes, or a part of it; plan again"
         )
+        if isinstance(content, Clip | CastGradients):  # all ranks have the same, or one has it
+            for part in self._parts():
+                if str(content) in part[1].contents:
+                    return self._committed(str(content), bodies, *part)
         if not isinstance(content, Params | States | Gradients):
             raise lacking
         unit, layout = bodies.unit_of(content), bodies.layouts[content.unit]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import random
@@ -11,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -61,9 +62,10 @@ def schedule_for(choice: str, training: Training = CPU, semantics: Semantics = "
 
 
 @cache
-def plain_weights(steps: int = STEPS) -> list[torch.Tensor]:
-    model = new_model()
-    train_plainly(model, make_batches(steps), steps=steps, optimizer=OptimizerSettings(lr=1e-2))
+def plain_weights(steps: int = STEPS, max_grad_norm: float | None = None) -> list[torch.Tensor]:
+    model, batches = new_model(), make_batches(steps)
+    optimizer = OptimizerSettings(lr=1e-2)
+    train_plainly(model, batches, steps=steps, optimizer=optimizer, max_grad_norm=max_grad_norm)
     return [p.detach() for p in model.parameters()]
 
 
@@ -157,12 +159,6 @@ def test_what_a_resumed_run_may_not_change_is_named_with_the_reason(tmp_path: Pa
     delayed = schedule_for("memory_and_nvme", semantics="delayed-1")
     with pytest.raises(CommitError, match=r"with semantics = 'in-backward', .* with 'delayed-1'; that would change"):
         train_on(tmp_path, delayed)
-    late = schedule_for("late")
-    with pytest.raises(CommitError, match=r"late_updates = \[\], .* with \['L0', 'L1'\]; in a commit, gradients"):
-        train_on(tmp_path, late)
-    train_on(tmp_path / "late", late)
-    with pytest.raises(CommitError, match="Resume with a plan that updates the same units late"):
-        train_on(tmp_path / "late", schedule_for("memory"))
 
 
 def test_a_resumed_run_divides_losses_as_before(tmp_path: Path) -> None:
@@ -178,11 +174,39 @@ def test_a_resumed_run_divides_losses_as_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("choice", list(LATE))
-def test_gradients_of_late_updates_are_committed(choice: str, tmp_path: Path) -> None:
-    """Those that wait on the device lie in tensors of autograd's, and come back in a block."""
-    schedule = schedule_for(choice)
-    train_on(tmp_path, schedule, 2)
-    assert same(train_on(tmp_path, schedule), plain_weights())
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_gradients_of_late_updates_are_committed(choice: str, clip: float | None, tmp_path: Path) -> None:
+    """Those that wait on the device lie in tensors of autograd's, and come back in a block; and what clips them."""
+    semantics = "exact-clip" if clip else "in-backward"
+    schedule = schedule_for(choice, replace(CPU, max_grad_norm=clip), semantics=semantics)
+    assert not same(train_on(tmp_path, schedule, 2), plain_weights(2, None if clip else 0.5))
+    assert same(train_on(tmp_path, schedule), plain_weights(STEPS, clip))
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_run_resumes_on_a_plan_that_makes_other_updates_late(clip: float | None, dtype: str, tmp_path: Path) -> None:
+    """What was still to come is made then; what is made at once in the commit is not made again."""
+    training = replace(CPU, max_grad_norm=clip, dtype=dtype)  # type: ignore[arg-type]
+    model = make_model("gpt2", num_blocks=3, dtype=dtype)
+    workload = observed_workload(model, make_batches(1)[0], training)
+    semantics = "exact-clip" if clip else "in-backward"
+    plan = uniform_plan(
+        workload, UnitPlan(params="nvme", grads="host", states="nvme", state_shards=2), semantics=semantics
+    )
+    names = [unit.name for unit in workload.units]
+    plain, batches, optimizer = copy.deepcopy(model), make_batches(STEPS), OptimizerSettings(lr=1e-2)
+    rate = partial(pow, 0.5)
+    train_plainly(plain, batches, steps=STEPS, optimizer=optimizer, max_grad_norm=clip, learning_rate=rate)
+    for steps, late in [(2, "L0 L1"), (4, "L1 L2 embed"), (5, ""), (6, "L0 L1 L2"), (STEPS, "head")]:
+        units = [replace(u, late_update=n in late.split()) for n, u in zip(names, plan.units, strict=True)]
+        schedule = lower(replace(plan, units=tuple(units)), workload, machine())
+        settings = {"checkpoint_every": 1, "optimizer": optimizer, "nvme_dir": tmp_path / "nvme", "learning_rate": rate}
+        with Trainer(schedule, copy.deepcopy(model), out_dir=tmp_path / "out", resume=True, **settings) as trainer:
+            trainer.run(batches, steps - trainer.num_steps_done)
+            trainer.restore_model()
+            weights = [p.detach() for p in trainer.model.parameters()]
+    assert same(weights, [p.detach() for p in plain.parameters()])
 
 
 def test_without_a_seed_the_generators_are_committed(tmp_path: Path) -> None:
