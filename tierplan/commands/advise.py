@@ -31,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(job, "--epochs E", "how often the data are gone through", finite(above=0))
     option(job, "--electricity USD", "per kWh", finite(least=0), 0.20)
     option(job, "--years YEARS", "over which the machine is written off", finite(above=0), 3.0)
-    option(job, "--drive-lifetime-years Y", "leave out plans that wear drives out sooner", finite(above=0))
     option(parser, "--quick", "search for a moment only: seconds, and a rougher answer")
     what = "seconds of a search, as for `plan` (default: by counted work); with --quick, what they buy usually"
     option(parser, "--time-limit S", what, finite(above=0))

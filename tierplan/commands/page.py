@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(choices, "--sequences N", "per optimizer step, as for `plan`", whole(1), nargs="+", default=())
     fixed = parser.add_argument_group("the same everywhere")
     scenario.add_settings(fixed)
+    scenario.add_drive_lifetime(fixed)
     option(fixed, "--tokens N", "of the job whose time and cost are shown (default 1B)", amount)
     add_set(fixed)
     option(fixed, "--time-limit S", "seconds of a search, as for `plan` (default: by counted work)", finite(above=0))
@@ -47,10 +48,13 @@ def run(args: argparse.Namespace) -> int:
 
     named = {key: vars(args)[key] for key in LABELS}
     named["host.capacity"] = [f"{gib} GiB" for gib in named["host.capacity"]]
+    settings = scenario.read_settings(args)
+    if args.drive_lifetime_years is not None:
+        settings["drive_lifetime_years"] = args.drive_lifetime_years
     study = grid_of(
         args.machine,
         named,
-        settings=scenario.read_settings(args),
+        settings=settings,
         overrides=dict(pairs_of(args.overrides)),
         planner_s=args.time_limit or (QUICK_S if args.quick else None),
         most=2 if args.quick else None,

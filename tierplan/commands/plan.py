@@ -27,10 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_timeline(parser)
     option(parser, "--time-limit S", "seconds of each division's search (default: by counted work)", finite(above=0))
     option(parser, "--seed N", "of the search's random changes", seed, 0)
-    option(
-        parser, "--drive-lifetime-years Y", "the drives are to last this long, training without pause, by their rated "
-        "endurance (nvme.endurance): plans whose steps write more are left out", finite(above=0),
-    )  # fmt: skip
     option(parser, "--explain", "also plan again for what could be bought: the table of `tierplan advise`")
     option(parser, "--frontier FILE.png", "plot the step time against device memory (plans again)", new_file(*PICTURES))
 

@@ -158,11 +158,13 @@ def write_what_if(
     if planner_s is not None and planner_s * OPS_PER_S < DEFAULT_OPS:
         short = f"The planner had at most {planner_s:g} s for each: with more it finds quicker plans. "
     settings = " ".join(points[0].words[2:])  # behind the sequence's length
+    years = points[0].drive_lifetime_years
+    lasting = "" if years is None else f"Plans that wear drives out in less than {digits(years)} years are left out. "
     about = (
         f"{machine.summary or machine.name}; {points[0].seq} tokens a sequence{settings and f', {settings}'}. "
         f"{len(points):,} answers, all computed "
         "beforehand: nothing is asked of a network. "
-        f"{short}{money} Assumed: {'; '.join(energy_assumptions(machine, prices))}."
+        f"{lasting}{short}{money} Assumed: {'; '.join(energy_assumptions(machine, prices))}."
     )
     body = (
         f"<style>{style}</style>\n"
@@ -242,11 +244,12 @@ def _text(key: str, value: object) -> str:
 
 def _command(point: Point, row: Row) -> str:
     """What says the same in a terminal."""
-    asked = ["--model", point.model, "--machine", point.machine]
+    asked, years = ["--model", point.model, "--machine", point.machine], point.drive_lifetime_years
+    asked += [] if years is None else ["--drive-lifetime-years", f"{years:g}"]
     if point.policy == PLANNER:
         words = ["plan", *asked, "--sequences", str(point.sequences)]
         words += [] if point.planner_s is None else ["--time-limit", f"{point.planner_s:g}"]
-    elif row.get("micro_batch"):
+    elif row.get("micro_batch") and years is None:
         words = ["simulate", "--policy", point.policy, *asked, "--batch", str(row["micro_batch"])]
         words += ["--accumulation", str(row["accumulation"])]
     else:

@@ -63,7 +63,17 @@ def add_arguments(
         "GPUs to train on, of the machine's or more than it has (default: all of them)",
         whole(1, find_key("gpu.count").most),
     )
+    if searches:
+        add_drive_lifetime(where)
     add_set(where)
+
+
+def add_drive_lifetime(where: _ActionsContainer) -> None:
+    """Adds how long drives are to last: whoever compares plans leaves out those that wear them out sooner."""
+    option(
+        where, "--drive-lifetime-years Y", "the drives are to last this long, training without pause, by their rated "
+        "endurance (nvme.endurance): plans whose steps write more are left out", finite(above=0),
+    )  # fmt: skip
 
 
 def add_training(what: _ActionsContainer, divided: str = "1") -> None:

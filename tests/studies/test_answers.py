@@ -1,0 +1,43 @@
+"""What the commands say of one question: that it was heard, in the same words, and true to whoever reads it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.studies.test_page import embedded
+from tierplan.cli import main
+
+WORN = ["--model", "gpt-6.7b", "--machine", "desktop-4090", "--batch", "8"]
+
+
+def test_policies_are_compared_for_drives_that_last(capsys: pytest.CaptureFixture[str]) -> None:
+    """`plan`, `advise` and `sweep` were asked for that, and `compare-policies` listed plans that they leave out."""
+    asked = ["compare-policies", *WORN, "--policies", "fuyou", "zero-infinity", "--json"]
+    assert main(asked) == 0
+    free = json.loads(capsys.readouterr().out)
+    life_s = max(p["drive_lifetime_s"] for p in free.values())
+    assert main([*asked, "--drive-lifetime-years", f"{2 * life_s / (365.25 * 86400):g}"]) == 3
+    for p in json.loads(capsys.readouterr().out).values():
+        assert not p["fits"]
+        assert "years that were asked for" in p["why_not"]
+
+
+def test_a_page_is_asked_for_drives_that_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And the commands that it names say the same: `simulate` knows of no lifetime."""
+    asked = ["page", "-o", str(tmp_path / "p.html"), "--model", "gpt-6.7b", "--gpu", "rtx-4090", "--dram", "64"]
+    asked += ["--drives", "1", "--method", "fuyou", "zero-offload", "--sequences", "8", "--workers", "1"]
+    assert main([*asked, "--drive-lifetime-years", "3"]) == 0
+    capsys.readouterr()
+    page = (tmp_path / "p.html").read_text(encoding="utf-8")
+    assert "Plans that wear drives out in less than 3 years are left out." in page
+    rows = embedded(tmp_path / "p.html")["rows"]
+    assert "of the 3 years that were asked for" in rows[0]["why"]
+    for row in rows:
+        words = shlex.split(row["command"])[1:]
+        assert main([*words, "--json"]) == (0 if row["fits"] else 3)
+        (told,) = json.loads(capsys.readouterr().out).values()
+        assert (told["fits"], told["step_s"]) == (row["fits"], row.get("step_s"))
