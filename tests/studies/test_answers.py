@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.studies.test_page import embedded
 from tierplan.cli import main
+from tierplan.studies.evaluate import predict_point
+from tierplan.studies.study import Point
 
 WORN = ["--model", "gpt-6.7b", "--machine", "desktop-4090", "--batch", "8"]
 
@@ -41,3 +44,13 @@ def test_a_page_is_asked_for_drives_that_last(tmp_path: Path, capsys: pytest.Cap
         assert main([*words, "--json"]) == (0 if row["fits"] else 3)
         (told,) = json.loads(capsys.readouterr().out).values()
         assert (told["fits"], told["step_s"]) == (row["fits"], row.get("step_s"))
+
+
+def test_of_equal_divisions_the_largest_micro_batch_is_named() -> None:
+    """Where drives are all that counts, a system takes as long in any: `plan` said 2 x 2, `compare-policies` 1 x 4."""
+    asked = Point(model="llama-3.2-1b", machine="laptop", policy="vertical", seq=512, sequences=4)
+    found = predict_point(asked)
+    each = {b: predict_point(replace(asked, sequences=0, batch=b, accumulation=4 // b)) for b in (1, 2, 4)}
+    equal = [b for b, p in each.items() if p.fits and p.step_s == found.step_s]
+    assert len(equal) > 1
+    assert found.micro_batch == max(equal)

@@ -388,8 +388,9 @@ def predict_point(point: Point) -> Prediction:
                 reason=undivided(point.sequences, num),
             )
         one_by_one = at(1, of_each)
-    found = [one_by_one, *(at(batch, of_each // batch) for batch in reversed(divisors(of_each)[1:]))]
-    return max(found, key=lambda p: p.tokens_per_s or 0.0)
+    found = [*(at(batch, of_each // batch) for batch in reversed(divisors(of_each)[1:])), one_by_one]
+    best = max(found, key=lambda p: p.tokens_per_s or 0.0)  # of equal ones the largest micro-batch, as `plan` says
+    return best if best.fits else one_by_one
 
 
 def _lasting(prediction: Prediction, machine: Machine, years: float) -> Prediction:
