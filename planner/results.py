@@ -56,6 +56,7 @@ class PlanResult(Shown):
     prediction: Prediction
     """The plan in the figures that all commands show: its step time, what limits it, how long the drives last."""
     lower_bound_s: float
+    """No schedule in its micro-batches is quicker; in an answer of `tierplan plan`, none in any that were asked for."""
     solve_s: float
     """Seconds in solvers."""
     total_s: float

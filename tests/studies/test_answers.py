@@ -11,7 +11,10 @@ import pytest
 
 from tests.studies.test_page import embedded
 from tierplan.cli import main
-from tierplan.studies.evaluate import predict_point
+from tierplan.sim.output.text import format_frac, format_s
+from tierplan.studies import evaluate
+from tierplan.studies.answer import answer_lines
+from tierplan.studies.evaluate import best_plan, bounded_plan, predict_point
 from tierplan.studies.study import Point
 
 WORN = ["--model", "gpt-6.7b", "--machine", "desktop-4090", "--batch", "8"]
@@ -54,3 +57,20 @@ def test_of_equal_divisions_the_largest_micro_batch_is_named() -> None:
     equal = [b for b, p in each.items() if p.fits and p.step_s == found.step_s]
     assert len(equal) > 1
     assert found.micro_batch == max(equal)
+
+
+def test_no_schedule_in_any_division_is_below_the_bound_that_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 sequences on a 4090: "no schedule is quicker than 11.2 s" was of 2 x 8 alone, and that of 1 x 16 is 10.7."""
+    asked = Point(model="llama-3.1-8b", machine="desktop-4090", sequences=16, planner_s=0.1)
+    in_eights, one_by_one = (best_plan(replace(asked, sequences=0, batch=b, accumulation=16 // b)) for b in (8, 1))
+    least_s = one_by_one.result.lower_bound_s
+    raced = replace(in_eights, result=replace(in_eights.result, lower_bound_s=1.2 * least_s, status="within-gap"))
+    monkeypatch.setattr(evaluate, "best_plan", lambda point, **more: raced)
+    shown = bounded_plan(asked).result
+    assert shown.step_s == raced.result.step_s
+    assert shown.lower_bound_s <= least_s * (1 + 1e-6)
+    assert shown.status == "searched", "nor is it as quick as any can be"
+    bound = f"no schedule is quicker than {format_s(least_s)}: gap {format_frac(shown.gap)}"
+    assert bound in " ".join(" ".join(answer_lines(bounded_plan(asked))).split())
+    given = replace(asked, sequences=0)
+    assert bounded_plan(given).result.lower_bound_s == raced.result.lower_bound_s, "which are given have their own"

@@ -70,11 +70,11 @@ def test_a_plan_for_less_memory_runs_with_more(two: Point, monkeypatch: pytest.M
     """Where a search with more memory finds none as quick."""
     slow, quick = planned(two, 6 * MIB), best_plan(two)
     assert quick.result.step_s < slow.result.step_s
-    monkeypatch.setattr(study, "best_plan", lambda point, known: slow)
+    monkeypatch.setattr(study, "bounded_plan", lambda point, known: slow)
     points = frontier(two, quick, fracs=(1.0, 2.0))
     assert [p.step_s for p in points] == [quick.result.step_s] * 2
     assert quicker_with_less(points, quick) == ""
-    monkeypatch.setattr(study, "best_plan", lambda point, known: quick)
+    monkeypatch.setattr(study, "bounded_plan", lambda point, known: quick)
     points = frontier(two, slow, fracs=(0.5, 1.0))
     assert [p.step_s for p in points] == [quick.result.step_s] * 2
     assert "was too short (--time-limit)" in quicker_with_less(points, slow)

@@ -35,12 +35,12 @@ def run(args: argparse.Namespace) -> int:
     from tierplan.planner.infeasible import InfeasiblePlan
     from tierplan.sim.output.text import wrapped
     from tierplan.studies.answer import answer_lines, answer_record, impossible_record, question_text, write_timeline
-    from tierplan.studies.evaluate import best_plan
+    from tierplan.studies.evaluate import bounded_plan
 
     point = scenario.read_point(args)
     try:
         with working("planning"):
-            best = best_plan(point)
+            best = bounded_plan(point)
             _ = best.result.prediction.limits
     except InfeasiblePlan as error:
         reason = str(error)

@@ -31,6 +31,7 @@ from tierplan.studies.evaluate import (
     QUICK,
     BestPlan,
     best_plan,
+    bounded_plan,
     machine_of,
     most_tokens_per_s,
     or_known,
@@ -289,7 +290,7 @@ def answer_point(point: Point, *, like: Point | None = None, found: Sequence[Kno
     """The JSON of `tierplan plan` for a point. Where it is to be quick, `like` is how purchases are asked: this machine
     is asked so, too, and has the plans that were `found` for them where it has room."""
     try:
-        best = best_plan(point)
+        best = best_plan(point) if point.policy == QUICK else bounded_plan(point)
     except InfeasiblePlan as error:
         training = training_of(point, machine_of(point))
         said = {"dtype": training.dtype, "semantics": point.semantics or plain_semantics(training)}

@@ -7,7 +7,7 @@ becomes columns such as `peak_bytes.gpu0`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,16 +23,18 @@ from tierplan.planner.compared import options_of
 from tierplan.planner.infeasible import InfeasiblePlan, short_bytes_of_all
 from tierplan.planner.lowering import Lowering
 from tierplan.planner.milp.amounts import problem
-from tierplan.planner.milp.bounds import Bound
+from tierplan.planner.milp.bounds import Bound, lower_bound
 from tierplan.planner.milp.totals import bound_of_totals
 from tierplan.planner.plan import UnitwisePlan, plain_semantics
-from tierplan.planner.plan_rules import PLANNER, undivided
+from tierplan.planner.plan_rules import PLANNER, Order, undivided
 from tierplan.planner.planning import plan
 from tierplan.planner.prediction import Prediction, predict, predict_plan, predicted
 from tierplan.planner.questions.endurance import SECONDS_PER_YEAR, allowed_bytes_per_s
 from tierplan.planner.results import PlanResult
 from tierplan.planner.search.batches import divisors, plan_sequences
-from tierplan.planner.search.lesser import Known, lesser_of_catalog
+from tierplan.planner.search.lesser import Known, lesser_of_catalog, needs_no_drives
+from tierplan.planner.search.race import GOOD_FRAC
+from tierplan.planner.several_devices.bounds import bound_of_several
 from tierplan.planner.several_devices.tensors import MOST_EACH, may_cut, sequences_each
 from tierplan.sim.analysis.steady import steady_state
 from tierplan.sim.output.text import format_s
@@ -346,10 +348,52 @@ def _bounded(point: Point) -> tuple[float, Bound]:
     return (point.sequences or each * num) * point.seq / least.step_s, least
 
 
-def _planned(point: Point) -> PlanResult | Prediction:
+def bounded_plan(point: Point, *, known: Known | None = None) -> BestPlan:
+    """As `best_plan`, with the bound of all that the point leaves open: where that is the division of a step, no
+    schedule in any is quicker. The search's own is of the micro-batches, and mostly the order, of its plan."""
+    best = best_plan(point, known=known)
+    result, least = best.result, min(_bounds_of_divisions(point, best.result.lower_bound_s), key=_step_s, default=None)
+    if least is None or least.step_s >= result.lower_bound_s:
+        return best
+    changed: dict[str, Any] = {"lower_bound_s": least.step_s, "bound_shares": least.shares, "s_per_gb": least.s_per_gb}
+    if result.status == "within-gap" and result.step_s > least.step_s * (1 + GOOD_FRAC):
+        changed["status"] = "searched"
+    return replace(best, result=replace(result, **changed))
+
+
+def _step_s(bound: Bound) -> float:
+    return bound.step_s
+
+
+def _bounds_of_divisions(point: Point, beat_s: float) -> Iterator[Bound]:
+    """Of each division of a step's sequences that is open; those that are no lower than `beat_s` as far as they had to
+    be looked at."""
+    if not point.sequences:
+        return
+    place, training = place_of(point), training_of(point, None)
+    num = place.machine.num_devices
+    asked: dict[str, Any] = {
+        "semantics": point.semantics or plain_semantics(training),
+        "write_limit_bytes_per_s": allowed_bytes_per_s(place.machine, point.drive_lifetime_years),
+    }
+    for batch in divisors(point.sequences):
+        micro_batches = point.sequences // batch
+        for num_batches in (1, num) if num > 1 and micro_batches % num == 0 else (1,):
+            workload = workload_in(place, point, batch, micro_batches // num_batches)
+            orders: tuple[Order, ...] = ("horizontal", "vertical") if micro_batches > num_batches else ("horizontal",)
+            posed = [problem(workload, place.machine, order=order, **asked) for order in orders]
+            if needs_no_drives(place.machine, workload):
+                posed = [replace(p, has_nvme=False) for p in posed]
+            found = (lower_bound(p, beat_s=beat_s) for p in posed)
+            for bound in found if num == 1 else [bound_of_several(posed, num, num_batches, ())]:
+                if bound.feasible:
+                    yield bound
+
+
+def _planned(point: Point, ask: Callable[[Point], BestPlan] = best_plan) -> PlanResult | Prediction:
     """The planner's answer, or that nothing fits."""
     try:
-        return best_plan(point).result
+        return ask(point).result
     except InfeasiblePlan as error:
         machine = machine_of(point)
         return Prediction(policy=PLANNER, model=point.model, machine=machine.name, plan=None, reason=error.what)
@@ -405,7 +449,7 @@ def _lasting(prediction: Prediction, machine: Machine, years: float) -> Predicti
 def evaluate_point(point: Point) -> dict[str, object]:
     """The figures of one point of a study, as columns; of the planner's also how its search ended, and its gap."""
     row: dict[str, object] = {}
-    found = _planned(point) if point.policy == PLANNER else predict_point(point)
+    found = _planned(point, bounded_plan) if point.policy == PLANNER else predict_point(point)
     if isinstance(found, PlanResult):
         row |= {"status": found.status, "gap": found.gap}
         found = found.prediction

@@ -12,7 +12,7 @@ from tierplan.hwmodels.description import find_key
 from tierplan.hwmodels.names import DEVICE
 from tierplan.planner.infeasible import InfeasiblePlan
 from tierplan.sim.output.text import format_s
-from tierplan.studies.evaluate import BestPlan, best_plan
+from tierplan.studies.evaluate import BestPlan, bounded_plan
 from tierplan.studies.study import Point
 
 GIB = 2**30
@@ -46,7 +46,7 @@ def frontier(point: Point, best: BestPlan, *, fracs: Sequence[float] = FRONTIER_
             break
         changed = replace(point, overrides={**point.overrides, "gpu.capacity": size + reserve_bytes})
         try:
-            there = best if frac == 1 else best_plan(changed, known=best.known if frac > 1 else None)
+            there = best if frac == 1 else bounded_plan(changed, known=best.known if frac > 1 else None)
         except InfeasiblePlan:
             points.append(FrontierPoint(device_bytes=size, step_s=least_s, lower_bound_s=None))
             continue
