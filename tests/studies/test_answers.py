@@ -6,14 +6,18 @@ import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.studies.test_page import embedded
 from tierplan.cli import main
+from tierplan.planner.plan import PackPlan, Packs
 from tierplan.sim.output.text import format_frac, format_s
+from tierplan.sim.workloads.models import load_workload
+from tierplan.sim.workloads.workload import Training
 from tierplan.studies import evaluate
-from tierplan.studies.answer import answer_lines
+from tierplan.studies.answer import _decisions, answer_lines
 from tierplan.studies.evaluate import best_plan, bounded_plan, predict_point
 from tierplan.studies.study import Point
 
@@ -74,3 +78,27 @@ def test_no_schedule_in_any_division_is_below_the_bound_that_is_shown(monkeypatc
     assert bound in " ".join(" ".join(answer_lines(bounded_plan(asked))).split())
     given = replace(asked, sequences=0)
     assert bounded_plan(given).result.lower_bound_s == raced.result.lower_bound_s, "which are given have their own"
+
+
+def test_json_has_what_the_lines_say_of_units_and_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--model", "gpt-0.1b", "--machine", "laptop", "--seq", "64", "--batch", "1", "--time-limit", "0.1"]
+    assert main(["plan", *asked, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert main(["plan", *asked]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    for unit in told["units"]:
+        assert any(f"x params {unit['params']}, states {unit['states']}" in line for line in lines)
+        assert unit["updated"] in ("device", "host")
+    assert sum(unit["num"] for unit in told["units"]) == len(load_workload("gpt-0.1b", Training()).units)
+    assert sum(told["activations"].values()) == pytest.approx(1.0)
+    assert (told["packs"], told["divided"], told["uses_only"]) == (None, None, [])
+
+
+def test_json_has_what_the_lines_say_of_stages() -> None:
+    packs = Packs(form="resident", devices=2, forward=((0, 2),), backward=((0, 2), (2, 4)), kept=(1,))
+    told = _decisions(SimpleNamespace(plan=PackPlan(policy="x", packs=packs)))  # type: ignore[arg-type]
+    assert (told["units"], told["activations"], told["divided"], told["uses_only"]) == (None, None, None, None)
+    assert json.loads(json.dumps(told["packs"])) == {
+        "form": "resident", "forward": [[0, 2]], "backward": [[0, 2], [2, 4]], "kept": [1], "host_states": [],
+        "updates_here": [],
+    }  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 
 from tierplan.hwmodels.names import DEVICE
 from tierplan.planner.infeasible import InfeasiblePlan, base_note, logits_note
-from tierplan.planner.plan import PackPlan, Packs, PagedPlan, Plan, UnitwisePlan
+from tierplan.planner.plan import PackPlan, Packs, PagedPlan, Plan, UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import Divided, Runs
 from tierplan.planner.prediction import Prediction
 from tierplan.planner.questions.endurance import life_text, written_bytes
@@ -53,6 +53,7 @@ def answer_record(best: BestPlan) -> dict[str, object]:
         "numbers_of": _numbers_of(result.prediction),
         "numbers": numbers_texts(result.prediction),
         **{name: getattr(result, name) for name in OF_RESULT},
+        **_decisions(result),
         "bound_shares": dict(result.bound_shares),
         "s_per_gb": dict(result.s_per_gb),
         "policies": _policies(result),
@@ -309,19 +310,49 @@ def placements(result: PlanResult) -> list[tuple[str, str]]:
     """How many units have what where, which are updated elsewhere than there, and what happens to activations."""
     if not isinstance(result.plan, UnitwisePlan):
         return []
-    places, acts = Counter[str](), Counter[str]()
+    places = Counter[str]()
     for unit in result.plan.units:
         in_host = f", {format_frac(unit.host_frac)} of them host" if unit.host_shards else ""
         frozen = f", frozen {unit.frozen}" if unit.frozen not in (None, unit.params) else ""
         update = ", updated on the device" * (unit.updated == "brought") + " (late)" * unit.late_update
         places[f"params {unit.params}{frozen}, states {unit.states}{in_host}{update}"] += 1
+    rows = [("units" if k == 0 else "", f"{count} x {name}") for k, (name, count) in enumerate(places.most_common())]
+    acts = _activations(result)
+    kept = ", ".join(f"{format_frac(part)} {name}" for name, part in acts.items() if part >= 0.005)
+    return [*rows, ("activations", kept)]
+
+
+def _activations(result: PlanResult) -> dict[str, float]:
+    """Of a unit-wise plan: the part of all activations by what happens to them."""
+    acts = Counter[str]()
     assert result.schedule.step is not None, "a unit-wise schedule says what it trains"
     for tensor in (tensor for spec in result.schedule.step.units for tensor in spec.saved):
         acts[tensor.action] += tensor.size_bytes
     total = acts.total() or 1
-    rows = [("units" if k == 0 else "", f"{count} x {name}") for k, (name, count) in enumerate(places.most_common())]
-    kept = ", ".join(f"{format_frac(size / total)} {name}" for name, size in acts.items() if size / total >= 0.005)
-    return [*rows, ("activations", kept)]
+    return {name: size / total for name, size in acts.items()}
+
+
+def _decisions(result: PlanResult) -> dict[str, object]:
+    """What the lines say of units, activations, packs and devices, as JSON values; null where the plan's kind has
+    none."""
+    plan = result.plan
+    unitwise, packs = (plan if isinstance(plan, UnitwisePlan) else None), getattr(plan, "packs", None)
+    units = [_decided(unit) for unit in unitwise.units] if unitwise else []
+    of_packs = ("form", "forward", "backward", "kept", "host_states", "updates_here")
+    return {
+        "units": [{"num": len(list(same)), **unit} for unit, same in groupby(units)] if unitwise else None,
+        "activations": _activations(result) if unitwise else None,
+        "packs": packs and {name: getattr(packs, name) for name in of_packs},
+        "divided": unitwise.sharing.divided if unitwise and unitwise.devices > 1 else None,
+        "uses_only": [list(part) for part in unitwise.parts] if unitwise else None,
+    }
+
+
+def _decided(unit: UnitPlan) -> dict[str, object]:
+    """Where a unit has what, and who updates it."""
+    names = ("params", "frozen", "states", "host_frac", "late_update")
+    where = "host" if unit.updated == "host" else "device"
+    return {**{name: getattr(unit, name) for name in names}, "frozen": unit.frozen or unit.params, "updated": where}
 
 
 def prediction_text(p: Prediction) -> str:
