@@ -13,11 +13,14 @@ import pytest
 from tests.studies.test_page import embedded
 from tierplan.cli import main
 from tierplan.planner.plan import PackPlan, Packs
+from tierplan.sim.analysis.explain import Sensitivity
 from tierplan.sim.output.text import format_frac, format_s
 from tierplan.sim.workloads.models import load_workload
 from tierplan.sim.workloads.workload import Training
 from tierplan.studies import evaluate
-from tierplan.studies.answer import _decisions, answer_lines
+from tierplan.studies.advice_text import advice_lines
+from tierplan.studies.advise import advise
+from tierplan.studies.answer import _decisions, answer_lines, limited_text, limits_note
 from tierplan.studies.evaluate import best_plan, bounded_plan, predict_point
 from tierplan.studies.study import Point
 
@@ -102,3 +105,38 @@ def test_json_has_what_the_lines_say_of_stages() -> None:
         "form": "resident", "forward": [[0, 2]], "backward": [[0, 2], [2, 4]], "kept": [1], "host_states": [],
         "updates_here": [],
     }  # fmt: skip
+
+
+def test_what_limits_says_that_the_plan_stays_and_purchases_are_planned_anew() -> None:
+    """A full host memory saved 0.4 % when "twice as good", above 128 GiB of DRAM at +98 %, with no word between."""
+    point = Point(model="llama-3.2-1b", machine="laptop", seq=512, batch=4, planner_s=0.3)
+    advice = advise(point, quick=True, num_workers=1)
+    said = " ".join(" ".join(advice_lines(advice)).split())
+    assert said.index("With the plan as it is") < said.index("what to buy")
+
+    def limit(name: str, used: float) -> Sensitivity:
+        return Sensitivity(
+            name=name, kind="memory" if "memory" in name else "part", busy_frac=used, step_s=1.0, gain_frac=0.0
+        )
+
+    tried = [limit("nvme", 0.99), limit("gpu0 memory", 0.97), limit("host memory", 1.0), limit("nvme memory", 0.2)]
+    assert limits_note(tried, "x") == (
+        "With the plan as it is (it fills gpu0 and host, and has little use for more): one for a better machine may "
+        "save far more, and x."
+    )
+    assert limits_note(tried[:1], "x") == "With the plan as it is: one for a better machine may save far more, and x."
+    assert limited_text(tried).endswith("saves less than 1 %, with the plan as it is")
+
+
+def test_purchases_that_gain_nothing_are_named() -> None:
+    """Who asks whether to buy 64 GiB saw neither a row nor a word of them, once they had been planned."""
+    point = Point(model="llama-3.2-1b", machine="laptop", seq=512, batch=4, planner_s=0.3)
+    advice = advise(point, quick=True, num_workers=1)
+    bought = [change.bought.what for change in advice.changes]
+    told = advice.record()
+    assert told["purchases_tried"] == len(bought) + len(advice.no_gain)
+    assert told["purchases_without_gain"] == list(advice.no_gain)
+    assert advice.no_gain
+    assert bought
+    said = " ".join(" ".join(advice_lines(advice)).split())
+    assert f"Planned, and gains less than 1 %: {', '.join(advice.no_gain)}." in said

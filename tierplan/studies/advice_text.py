@@ -14,12 +14,21 @@ from tierplan.sim.output.text import (
     digits,
     format_bytes,
     format_count,
+    format_frac,
     format_s,
     in_short,
     wrapped,
 )
-from tierplan.studies.advise import Advice, Change
-from tierplan.studies.answer import batch_text, division_of, limit_rows, limited_text, policy_rows, question_text
+from tierplan.studies.advise import QUICKER_FRAC, Advice, Change
+from tierplan.studies.answer import (
+    batch_text,
+    division_of,
+    limit_rows,
+    limited_text,
+    limits_note,
+    policy_rows,
+    question_text,
+)
 from tierplan.studies.evaluate import QUICK
 from tierplan.studies.purchases import SOON_S
 from tierplan.validation.report.page import bars, cards, facts, paragraph, section, table, write_page
@@ -38,7 +47,7 @@ def advice_lines(advice: Advice) -> list[str]:
     if figures := _figures(advice):
         lines += ["", *columns(figures)]
     if advice.fits:
-        lines += ["", *columns(limit_rows(_limits(advice)), right=(1, 2))]
+        lines += ["", *columns(limit_rows(_limits(advice)), right=(1, 2)), *wrapped(_limits_note(advice))]
         lines += ["", *columns(_policy_rows(advice), right=(1, 2))]
     lines += ["", *change_lines(advice), ""]
     return lines + [line for text in advice.assumptions for line in wrapped(f"Assumed: {text}.")]
@@ -55,6 +64,9 @@ def change_lines(advice: Advice) -> list[str]:
 def _left_out(advice: Advice) -> list[str]:
     """Purchases that were not planned, and why."""
     without = [f"No answer for {what}: {in_short(why)}." for what, why in advice.no_answer.items()]
+    if advice.no_gain and advice.changes:  # else all of them gain nothing, and that is said
+        gained = f"gains less than {format_frac(QUICKER_FRAC)}" if advice.fits else "does not make it fit"
+        without.insert(0, f"Planned, and {gained}: {', '.join(advice.no_gain)}.")
     if not advice.left_out:
         return without
     now = float(advice.answer.get("tokens_per_s") or 0.0)
@@ -94,7 +106,7 @@ def write_advice(path: str | os.PathLike[str], advice: Advice) -> None:
         parts += [
             cards(figures),
             section("Figures", facts(_figures(advice))),
-            section("What limits", _html(limit_rows(_limits(advice)))),
+            section("What limits", _html(limit_rows(_limits(advice))), paragraph(_limits_note(advice))),
             section("Published systems, for the same work", _html(systems[:end]), *missing),
         ]
     else:
@@ -209,6 +221,10 @@ def _rent(advice: Advice) -> list[tuple[str, str]]:
 
 def _limits(advice: Advice) -> list[Sensitivity]:
     return [Sensitivity(**limit) for limit in advice.answer["limits"]]
+
+
+def _limits_note(advice: Advice) -> str:
+    return limits_note(_limits(advice), "what there is to buy, below, is planned for")
 
 
 def _policy_rows(advice: Advice) -> list[Sequence[str]]:

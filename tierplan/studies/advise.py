@@ -122,6 +122,8 @@ class Advice:
     """Those that make training quicker, or possible; most gain per price first."""
     num_tried: int = 0
     """Purchases that were planned."""
+    no_gain: tuple[str, ...] = ()
+    """Those of them that do not make training quicker, or possible, by what they are."""
     left_out: Mapping[str, float] = field(default_factory=dict)
     """Others, by what they are: tokens per second that their bounds promise, of which plans reach a part."""
     no_answer: Mapping[str, str] = field(default_factory=dict)
@@ -152,6 +154,7 @@ class Advice:
             "larger_model_may_fit": self.larger_model_may_fit if self.largest_model else None,
             "changes": [change.record() for change in self.changes],
             "purchases_tried": self.num_tried,
+            "purchases_without_gain": list(self.no_gain),
             "purchases_left_out": dict(self.left_out),
             "purchases_without_answer": dict(self.no_answer),
             "assumptions": list(self.assumptions),
@@ -234,14 +237,15 @@ def advise(
     tried = [b for b in bought if b.what not in errors]
     changes = worthwhile(answer, bought, answers)
     written = answer.get("bytes", {}).get(NVME_WRITE, 0)
-    without = [b.what for b in tried if quick and b not in [change.bought for change in changes]]
-    no_gain = f"; it found no gain for {', '.join(without)}, where the whole one may find one" if without else ""
+    without = tuple(b.what for b in tried if b not in [change.bought for change in changes])
+    rough = "; it found no gain for some, where the whole one may find one" if without else ""
     return Advice(
         point=point,
         machine=description.name,
         answer=answer,
         changes=changes,
         num_tried=len(tried),
+        no_gain=without,
         left_out=left_out,
         no_answer=no_answer,
         rented=rental,
@@ -249,7 +253,7 @@ def advise(
         larger_model_may_fit=bool(largest_row.get("larger_model_may_fit")),
         costs=costs_of(answer, description, prices, tokens) if answer["fits"] else None,
         assumptions=(
-            *([SHORT_SEARCH + no_gain] if quick else []),
+            *([SHORT_SEARCH + rough] if quick else []),
             *_assumptions(
                 point,
                 description,

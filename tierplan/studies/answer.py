@@ -28,6 +28,8 @@ from tierplan.validation.report.page import write_page
 
 ROOM = 55
 """Columns of an answer's lines beside the longest name in front of them, such as `moved gpu10.p2p.gpu11`."""
+FULL_FRAC = 0.95
+"""Of a memory, from which on it is full: what is left is no room for anything."""
 OF_RESULT = ("lower_bound_s", "gap", "status", "solve_s", "total_s", "milp_gap")
 """What the planner knows of a plan beyond its prediction."""
 
@@ -96,6 +98,7 @@ def answer_lines(best: BestPlan) -> list[str]:
         rows.append(("of " + DEVICE, note))
     searched = f"{result.num_simulated} plans in {result.total_s:.1f} s{ENDED[result.status]}"
     limits = columns(limit_rows(p.limits), right=(1, 2))
+    limits += wrapped(limits_note(p.limits, "`tierplan advise` plans for what is sold"))
     return [*columns([*rows, *_last_rows(p), ("searched", searched)]), "", *limits, "", *_policy_lines(result)]
 
 
@@ -172,9 +175,17 @@ def limited_text(limits: Sequence[Sensitivity]) -> str:
     """What limits, in a few words."""
     name = limited_by(limits)
     if name == NOTHING:
-        return f"{NOTHING}: twice of any one thing saves less than 1 %"
+        return f"{NOTHING}: twice of any one thing saves less than 1 %, with the plan as it is"
     how = "large" if limits[0].kind == "memory" else "fast"
     return f"{name}: twice as {how}, and a step takes {format_frac(limits[0].gain_frac)} less"
+
+
+def limits_note(limits: Iterable[Sensitivity], anew: str) -> str:
+    """What the figures of what limits leave out: a plan is made for what there is, so the same one has hardly any use
+    for more memory, where another may be several times as quick. `anew` says where such are planned."""
+    full = [s.name.removesuffix(" memory") for s in limits if s.kind == "memory" and s.busy_frac >= FULL_FRAC]
+    filled = f" (it fills {' and '.join(full)}, and has little use for more)" * bool(full)
+    return f"With the plan as it is{filled}: one for a better machine may save far more, and {anew}."
 
 
 def limit_rows(limits: Iterable[Sensitivity]) -> list[tuple[str, ...]]:
@@ -386,4 +397,6 @@ def prediction_text(p: Prediction) -> str:
         *alike_rows((f"moved {stream}", format_bytes(size)) for stream, size in p.columns.bytes_moved().items()),
         *_last_rows(p),
     ]
-    return "\n".join([*wrapped(head), *columns(rows), "", *columns(limit_rows(p.limits), right=(1, 2))])
+    limits = columns(limit_rows(p.limits), right=(1, 2))
+    limits += wrapped(limits_note(p.limits, "`tierplan advise` plans for what is sold"))
+    return "\n".join([*wrapped(head), *columns(rows), "", *limits])

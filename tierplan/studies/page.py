@@ -26,7 +26,7 @@ from tierplan.planner.search.budget import DEFAULT_OPS, OPS_PER_S
 from tierplan.sim.analysis.explain import Sensitivity
 from tierplan.sim.output.text import digits, format_bytes, format_count, format_s, in_short
 from tierplan.studies.advise import QUICKER_FRAC
-from tierplan.studies.answer import limit_rows, limited_text, question_text
+from tierplan.studies.answer import limit_rows, limited_text, limits_note, question_text
 from tierplan.studies.evaluate import machine_of, predict_point, training_of
 from tierplan.studies.purchases import (
     FORMS,
@@ -206,6 +206,7 @@ def shown_row(point: Point, row: Row, prices: PriceList, tokens: float) -> dict[
         "how": question_text(point, row, training_of(point, machine_of(point)).dtype),
         "limited_by": row["limited_by"],
         "limited": limited_text(limits),
+        "limits_note": limits_note(limits, "is another choice here"),
         "limits": limit_rows(limits)[1 : NUM_LIMITS + 1],
         "memory": memory,
         "lasts": life and ("not known" if life_s is None else format_s(life_s)),

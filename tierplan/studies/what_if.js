@@ -114,7 +114,8 @@ function answer(row) {
     make("h2", {}, "Memory: the peak of each tier, of its capacity"), make("div", { id: "memory" }, ...row.memory.map(tier)),
     make("div", { class: "pair" },
       make("section", {}, make("h2", {}, "What limits"),
-        table(["", "used", "twice as good saves"], row.limits.map((limit) => [limit, false]))),
+        table(["", "used", "twice as good saves"], row.limits.map((limit) => [limit, false])),
+        make("p", { class: "soft" }, row.limits_note)),
       make("section", {}, make("h2", {}, `${grid.job}: time, money, wear`), make("dl", {}, ...facts))),
   ];
 }
