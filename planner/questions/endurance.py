@@ -64,6 +64,11 @@ def lifetime_s(machine: Machine, written: int, step_s: float) -> float | None:
     return total * step_s / written if written and total is not None else None
 
 
+def years_text(years: float) -> str:
+    """A lifetime as it was asked for: `1 year`, `2.5 years`."""
+    return f"{years:g} year{'s' * (years != 1)}"
+
+
 def life_text(life_s: float | None, written: int) -> str:
     """How long drives last to which a step writes so many bytes; empty where it writes none."""
     if not written:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -140,3 +141,14 @@ def test_purchases_that_gain_nothing_are_named() -> None:
     assert bought
     said = " ".join(" ".join(advice_lines(advice)).split())
     assert f"Planned, and gains less than 1 %: {', '.join(advice.no_gain)}." in said
+
+
+def test_a_sweep_says_why_scenarios_do_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its table said "no" beside drives that last 11 days, and `compare-policies` says why."""
+    (tmp_path / "s.toml").write_text(
+        '[scenario]\nmodel = "gpt-1.3b"\nmachine = "laptop"\npolicy = "fuyou"\nseq = [128, 256]\nbatch = 1\n'
+        "drive_lifetime_years = 1\n"
+    )
+    assert main(["sweep", str(tmp_path / "s.toml"), "-o", str(tmp_path / "out"), "--workers", "1"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"[12] of 2 do not run: its drives last [\d.]+ days of the 1 year that was asked for", said)

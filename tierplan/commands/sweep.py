@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from pathlib import Path
 
 from tierplan.commands.options.arguments import existing_file, new_folder, option, whole
 from tierplan.commands.options.terminal import tell
 from tierplan.hwmodels.values.extras import words_of_missing
-from tierplan.sim.output.text import columns, digits, format_s
+from tierplan.sim.output.text import columns, digits, format_s, in_short, wrapped
 from tierplan.studies.study import Study, load_study
 
 SHOWN = {"fits": "fits", "step_s": "step", "tokens_per_s": "tokens/s", "limited_by": "limited by", "error": "error"}
@@ -86,7 +87,9 @@ def _table_lines(study: Study, rows: list[dict[str, object]]) -> list[str]:
     shown = [name for name in SHOWN if told.get(name, True)]
     heads = [*varied, *(SHOWN[name] for name in shown)]
     table = columns([heads, *([_text(name, row.get(name, "")) for name in (*varied, *shown)] for row in rows)])
-    return [*([study.question, ""] if study.question else []), *table]
+    reasons = Counter(in_short(str(row["why_not"])) for row in rows if row.get("why_not"))
+    why = [line for reason, num in reasons.items() for line in wrapped(f"{num} of {len(rows)} do not run: {reason}")]
+    return [*([study.question, ""] if study.question else []), *table, *why]
 
 
 def _text(name: str, value: object) -> str:

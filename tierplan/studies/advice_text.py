@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from tierplan.hwmodels.names import NVME_WRITE
-from tierplan.planner.questions.endurance import life_text
+from tierplan.planner.questions.endurance import life_text, years_text
 from tierplan.sim.analysis.explain import Sensitivity
 from tierplan.sim.output.text import (
     alike_rows,
@@ -133,7 +133,7 @@ def _answer(advice: Advice) -> str:
     if not advice.fits:
         no = "No plan was found" if answer["may_fit"] else "No: it does not fit"
         if answer["wears_drives"]:
-            no = f"No: the drives do not last {digits(advice.point.drive_lifetime_years or 0)} years"
+            no = f"No: the drives do not last {years_text(advice.point.drive_lifetime_years or 0)}"
         if not advice.changes:
             return f"{no}, nor with any of {advice.num_tried} single purchases. {_why(advice)}"
         cheapest = min(advice.changes, key=lambda c: c.bought.price_usd).bought

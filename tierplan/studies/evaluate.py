@@ -29,7 +29,7 @@ from tierplan.planner.plan import UnitwisePlan, plain_semantics
 from tierplan.planner.plan_rules import PLANNER, Order, undivided
 from tierplan.planner.planning import plan
 from tierplan.planner.prediction import Prediction, predict, predict_plan, predicted
-from tierplan.planner.questions.endurance import SECONDS_PER_YEAR, allowed_bytes_per_s
+from tierplan.planner.questions.endurance import SECONDS_PER_YEAR, allowed_bytes_per_s, years_text
 from tierplan.planner.results import PlanResult
 from tierplan.planner.search.batches import divisors, plan_sequences
 from tierplan.planner.search.lesser import Known, lesser_of_catalog, needs_no_drives
@@ -442,7 +442,8 @@ def _lasting(prediction: Prediction, machine: Machine, years: float) -> Predicti
     most_per_s, life_s = allowed_bytes_per_s(machine, years), prediction.lifetime_s
     if not prediction.fits or life_s is None or most_per_s == inf or life_s >= years * SECONDS_PER_YEAR:
         return prediction
-    why = f"its drives last {format_s(life_s)} of the {years:g} years that were asked for"
+    asked = f"{years_text(years)} that {'was' if years == 1 else 'were'} asked for"
+    why = f"its drives last {format_s(life_s)} of the {asked}"
     return replace(prediction, steady=None, reason=why)
 
 

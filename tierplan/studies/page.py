@@ -21,7 +21,7 @@ from tierplan.hwmodels.build import GPU_FORMS
 from tierplan.hwmodels.machine import MachineError
 from tierplan.hwmodels.names import NVME_WRITE
 from tierplan.planner.plan_rules import PLANNER
-from tierplan.planner.questions.endurance import life_text
+from tierplan.planner.questions.endurance import life_text, years_text
 from tierplan.planner.search.budget import DEFAULT_OPS, OPS_PER_S
 from tierplan.sim.analysis.explain import Sensitivity
 from tierplan.sim.output.text import digits, format_bytes, format_count, format_s, in_short
@@ -159,7 +159,7 @@ def write_what_if(
         short = f"The planner had at most {planner_s:g} s for each: with more it finds quicker plans. "
     settings = " ".join(points[0].words[2:])  # behind the sequence's length
     years = points[0].drive_lifetime_years
-    lasting = "" if years is None else f"Plans that wear drives out in less than {digits(years)} years are left out. "
+    lasting = "" if years is None else f"Plans that wear drives out in less than {years_text(years)} are left out. "
     about = (
         f"{machine.summary or machine.name}; {points[0].seq} tokens a sequence{settings and f', {settings}'}. "
         f"{len(points):,} answers, all computed "
