@@ -152,3 +152,15 @@ def test_a_sweep_says_why_scenarios_do_not_run(tmp_path: Path, capsys: pytest.Ca
     assert main(["sweep", str(tmp_path / "s.toml"), "-o", str(tmp_path / "out"), "--workers", "1"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert re.search(r"[12] of 2 do not run: its drives last [\d.]+ days of the 1 year that was asked for", said)
+
+
+def test_what_fits_and_wears_drives_is_not_made_to_fit_by_purchases() -> None:
+    """Memory in which drives are not needed "makes it fit", said the row below "the drives do not last 5 years"."""
+    point = Point(model="gpt-6.7b", machine="laptop", planner_s=0.5, drive_lifetime_years=5)
+    advice = advise(point, quick=True, num_workers=1)
+    assert advice.answer["wears_drives"]
+    said = " ".join(" ".join(advice_lines(advice)).split())
+    assert "No: the drives do not last 5 years" in said
+    assert "make it fit" not in said
+    assert "makes it fit" not in said
+    assert " drives last " in said[said.index("what to buy") :]

@@ -58,14 +58,15 @@ def change_lines(advice: Advice) -> list[str]:
     left_out = [line for text in _left_out(advice) for line in wrapped(text)]
     if not advice.changes:
         return [*wrapped(_nothing_helps(advice)), *left_out]
-    return [*columns([CHANGE_COLUMNS, *map(_cells, advice.changes)], right=(1, 2, 3, 4)), *left_out]
+    return [*columns([CHANGE_COLUMNS, *_rows(advice)], right=(1, 2, 3, 4)), *left_out]
 
 
 def _left_out(advice: Advice) -> list[str]:
     """Purchases that were not planned, and why."""
     without = [f"No answer for {what}: {in_short(why)}." for what, why in advice.no_answer.items()]
     if advice.no_gain and advice.changes:  # else all of them gain nothing, and that is said
-        gained = f"gains less than {format_frac(QUICKER_FRAC)}" if advice.fits else "does not make it fit"
+        no_room = "does not spare drives, or fit" if advice.answer.get("wears_drives") else "does not make it fit"
+        gained = f"gains less than {format_frac(QUICKER_FRAC)}" if advice.fits else no_room
         without.insert(0, f"Planned, and {gained}: {', '.join(advice.no_gain)}.")
     if not advice.left_out:
         return without
@@ -114,7 +115,7 @@ def write_advice(path: str | os.PathLike[str], advice: Advice) -> None:
     if advice.changes:
         gains = bars([(c.gain_frac or 0.0) for c in advice.changes], more_is_better=True)
         end = CHANGE_COLUMNS.index("gain") + 1  # each bar stands behind its figure
-        rows = [(*(row := _cells(c))[:end], bar, *row[end:]) for c, bar in zip(advice.changes, gains, strict=True)]
+        rows = [(*row[:end], bar, *row[end:]) for row, bar in zip(_rows(advice), gains, strict=True)]
         heads = (*CHANGE_COLUMNS[:end], "", *CHANGE_COLUMNS[end:])
         parts.append(section("What would help, most per price first", table(heads, rows)))
     else:
@@ -246,12 +247,18 @@ def _nothing_helps(advice: Advice) -> str:
     return f"None of {advice.num_tried} single purchases makes this quicker, or possible."
 
 
-def _cells(change: Change) -> tuple[str, ...]:
+def _cells(change: Change, *, wears_drives: bool = False) -> tuple[str, ...]:
+    """A row of what to buy; where nothing is trained today since it `wears_drives`, all fits already."""
     answer = change.answer
-    gain = "makes it fit" if change.gain_frac is None else f"{change.gain_frac * 100:+.0f} %"
+    possible = "drives last" if wears_drives else "makes it fit"
+    gain = possible if change.gain_frac is None else f"{change.gain_frac * 100:+.0f} %"
     per = "" if change.gain_per_1000_usd is None else f"{change.gain_per_1000_usd:+.0f} %"
     speed = f"{answer['tokens_per_s']:,.0f}"
     return (change.bought.what, f"{change.bought.price_usd:,.0f}", speed, gain, per, str(answer["limited_by"]))
+
+
+def _rows(advice: Advice) -> list[tuple[str, ...]]:
+    return [_cells(change, wears_drives=bool(advice.answer.get("wears_drives"))) for change in advice.changes]
 
 
 def _html(rows: Sequence[Sequence[str]]) -> str:
