@@ -126,6 +126,26 @@ def check_trainer_settings(settings: Mapping[str, Any]) -> None:
         raise TrainingError(f"the Trainer is given {name}={shown}, but {rule}; {advice}")
 
 
+SWITCHES = {
+    "ACCELERATE_DYNAMO_BACKEND": (("", "no"), _NOT_COMPILED[0]),
+    **dict.fromkeys(
+        (f"ACCELERATE_USE_{way}" for way in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")),
+        (("", "0", "false", "no", "off"), _ONE_PROCESS),
+    ),
+}
+"""By variable of the environment, what leaves it off, and the rule; `accelerate launch` sets them."""
+
+
+def check_environment(environment: Mapping[str, str]) -> None:
+    """Raises `TrainingError` for what accelerate reads there beside the arguments, and a schedule does not honour."""
+    for name, (off, rule) in SWITCHES.items():
+        if (value := environment.get(name, "")).lower() not in off:
+            raise TrainingError(
+                f"the environment has {name}={value}, but {rule}; unset it, or leave its option of `accelerate launch` "
+                "or key of `accelerate config` out"
+            )
+
+
 def check_accelerator(accelerator: Any) -> None:
     """Raises `TrainingError` for what accelerate has from its environment, whatever the arguments say."""
     if accelerator.mixed_precision != "no":

@@ -15,6 +15,7 @@ the extra `runtime` brings.
 from __future__ import annotations
 
 import math
+import os
 import signal
 from collections.abc import Iterable, Mapping, Sized
 from dataclasses import replace
@@ -34,6 +35,7 @@ from tierplan.runtime.hf_arguments import (
     check_attributes,
     check_callbacks,
     check_devices,
+    check_environment,
     check_epoch,
     check_methods,
     check_step,
@@ -108,6 +110,7 @@ class ScheduleTrainer(transformers.Trainer):
         training = executable_step(schedule).training
         check_methods(self, ScheduleTrainer)
         check_trainer_settings(settings)
+        check_environment(os.environ)
         if settings.get("args") is None:
             settings["args"] = transformers.TrainingArguments(output_dir="tmp_trainer")  # as the Trainer does
         check_arguments(settings["args"], training)
@@ -171,6 +174,8 @@ class ScheduleTrainer(transformers.Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         self.accelerator.device_placement = False  # else preparing the model would move it
+        # nor is it wrapped: under a launcher of one process DDP would hold all gradients once more
+        self.accelerator.prepare_model = lambda model, *unused, **ignored: model
 
     def _move_model_to_device(self, *unused: Any, **ignored: Any) -> None:
         """The schedule moves what an op needs."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from accelerate.state import AcceleratorState
 from transformers.trainer_pt_utils import LabelSmoother
 
 from tests.runtime.models import make_model
@@ -163,6 +164,54 @@ def test_mixed_precision_that_accelerate_has_from_the_environment_is_refused(
     assert made(hf.Trainer, tmp_path).accelerator.mixed_precision == "bf16"
     with pytest.raises(TrainingError, match=r"accelerate has mixed_precision='bf16', .* without autocast; .* in bf16"):
         made(ScheduleTrainer, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("ACCELERATE_DYNAMO_BACKEND", "eager", r"ACCELERATE_DYNAMO_BACKEND=eager, .* eagerly; unset it"),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "ACCELERATE_DYNAMO_BACKEND=INDUCTOR, .* eagerly"),
+        ("ACCELERATE_USE_FSDP", "true", "ACCELERATE_USE_FSDP=true, .* by one process"),
+        ("ACCELERATE_USE_FSDP", "True", "ACCELERATE_USE_FSDP=True, .* by one process"),
+        ("ACCELERATE_USE_DEEPSPEED", "true", "ACCELERATE_USE_DEEPSPEED=true, .* by one process"),
+        ("ACCELERATE_USE_MEGATRON_LM", "true", "ACCELERATE_USE_MEGATRON_LM=true, .* by one process"),
+        ("ACCELERATE_USE_PARALLELISM_CONFIG", "true", "ACCELERATE_USE_PARALLELISM_CONFIG=true, .* by one process"),
+    ],
+)
+def test_what_accelerate_launch_says_in_the_environment_is_refused(
+    name: str, value: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = made(ScheduleTrainer, tmp_path).args
+    monkeypatch.setenv(name, value)
+    with pytest.raises(TrainingError, match=f"the environment has {says}"):
+        ScheduleTrainer(schedule=schedule_for(1, None), model=make_model("gpt2"), args=arguments)
+
+
+@pytest.mark.parametrize("name", ["DYNAMO_BACKEND", "USE_FSDP", "USE_DEEPSPEED", "USE_PARALLELISM_CONFIG"])
+def test_what_accelerate_launch_says_is_off_is_not_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It always says something of these."""
+    monkeypatch.setenv(f"ACCELERATE_{name}", "no" if name == "DYNAMO_BACKEND" else "false")
+    made(ScheduleTrainer, tmp_path)
+
+
+def test_a_launcher_of_one_process_does_not_wrap_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torchrun --nproc-per-node 1`: DDP would hold all gradients twice, and takes no model on the CPU for a GPU."""
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_PORT", "0")
+    try:
+        trainer = made(ScheduleTrainer, tmp_path)
+        trainer.train()
+        assert trainer.accelerator.distributed_type == "MULTI_CPU"
+        assert trainer.model_wrapped is trainer.model
+    finally:
+        torch.distributed.destroy_process_group()
+        AcceleratorState._reset_state(reset_partial_state=True)
+    plain = made(hf.Trainer, tmp_path)
+    plain.train()
+    assert same_weights(trainer.model, plain.model)
 
 
 def test_transformers_knows_every_optim_that_is_taken_and_advised() -> None:
