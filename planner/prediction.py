@@ -37,6 +37,7 @@ from tierplan.sim.analysis.steady import SteadyState, steady_state
 from tierplan.sim.columns import ScheduleColumns
 from tierplan.sim.output.text import in_short
 from tierplan.sim.schedule import Schedule, ScheduleError
+from tierplan.sim.workloads.executed import has_frozen_encoder, not_executed
 from tierplan.sim.workloads.models import by_operator
 from tierplan.sim.workloads.workload import Workload
 
@@ -186,6 +187,11 @@ class Prediction(Shown):
             return ""
         if self.devices > 1 and self.workload.training.backend == "cuda":
             return "simulated only: `tierplan run` trains on one GPU, or on CPUs, not on several GPUs yet"
+        if refused := not_executed(self.workload.training, num_devices=self.devices):
+            what, advice = refused
+            return f"simulated only: it {what}; {advice}"
+        if has_frozen_encoder(self.workload):
+            return "simulated only: of encoder-decoders, `tierplan run` trains all parameters"
         match self.plan:
             case PackPlan(packs=packs) if packs.is_executed and not packs.goes_on:
                 return ""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tierplan.runtime.autograd.units import refuse_frozen_encoder
 from tierplan.runtime.checkpoint.weights import checkpoint_weights, export, has_weights, hollow_model, random_weights
 from tierplan.runtime.data.text import TokenBatches, fingerprint, read_tokens
 from tierplan.runtime.execution.device import device_named
@@ -155,6 +156,7 @@ def run_job(job: Job, *, show_progress: bool = False, ranks: Ranks | None = None
         raise JobError(f"{job.model} does not exist; --model takes a folder that holds a config.json, or such a file")
     _, raw = read_config(job.model, training)
     model = hollow_model(raw, training)
+    refuse_frozen_encoder(model)
     tokenizer_files = _tokenizer_files(job.model) if job.model.is_dir() else []
     loaded = job.model.is_dir() and has_weights(job.model)
     weights = checkpoint_weights(model, job.model, seed=job.seed) if loaded else random_weights(model, seed=job.seed)

@@ -40,10 +40,7 @@ from tierplan.sim.workloads.optimizers import in_flat_order
 _BINDING = threading.Lock()
 """Memory is bound by the stream that computes, and taken away by whichever stream used it last."""
 
-
 _HERE = threading.local()
-
-
 LOOKS = (DataDependentOutputException, DynamicOutputShapeException)
 """What fake tensors raise where a forward asks for values, or how many there are of some kind."""
 
@@ -277,6 +274,14 @@ def _text_model(model: nn.Module) -> nn.Module:
     return getattr(model, "get_decoder", lambda: None)() or model
 
 
+def refuse_frozen_encoder(model: nn.Module) -> None:
+    """Raises `ModelError` for an encoder-decoder of which not all parameters are trained."""
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    why = "of encoder-decoders the runtime trains all parameters; frozen ones and adapters are simulated only there"
+    if frozen and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ModelError(f"parameter {frozen[0]!r} is frozen, but {why}")
+
+
 def split_model(model: nn.Module, batch: Mapping[str, object]) -> list[ModelUnit]:
     """The units of the model, in the order in which a forward on such a batch runs them."""
     blocks = find_blocks(model)
@@ -292,12 +297,7 @@ def split_model(model: nn.Module, batch: Mapping[str, object]) -> list[ModelUnit
     parameters = dict(model.named_parameters())
     if not any(p.requires_grad for p in parameters.values()):
         raise ModelError(f"all parameters of {type(model).__name__} are frozen; there is nothing to train")
-    frozen = next((name for name, p in parameters.items() if not p.requires_grad), None)
-    if frozen is not None and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise ModelError(
-            f"parameter {frozen!r} is frozen, but of encoder-decoders the runtime trains all parameters; frozen ones "
-            "and adapters are simulated only there"
-        )
+    refuse_frozen_encoder(model)
     last = len(blocks)
     outside: dict[int, list[tuple[str, nn.Parameter]]] = {0: [], **{at: [] for at in sorted(used)}, last: []}
     sharing: set[int] = set()

@@ -40,6 +40,7 @@ from tierplan.sim.contents import (
 from tierplan.sim.ranks import COLLECTIVES, SEND, RankError, is_pipeline, num_ranks, rank_schedule
 from tierplan.sim.schedule import Buffer, Op, Schedule
 from tierplan.sim.step import StepSpec, UnitSpec
+from tierplan.sim.workloads.executed import not_executed
 from tierplan.sim.workloads.workload import DTYPE_BYTES
 
 COPIES = {H2D: (HOST, DEVICE), D2H: (DEVICE, HOST), NVME_READ: (NVME, HOST), NVME_WRITE: (HOST, NVME)}
@@ -85,22 +86,9 @@ def executable_step(schedule: Schedule, rank: int = 0, num_there: int = 1) -> St
         )
     if schedule.step is None:
         raise TrainingError(f"schedule {schedule.name!r} does not say what it trains; make it with `tierplan plan`")
-    if (training := schedule.step.training).dtype == "fp16":
-        raise TrainingError(
-            f"schedule {schedule.name!r} trains in fp16, whose small gradients would become zero without a gradient "
-            "scaler, which the runtime has not; plan with dtype bf16 or fp32"
-        )
-    if cast := training.autocast:
-        raise TrainingError(
-            f"schedule {schedule.name!r} trains under autocast to {cast}, which is simulated only; plan with dtype "
-            f"{cast} and an fp32 master copy, which takes less memory and time, or with dtype fp32"
-        )
-    for what, is_so in (("a fused loss", training.loss == "fused"), ("compiled blocks", training.torch_compile)):
-        if is_so:
-            raise TrainingError(
-                f"schedule {schedule.name!r} trains with {what}, which is simulated only: the runtime runs the model's "
-                "own kernels. Plan without --loss fused and --torch-compile; --loss-chunks keeps logits small, too"
-            )
+    if simulated := not_executed(schedule.step.training, num_devices=num, optimizers=KERNELS):
+        what, advice = simulated
+        raise TrainingError(f"schedule {schedule.name!r} {what}, which is simulated only; {advice}")
     tile = next((unit.name for unit in schedule.step.units if is_tile(unit.name)), None)
     if tile is not None:
         raise TrainingError(
@@ -108,24 +96,6 @@ def executable_step(schedule: Schedule, rank: int = 0, num_there: int = 1) -> St
             "of a tiled operator's input is summed over tiles, which rounds it differently from plain training. Plan "
             "with operator_tiles=1"
         )
-    if (optimizer := training.optimizer).partition(":")[0] not in KERNELS:
-        raise TrainingError(
-            f"schedule {schedule.name!r} updates with {optimizer}, which is simulated only; plan with one of "
-            f"{', '.join(KERNELS)}"
-        )
-    if num > 1 and not training.optim.is_flat:
-        raise TrainingError(
-            f"schedule {schedule.name!r} is for {num} devices, and states of {optimizer}, not alike for all values, "
-            "are executed on one device only: plan for one, or with --optimizer adamw, adamw:states=bf16, lion or sgd"
-        )
-    if training.dtype_of_trained != "fp32" and not training.has_master:
-        moments = training.optim.moments((1024, 1024), True, training.dtype_of_trained)
-        if any(moment.format == "fp32" for moment in moments):
-            raise TrainingError(
-                f"schedule {schedule.name!r} updates {training.dtype_of_trained} weights by fp32 states of {optimizer} "
-                "without a master copy of the weights, which is simulated only: kernels have both in one dtype. Plan "
-                "with master weights, or with states in the weights' dtype or in 8 bits (adamw:states=bf16)"
-            )
     if (wrong := next(_wrongs(schedule, schedule.step, rank, num, whole), None)) is not None:
         raise TrainingError(f"schedule {schedule.name!r} is not one that this runtime can execute: {wrong}. Plan again")
     return schedule.step

@@ -1,8 +1,9 @@
 """The step of each optimizer on one parameter, or on some values of it: one function each, by the optimizer's name.
 
-To add an optimizer, enter it in `tierplan.sim.workloads.optimizers.OPTIMIZERS`, which says what it keeps, and its step
-in `KERNELS`. What a step is given is flat and in the same dtype, moments in 8 or 4 bits as the fp32 values that they
-stand for. Whether it sees whole parameters is for the optimizer's `grain` to say.
+To add an optimizer, enter it in `tierplan.sim.workloads.optimizers.OPTIMIZERS`, which says what it keeps, its step in
+`KERNELS`, and its name in `tierplan.sim.workloads.executed`, by which plans say that it runs. What a step is given is
+flat and in the same dtype, moments in 8 or 4 bits as the fp32 values that they stand for. Whether it sees whole
+parameters is for the optimizer's `grain` to say.
 """
 
 from __future__ import annotations

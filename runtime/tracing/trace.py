@@ -35,6 +35,7 @@ from tierplan.runtime.autograd.units import (
     fake_twin,
     find_blocks,
     placeholder,
+    refuse_frozen_encoder,
     uses_of,
     without_checkpoints,
 )
@@ -108,6 +109,7 @@ def trace_module(
     training = replace(training, padded=training.padded or batch.get("attention_mask") is not None)
     with without_cache(module):
         try:
+            refuse_frozen_encoder(module)
             uses_of(module, [block for block, _ in find_blocks(module)], batch)
         except ModelError as error:
             raise WorkloadError(f"{name}: {error}") from error

@@ -6,6 +6,7 @@ adapters  what is added to a frozen model, as text
 formats   how values lie in a tier: bits, blocks, scales
 fused     what a fused loss and compiled blocks keep and move instead
 models    from a config to a workload by closed forms, in milliseconds
+executed  which settings are executed, and not only simulated
 optimizers  what an optimizer keeps, and what its update costs
 families  the closed forms, one file per family of models
 """

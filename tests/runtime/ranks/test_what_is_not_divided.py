@@ -19,7 +19,7 @@ def test_states_that_are_not_alike_for_all_values_are_not_divided() -> None:
     workload = observed_workload(model, make_batches(1)[0], CPU)
     plan = Case("zero-infinity").plan(workload, 2)
     coded = replace(workload, training=replace(workload.training, optimizer="adamw:states=8bit"))
-    what = "states of adamw:states=8bit, not alike for all values, are executed on one device only: plan for one, or"
+    what = "has states of adamw:states=8bit, not alike for all values, on 2 devices, which is simulated only; plan for"
     with pytest.raises(TrainingError, match=what):
         executable_step(lower(plan, coded, several(2)), 1, 2)
 
