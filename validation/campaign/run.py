@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,6 +31,7 @@ from tierplan.planner.planning import plan
 from tierplan.planner.policies import decide
 from tierplan.runtime.data.synthetic import device_model, versions
 from tierplan.runtime.measure.machine import measure_description
+from tierplan.runtime.memory import files
 from tierplan.runtime.tracing.trace import trace_config
 from tierplan.sim.analysis.steady import SteadyState, steady_state
 from tierplan.sim.output.text import format_count, format_error, format_s
@@ -50,6 +51,8 @@ MAX_CAUSES = 4
 TURNS_PER_REPORT = 4
 CALIBRATION_STEPS = 6
 """Steps of the calibration model before each turn of a run. Of interleaved runs each has one, which counts for all."""
+LOCK_NAME = "tierplan.campaign"
+"""In the scratch folder, held by the campaign that works there."""
 FAILURES = (ValueError, RuntimeError, OSError, MemoryError)
 """Errors that end a run but not the campaign: no plan, no room in memory or on the drive."""
 CUDA_ERROR = "CUDA error:"
@@ -98,27 +101,51 @@ class CampaignExecution:
         for group in campaign.groups:
             check_runs(group, asked_of[group.name], self.device)
         paths = {(g.name, r.name): self.out_dir / g.name / f"{r.name}.json" for g in campaign.groups for r in g.runs}
-        try:
-            for group in campaign.groups:
-                if missing := [run for run in asked_of[group.name] if not paths[group.name, run.name].exists()]:
-                    with ExitStack() as life:
-                        session = self._calibrate(group, life)
-                        for batch in [missing] if campaign.interleaved else [[run] for run in missing]:
-                            for artifact in self._execute(group, session, batch):
-                                artifact.save(paths[group.name, artifact.run])
-                                self.report(_line(artifact))
-        finally:
-            shutil.rmtree(self.scratch, ignore_errors=True)
+        left = [(g, [r for r in asked_of[g.name] if not paths[g.name, r.name].exists()]) for g in campaign.groups]
+        left = [(group, missing) for group, missing in left if missing]
+        with self.own_scratch() if left else nullcontext():
+            for group, missing in left:
+                with ExitStack() as life:
+                    session = self._calibrate(group, life)
+                    for batch in [missing] if campaign.interleaved else [[run] for run in missing]:
+                        for artifact in self._execute(group, session, batch):
+                            artifact.save(paths[group.name, artifact.run])
+                            self.report(_line(artifact))
         return [Artifact.load(path) for path in paths.values() if path.exists()]
 
     @property
     def scratch(self) -> Path:
         return self.nvme_dir / "tierplan-campaign"
 
+    @contextmanager
+    def own_scratch(self) -> Iterator[Path]:
+        """The folder on the drive, which no other campaign has meanwhile; gone at the end. What one that was killed has
+        left there is removed. Raises `StoreError` where another one has it."""
+        lock = self.scratch / LOCK_NAME
+        others = [] if lock.exists() or not self.scratch.exists() else sorted(self.scratch.iterdir())
+        if others:
+            raise CampaignError(
+                f"{self.scratch} holds {others[0].name!r}, which no campaign has made; take it away, or give another "
+                "folder (--nvme-dir)"
+            )
+        files.make_folder(self.scratch)
+        fd = files.lock_file(
+            lock,
+            f"{self.scratch} is in use by another campaign, and each would be measured beside the other; wait for it, "
+            "or give another folder (--nvme-dir)",
+        )
+        with files.held_open(fd):
+            for path in self.scratch.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path)
+            try:
+                yield self.scratch
+            finally:
+                shutil.rmtree(self.scratch, ignore_errors=True)
+
     def _calibrate(self, group: Group, life: ExitStack) -> CalibrationSession:
         """Measures the machine and makes a calibration run. Its checks are added to those of the groups before it."""
         began = time.monotonic()
-        self.scratch.mkdir(parents=True, exist_ok=True)
         description = measure_description(
             self.scratch, budget_s=self.measure_s, device=self.device, dtypes=(group.dtype,)
         )

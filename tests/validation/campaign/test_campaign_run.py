@@ -114,6 +114,56 @@ def test_every_run_leaves_an_artifact_and_is_not_repeated(
     assert len(said) == lines, "nothing was measured or run again"
 
 
+@pytest.fixture
+def without_running(without_measuring: None, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Groups are not executed; the content of the scratch folder is noted where one would be."""
+    there: list[Path] = []
+
+    def noted(self: CampaignExecution, group: Group, life: Any) -> Any:
+        there.extend(sorted(self.scratch.rglob("*")))
+
+    monkeypatch.setattr(CampaignExecution, "_calibrate", noted)
+    monkeypatch.setattr(CampaignExecution, "_execute", lambda *args: [])
+    return there
+
+
+def test_two_campaigns_on_one_drive_do_not_meet(tmp_path: Path, without_running: list[Path]) -> None:
+    """The second would find files of the first in use, and note that its runs have no answer; and take the folder of
+    the first away when it ends."""
+    with CampaignExecution(campaign=CAMPAIGN, out_dir=tmp_path / "one", nvme_dir=tmp_path).own_scratch() as scratch:
+        (scratch / "file").touch()
+        second = CampaignExecution(campaign=CAMPAIGN, out_dir=tmp_path / "two", nvme_dir=tmp_path)
+        with pytest.raises(OSError, match=r"tierplan-campaign is in use by another campaign, .*; wait for it, or give"):
+            second.run()
+        assert (scratch / "file").exists()
+    assert not without_running
+    assert not scratch.exists()
+    executed(CAMPAIGN, tmp_path)
+    assert len(without_running) == 1, "the lock alone"
+    assert not scratch.exists()
+
+
+def test_what_a_killed_campaign_has_left_is_removed(tmp_path: Path, without_running: list[Path]) -> None:
+    scratch = CampaignExecution(campaign=CAMPAIGN, out_dir=tmp_path / "one", nvme_dir=tmp_path).scratch
+    (scratch / "in-memory").mkdir(parents=True)
+    (scratch / "in-memory" / "tierplan.tier").write_bytes(b"x" * 1000)
+    (scratch / campaign_run.LOCK_NAME).touch()
+    executed(CAMPAIGN, tmp_path)
+    assert len(without_running) == 1
+    assert not scratch.exists()
+
+
+def test_a_folder_of_that_name_that_no_campaign_has_made_is_left_alone(
+    tmp_path: Path, without_running: list[Path]
+) -> None:
+    (tmp_path / "tierplan-campaign").mkdir()
+    (tmp_path / "tierplan-campaign" / "results.csv").touch()
+    with pytest.raises(CampaignError, match=r"tierplan-campaign holds 'results.csv', which no campaign has made"):
+        executed(CAMPAIGN, tmp_path)
+    assert (tmp_path / "tierplan-campaign" / "results.csv").exists()
+    assert not without_running
+
+
 @pytest.mark.usefixtures("without_measuring")
 def test_a_run_that_fails_takes_no_other_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full drive, and an error without a text, in runs that take turns with one that does well."""
