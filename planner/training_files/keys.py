@@ -111,12 +111,12 @@ OF_TRAINER: Known = {
         prediction_loss_only per_device_eval_batch_size include_for_metrics include_inputs_for_metrics
         batch_eval_metrics metric_for_best_model greater_is_better load_best_model_at_end resume_from_checkpoint
         ignore_data_skip restore_callback_states_from_checkpoint remove_unused_columns label_names length_column_name
-        group_by_length train_sampling_strategy average_tokens_across_devices include_num_input_tokens_seen
-        bf16_full_eval fp16_full_eval use_cache past_index ray_scope jit_mode_eval
-        enable_jit_checkpoint evaluation_strategy push_to_hub* hub_* trackio_* logging_* log_* eval_* save_*
-        dataloader_* lr_scheduler_* warmup_* adam_* do_* ddp_* torch_compile use_liger_kernel""",
+        average_tokens_across_devices include_num_input_tokens_seen bf16_full_eval fp16_full_eval use_cache past_index
+        ray_scope jit_mode_eval enable_jit_checkpoint evaluation_strategy push_to_hub* hub_* trackio_* logging_* log_*
+        eval_* save_* dataloader_* lr_scheduler_* warmup_* adam_* do_* ddp_* torch_compile use_liger_kernel""",
         torch_compile_backend="inductor", torch_compile_mode="default", tf32=False,
-        neftune_noise_alpha=(), label_smoothing_factor=0.0, torch_empty_cache_steps=(), auto_find_batch_size=False,
+        group_by_length=False, train_sampling_strategy=("random", "sequential"), neftune_noise_alpha=(),
+        label_smoothing_factor=0.0, torch_empty_cache_steps=(), auto_find_batch_size=False,
         optim_args="", optim_target_modules=(), parallelism_config=(), use_cpu=False, no_cuda=False, use_ipex=False,
         use_mps_device=False, adafactor=False, split_batches=False, half_precision_backend="cuda_amp",
         full_determinism=False, mp_parameters="", fp16_opt_level="O1", debug=([], ""), torchdynamo=()),

@@ -37,6 +37,10 @@ ACCELERATED = {"distributed_type": "MULTI_GPU"}
         (DEEPSPEED | {"comms_logger": {"enabled": False, "verbose": False}}, []),
         (DEEPSPEED | {"comms_logger": {"enabled": True}}, ["comms_logger.enabled"]),  # it waits for each collective
         (TRAINER | {"full_determinism": True}, ["full_determinism"]),  # it waits for each kernel
+        (TRAINER | {"group_by_length": True}, ["group_by_length"]),  # steps are of other lengths
+        (TRAINER | {"train_sampling_strategy": "group_by_length"}, ["train_sampling_strategy"]),
+        (TRAINER | {"train_sampling_strategy": "batch_rebalance"}, ["train_sampling_strategy"]),
+        (TRAINER | {"group_by_length": False, "train_sampling_strategy": "sequential"}, []),
         (DEEPSPEED | {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}, []),
         (TRAINER | {"torch_compile_mode": "max-autotune", "max_sequence_length": 4096},
          ["max_sequence_length", "torch_compile_mode"]),
