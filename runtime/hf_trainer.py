@@ -173,8 +173,7 @@ class ScheduleTrainer(transformers.Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        self.accelerator.device_placement = False  # else preparing the model would move it
-        # nor is it wrapped: under a launcher of one process DDP would hold all gradients once more
+        # Else it would be moved to the device, and under a launcher of one process DDP would hold all gradients twice.
         self.accelerator.prepare_model = lambda model, *unused, **ignored: model
 
     def _move_model_to_device(self, *unused: Any, **ignored: Any) -> None:

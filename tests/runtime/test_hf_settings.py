@@ -69,6 +69,11 @@ def test_the_number_of_micro_batches_that_accelerator_config_gives(tmp_path: Pat
         make(ScheduleTrainer, accumulation=1)
 
 
+@pytest.mark.parametrize("how", [{"dispatch_batches": True}, {"split_batches": True}, {"use_seedable_sampler": False}])
+def test_how_accelerate_loads_data_is_honoured(how: dict[str, Any], tmp_path: Path) -> None:
+    assert_like_the_plain(lambda kind: made(kind, tmp_path, accelerator_config=dict(how)))
+
+
 def test_settings_of_the_optimizer_are_those_when_training_begins(tmp_path: Path) -> None:
     change = sets(weight_decay=0.5, adam_beta1=0.1, adam_beta2=0.5, adam_epsilon=1e-3, learning_rate=1e-3)
     assert_like_the_plain(lambda kind: made(kind, tmp_path, change=change))
