@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
-from tierplan.sim.workloads.formats import CODED_AT_ONCE, FORMATS, format_of
+from tierplan.sim.workloads.formats import CODED_AT_ONCE, executed_bases, format_of
 from tierplan.sim.workloads.workload import WorkloadError
 
 TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -169,10 +169,6 @@ def _coded(weight_oi: torch.Tensor, base: str) -> list[torch.Tensor]:
     if base not in executed_bases():  # the scales are no fp32 numbers alone
         return [weight_oi.new_empty(num, dtype=torch.uint8) for num in (*codes, scales)]
     return [weight_oi.new_empty(codes[0], dtype=torch.uint8), weight_oi.new_empty(scales // 4, dtype=torch.float32)]
-
-
-def executed_bases() -> list[str]:
-    return [name for name, form in FORMATS.items() if name in TYPES or form.codebook]
 
 
 def refuse_unknown(base: str) -> None:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from tierplan.sim.workloads.formats import executed_bases
 from tierplan.sim.workloads.workload import Training, Workload
 
 OPTIMIZERS = ("adamw", "sgd", "lion", "muon", "adafactor")
 """By name without options: those whose steps the runtime has."""
-BASES = ("fp8", "int8", "nf4")
-"""Formats of a base that the runtime codes and decodes."""
 BEHIND_ENCODER = "between"
 """How the name begins of what lies between blocks: in models that have a config, behind the last of an encoder."""
 
@@ -53,8 +52,8 @@ def not_executed(
                 "kernels have both in one dtype, so plan with master weights, or with states in the weights' dtype or "
                 "in 8 bits (adamw:states=bf16)"
             )
-    if training.base and training.base not in BASES:
-        return f"has a base in {training.base}", f"plan with one of {', '.join(BASES)}"
+    if training.base and training.base not in (bases := executed_bases()):
+        return f"has a base in {training.base}", f"plan with one of {', '.join(bases)}"
     return None
 
 

@@ -100,6 +100,11 @@ def bases() -> list[str]:
     return [name for name, form in FORMATS.items() if form.is_base]
 
 
+def executed_bases() -> list[str]:
+    """Of these, those that the runtime codes and decodes: with a scale per row, or with a codebook."""
+    return [name for name in bases() if FORMATS[name].codebook or not FORMATS[name].block]
+
+
 def act_formats() -> list[str]:
     """Formats in which activations may leave the device."""
     return [name for name, form in FORMATS.items() if form.is_acts]

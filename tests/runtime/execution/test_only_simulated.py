@@ -15,14 +15,15 @@ from tests.runtime.models import make_batches, make_model
 from tierplan.hwmodels.build import build_machine
 from tierplan.hwmodels.catalog import load_description
 from tierplan.planner.prediction import predict
-from tierplan.runtime.autograd.coded import executed_bases
+from tierplan.runtime.autograd.coded import TYPES
 from tierplan.runtime.execution.executable import executable_step
 from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.job import Job, run_job
 from tierplan.runtime.optim.kernels import KERNELS
 from tierplan.runtime.tracing.trace import trace_config, trace_module
 from tierplan.sim.schedule_file import save_schedule
-from tierplan.sim.workloads.executed import BASES, OPTIMIZERS
+from tierplan.sim.workloads.executed import OPTIMIZERS
+from tierplan.sim.workloads.formats import FORMATS, executed_bases
 from tierplan.sim.workloads.optimizers import OPTIMIZERS as PLANNED
 from tierplan.sim.workloads.workload import Training, Workload, WorkloadError
 
@@ -69,7 +70,8 @@ def test_who_plans_says_what_the_runtime_refuses(asked: dict[str, Any]) -> None:
 
 def test_what_is_said_to_be_executed_is() -> None:
     assert {*OPTIMIZERS} == {*KERNELS}
-    assert {*BASES} == {*executed_bases()}
+    coded = [name for name, form in FORMATS.items() if form.codebook or name in TYPES]
+    assert executed_bases() == [name for name in FORMATS if name in coded]
 
 
 @pytest.mark.parametrize("asked", [LORA, {"freeze": "shared.weight"}], ids=["adapters", "frozen"])
