@@ -1,7 +1,8 @@
 """From a plan to a schedule. `lower` takes any kind of plan; those of one device are lowered here. In reading order:
 
 listing    which turn comes when: forwards, backwards and updates of units, compiled
-turns      what each kind of turn adds: a forward, a backward, an update, with all that moves for it
+turns      what each kind of turn adds: a forward, a backward, with all that moves for it
+updates    the same of updates, on the host and on the device
 sketch     how a turn is drawn, and the template that remains of it
 templates  what a turn may reach for, and what has been drawn so far
 placing    turns put one after the other: which template each is, compiled

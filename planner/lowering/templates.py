@@ -11,6 +11,7 @@ import numpy as np
 
 import tierplan.planner.lowering.listing as listing
 import tierplan.planner.lowering.turns as turns
+import tierplan.planner.lowering.updates as updates
 from tierplan.planner.lowering.placing import CELL_FIELDS, Growing, Table, enter
 from tierplan.planner.lowering.sketch import NEXT, OWN, OWNER, Facts, Sketch, Terms, moved_together
 from tierplan.planner.plan import UnitPlan
@@ -70,16 +71,18 @@ TURNS: Mapping[int, TurnKind] = {
     listing.FETCH: TurnKind(turns.fetch, (), PARAMS_IN_BACKWARD, BEFORE[:2]),
     listing.REMAKE: TurnKind(turns.remake, ("acts",), REMADE, BEFORE),
     listing.BACKWARD: TurnKind(turns.backward, ("acts", "grads", "update", "leaves"), IN_BACKWARD, BEFORE),
-    listing.CLIP: TurnKind(turns.clip, (), ("norm", "clip")),
+    listing.CLIP: TurnKind(updates.clip, (), ("norm", "clip")),
     listing.UPDATE_HERE: TurnKind(
-        turns.update_here, ("state_shards",), ("params", "states#", "due", "new params", "clip")
+        updates.update_here, ("state_shards",), ("params", "states#", "due", "new params", "clip")
     ),
     listing.ALIAS: TurnKind(None, (), ("due", "grads", "old grads")),
-    listing.ARRIVE: TurnKind(turns.arrive, ("state_shards",), TO_UPDATE, tuple(f"read after {k}" for k in range(3))),
-    listing.UPDATE: TurnKind(turns.update, ("params", "state_shards"), TO_UPDATE, ("update after 0", "update after 1")),
-    listing.GO_HOME: TurnKind(turns.go_home, AT_HOME, TO_UPDATE, ("home after",)),
-    listing.PARAMS_HOME: TurnKind(turns.params_home, AT_HOME, TO_UPDATE, ("home after",)),
-    listing.STATES_HOME: TurnKind(turns.states_home, AT_HOME, TO_UPDATE, ("home after",)),
+    listing.ARRIVE: TurnKind(updates.arrive, ("state_shards",), TO_UPDATE, tuple(f"read after {k}" for k in range(3))),
+    listing.UPDATE: TurnKind(
+        updates.update, ("params", "state_shards"), TO_UPDATE, ("update after 0", "update after 1")
+    ),
+    listing.GO_HOME: TurnKind(updates.go_home, AT_HOME, TO_UPDATE, ("home after",)),
+    listing.PARAMS_HOME: TurnKind(updates.params_home, AT_HOME, TO_UPDATE, ("home after",)),
+    listing.STATES_HOME: TurnKind(updates.states_home, AT_HOME, TO_UPDATE, ("home after",)),
 }
 ROW_FIELDS = listing.NUM_KINDS + 4
 Made = tuple[str, str, str]
