@@ -224,7 +224,7 @@ def _action_on(choice: UnitPlan, group: SlotGroup) -> Action:
 
 
 def _lateness(problem: Problem, plan: UnitwisePlan) -> Iterator[Shift]:
-    if plan.semantics != "in-backward":
+    if plan.semantics == "delayed-1":
         return
     grads_gb = max(unit.grads_gb for unit in problem.units)
     for late, where in product((True, False), ("host", "device")):
