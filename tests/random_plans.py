@@ -33,6 +33,14 @@ def _with_more_late(plan: UnitwisePlan) -> UnitwisePlan:
     return plan
 
 
+def as_first_drawn(plan: UnitwisePlan) -> UnitwisePlan:
+    """Without what plans could not say when digests of schedules of random ones were taken."""
+    plan = replace(plan, late_writes=0)
+    if plan.semantics == "exact-clip":
+        plan = replace(plan, units=tuple(replace(choice, late_update=False) for choice in plan.units))
+    return plan
+
+
 def with_some_in_host(plan: UnitwisePlan, rng: random.Random, *, most_shards: int = 4) -> UnitwisePlan:
     """The plan with states on NVMe in shards, some of which stay in host memory."""
     units = list(plan.units)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.planner.test_plan import devices
-from tests.random_plans import random_plan, with_some_in_host, with_updates_here
+from tests.random_plans import as_first_drawn, random_plan, with_some_in_host, with_updates_here
 from tests.toys import toy_workload, uniform_plan
 from tierplan.planner.lowering import Lowering, lower
 from tierplan.planner.lowering.unitwise import unitwise_step
@@ -40,7 +40,7 @@ def drawn(rng: random.Random, divided: str, num: int) -> tuple[UnitwisePlan, Wor
     while True:
         accumulation, is_tied = rng.choice([1, 2, 3]), rng.random() < 0.5
         workload = toy_workload(rng.choice([2, 4]), tied=is_tied, gradient_accumulation_steps=accumulation)
-        plan = with_some_in_host(with_updates_here(random_plan(workload, rng), rng), rng)
+        plan = with_some_in_host(with_updates_here(as_first_drawn(random_plan(workload, rng)), rng), rng)
         if divided in ("gradients", "states", "nothing"):
             stay = AWAY if divided == "nothing" else AWAY[:2]
             plan = replace(plan, units=tuple(replace(u, **dict.fromkeys(stay, "device")) for u in plan.units))
