@@ -90,11 +90,17 @@ def _windows(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
         yield lambda plan, windows=windows: with_windows(plan, windows)  # type: ignore[misc]
     for num in OVER_UNITS if any(choice.update == "device" for choice in plan.units) else ():
         yield lambda plan, num=num: replace(plan, update_over_units=num)  # type: ignore[misc]
-    for num in LATE_WRITES if any(c.states == "nvme" and not c.updates_here for c in plan.units) else ():
+    for num in LATE_WRITES if may_write_late(plan) else ():
         yield lambda plan, num=num: replace(plan, late_writes=num, updates_in_flight=0)  # type: ignore[misc]
     if problem.devices > 1 and problem.divided == "all":
         yield lambda plan: replace(plan, sharing=reducing(plan.sharing))
         yield lambda plan: replace(plan, sharing=gathering(plan.sharing))
+
+
+def may_write_late(plan: UnitwisePlan) -> bool:
+    """Whether drives may be idle in backward, with too much to do later: where all updates wait for the norm."""
+    on_drives = (choice.states == "nvme" and not choice.updates_here for choice in plan.units)
+    return plan.semantics == "exact-clip" and any(on_drives)
 
 
 def _loosened(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:

@@ -31,6 +31,7 @@ from tierplan.planner.search.local.moves import (
     WINDOWS,
     gathering,
     in_shards,
+    may_write_late,
     more_gb,
     nearer,
     placed,
@@ -326,8 +327,9 @@ class Patterns:
             {"overtaking": self.rng.random() < 0.5},
             {"update_over_units": self.rng.choice(OVER_UNITS)},
             {"updates_in_flight": self.rng.choice(IN_FLIGHT), "late_writes": 0},
-            {"updates_in_flight": 0, "late_writes": self.rng.choice(LATE_WRITES)},
         ]
+        if may_write_late(self.plan):
+            changes.append({"updates_in_flight": 0, "late_writes": self.rng.choice(LATE_WRITES)})
         if self.problem.devices > 1 and self.problem.divided == "all":
             sharing = {"sharing": self.plan.sharing, **pattern.of_all}["sharing"]
             changes += [{"sharing": reducing(sharing)}, {"sharing": gathering(sharing)}]
