@@ -235,9 +235,9 @@ class Durability:
                 absent = (commit.contents[name].is_absent for _, commit in self._parts() if name in commit.contents)
                 if name in carried or not self._has(name) or any(absent):
                     continue
-                clip = (
-                    whole(Clip(), NORM_BYTES // bodies.dtype.itemsize, bodies.dtype)[0] if self._has("clip") else None
-                )
+                clip = None
+                if self._has(str(Clip())):
+                    clip = whole(Clip(), NORM_BYTES // bodies.dtype.itemsize, bodies.dtype)[0]
                 gradient = whole(content, unit.num_trained, torch.float32 if is_cast else bodies.dtype)
                 placement.make_update(unit.name, gradient, clip)
 

@@ -254,10 +254,8 @@ class Placement:
         bodies, by_content = self.bodies, self._by_content()
         unit, grads = bodies.unit_of(Params(name)), _old_gradients(name, by_content)
         assert grads is not None, f"a late update of {name} has gradients"
-        params, part = (
-            bodies.places.read(by_content[Params(name)]).view(bodies.dtype),
-            own_part(grads, unit, bodies.ranks),
-        )
+        params = bodies.places.read(by_content[Params(name)]).view(bodies.dtype)
+        part = own_part(grads, unit, bodies.ranks)
         own = params if len(params) == len(part) else params[part.start : part.stop]
         if not value_of(grads).is_absent:
             is_cast, clip = isinstance(content_of(grads), CastGradients), by_content.get(Clip())
