@@ -93,7 +93,10 @@ class Compared:
             if is_other_work and name in NEED_SEVERAL_DEVICES:
                 continue
             devices = 1 if is_other_work else plan.devices
-            tries = [replace(one, devices=devices) if isinstance(one, UnitwisePlan) else one for one in untied(plan)]
+            tries = [
+                replace(one, devices=devices) if isinstance(one, UnitwisePlan) else one
+                for one in untied(plan, self.workload)
+            ]
             fitting = (one for one in tries if len(tries) == 1 or self.simulate_plan(one).fits)
             yield name, next(fitting, tries[0]), is_other_work
 
@@ -120,7 +123,7 @@ class Compared:
         found = (self.simulate_plan.in_full if is_best else self.simulate_plan)(plan)
         is_rival = is_same(plan, self.semantics)
         if plan.sums_tied and found.fits:  # where only this makes room it is none
-            is_rival = is_rival and self.simulate_plan(next(untied(plan))).fits
+            is_rival = is_rival and self.simulate_plan(next(untied(plan, self.workload))).fits
         is_coded = training.activation_format and found.fits
         columns = Lowering(self.workload, self.machine).simulated(plan)[0] if is_coded else None
         return replace(

@@ -49,6 +49,9 @@ class UnitPlan:
     """Where gradients wait for the update (and accumulate). Backward makes them on the device.
 
     Where they come back for the update and one turn has those of all micro-batches, they accumulate there first."""
+    tied_grads: Literal["device", "host"] = "device"
+    """Where the gradients wait that it makes of parameters which it shares with an earlier unit (a tied head's, of the
+    embedding's), until that one's backward."""
     states: Place = "device"
     """Where optimizer states live between steps; `device` updates on the device, the others on the host's cores."""
     update: UpdatePlace = "home"

@@ -242,7 +242,7 @@ def check_unitwise(plan: UnitwisePlan, workload: Workload) -> None:
         )
     seen = set()
     for unit, choice in zip(workload.units, plan.units, strict=True):
-        if (alike := (unit.kind, len(unit.saved), unit.is_frozen, choice)) not in seen:
+        if (alike := (unit.kind, unit.shares, len(unit.saved), unit.is_frozen, choice)) not in seen:
             seen.add(alike)
             _check_unit(unit, choice)
             _check_update(plan, unit, choice)
@@ -258,6 +258,11 @@ def check_unitwise(plan: UnitwisePlan, workload: Workload) -> None:
 
 def _check_unit(unit: Unit, choice: UnitPlan) -> None:
     check_record(choice, PlanError, f"unit {unit.name!r}: ")
+    if choice.tied_grads != "device" and not (unit.shares and unit.adds_to_shared):
+        raise PlanError(
+            f"unit {unit.name!r} has tied_grads={choice.tied_grads!r}, but makes no gradient of another unit's "
+            "parameters; leave it out"
+        )
     if not isinstance(choice.acts, str) and len(choice.acts) != len(unit.saved):
         raise PlanError(
             f"unit {unit.name!r} saves {len(unit.saved)} tensors, but the plan has {len(choice.acts)} actions "
@@ -377,6 +382,9 @@ def _check_pieces(plan: UnitwisePlan, workload: Workload) -> None:
             f"plan {plan.policy!r} sums tied gradients in {plan.order} order, where none waits for the next "
             "micro-batch's; use order='vertical' or leave out sums_tied"
         )
+    if any(choice.tied_grads != "device" for choice in plan.units) and (plan.sums_tied or plan.devices > 1):
+        what = "sums tied gradients, which the next micro-batch adds to" if plan.sums_tied else "is for several devices"
+        raise PlanError(f"plan {plan.policy!r} {what}, but has some wait off the device; leave out tied_grads")
     if workload.training.per_device_train_batch_size % plan.sub_batches:
         raise PlanError(
             f"plan {plan.policy!r} cuts micro-batches of {workload.training.per_device_train_batch_size} sequences "

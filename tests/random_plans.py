@@ -18,11 +18,12 @@ def random_plan(workload: Workload, rng: random.Random) -> UnitwisePlan:
             plan.check(workload)
         except PlanError:
             continue  # such as a delayed update with states on the device
-        return _with_more_late(plan)
+        return _with_more(plan, workload)
 
 
-def _with_more_late(plan: UnitwisePlan) -> UnitwisePlan:
-    """What plans could not say when others began to draw from `rng`: late updates of exact clipping, late writes."""
+def _with_more(plan: UnitwisePlan, workload: Workload) -> UnitwisePlan:
+    """What plans could not say when others began to draw from `rng`: late updates of exact clipping, late writes, and
+    where tied gradients wait."""
     rng = random.Random(str(plan))
     if plan.write_back == "at once" and plan.updates_in_flight == 0:
         plan = replace(plan, late_writes=rng.choice([0, 1, 2]))
@@ -30,12 +31,15 @@ def _with_more_late(plan: UnitwisePlan) -> UnitwisePlan:
     if plan.semantics == "exact-clip":
         pairs = zip(plan.units, able, strict=True)
         plan = replace(plan, units=tuple(replace(choice, late_update=late) for choice, late in pairs))
-    return plan
+    are_tied = [unit.shares is not None and unit.adds_to_shared and rng.random() < 0.5 for unit in workload.units]
+    pairs = zip(plan.units, are_tied, strict=True)
+    units = (replace(choice, tied_grads="host") if is_tied else choice for choice, is_tied in pairs)
+    return replace(plan, units=tuple(units))
 
 
 def as_first_drawn(plan: UnitwisePlan) -> UnitwisePlan:
     """Without what plans could not say when digests of schedules of random ones were taken."""
-    plan = replace(plan, late_writes=0)
+    plan = replace(plan, late_writes=0, units=tuple(replace(choice, tied_grads="device") for choice in plan.units))
     if plan.semantics == "exact-clip":
         plan = replace(plan, units=tuple(replace(choice, late_update=False) for choice in plan.units))
     return plan

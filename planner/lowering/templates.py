@@ -70,7 +70,9 @@ TURNS: Mapping[int, TurnKind] = {
     listing.FORWARD: TurnKind(turns.forward, ("acts", "input"), IN_FORWARD, BEFORE[:2]),
     listing.FETCH: TurnKind(turns.fetch, (), PARAMS_IN_BACKWARD, BEFORE[:2]),
     listing.REMAKE: TurnKind(turns.remake, ("acts",), REMADE, BEFORE),
-    listing.BACKWARD: TurnKind(turns.backward, ("acts", "grads", "update", "leaves"), IN_BACKWARD, BEFORE),
+    listing.BACKWARD: TurnKind(
+        turns.backward, ("acts", "grads", "tied_grads", "update", "leaves"), IN_BACKWARD, BEFORE
+    ),
     listing.CLIP: TurnKind(updates.clip, (), ("norm", "clip")),
     listing.UPDATE_HERE: TurnKind(
         updates.update_here, ("state_shards",), ("params", "states#", "due", "new params", "clip")

@@ -247,6 +247,9 @@ def backward(s: Sketch) -> None:
         writes.append(s.put("dx", s.buffer(InputGradient(unit.name, s.m), DEVICE, unit.input_bytes, "acts")))
     gradients, work_bytes = _gradients(s, reads, writes)
     _compute(s, backward_key(unit.name, s.m), "backward", unit.backward, reads, writes, work_bytes)
+    if unit.shares and unit.adds_to_shared and s.choice.tied_grads != "device":
+        made = s.made("owner's tied")
+        s.put("owner's tied", s.move(_tied(s, unit.shares), made, HOST, m=s.m, rank=OFFLOADS))
     if gradients is not None:
         _leave(s, gradients, before)
         if s.flag:
@@ -265,12 +268,13 @@ def _gradients(s: Sketch, reads: list[int | None], writes: list[int]) -> tuple[i
     made, work_bytes = None, unit.backward_work_bytes
     shared = "tied sum" if s.plan.sums_tied else "tied"
     grads = s.get("grads")
-    tied = None if s.plan.sums_tied and grads is not None else s.get(shared)  # the sum is the first one's
+    # the sum is the first one's
+    tied = None if s.plan.sums_tied and grads is not None else _waited(s, shared, unit.name)
     accumulated = grads if _adds_up_here(s) else None
     if tied is not None or accumulated is not None:
         work_bytes = max(work_bytes, unit.accumulating_work_bytes)
     if unit.shares and unit.adds_to_shared:
-        earlier = s.get(f"owner's {shared}")  # of another unit that shares them, or micro-batch
+        earlier = _waited(s, f"owner's {shared}", unit.shares)  # of another unit that shares them, or micro-batch
         if earlier is None:
             owner = next(other for other in s.workload.units if other.name == unit.shares)
             size_bytes = owner.num_trained * grad_bytes
@@ -289,6 +293,19 @@ def _gradients(s: Sketch, reads: list[int | None], writes: list[int]) -> tuple[i
             made = s.buffer(Gradients(unit.name, s.m), DEVICE, size_bytes, "grads", reuses=tied)
         writes.append(made)
     return made, work_bytes
+
+
+def _waited(s: Sketch, cell: str, owner: str) -> int | None:
+    """The gradient that others have made of the owner's parameters, if they have: on the device again."""
+    tied = s.get(cell)
+    if tied is None or s.tiers[tied] == DEVICE:
+        return tied
+    return _to_device(s, _tied(s, owner), tied, "acts", ACTS, ACTS_EARLY)
+
+
+def _tied(s: Sketch, owner: str) -> str:
+    """What is said of a copy of tied gradients, of which several units may make one."""
+    return op_key(TiedGradients(owner, s.m), *([s.unit.name] if s.unit.name != owner else []))
 
 
 def _adds_up_here(s: Sketch) -> bool:

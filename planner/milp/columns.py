@@ -38,6 +38,8 @@ class UnitColumns:
     tensor goes where is settled afterwards (`model.fractions`)."""
     saved: dict[str, int] = field(default_factory=dict)
     """The same of all other saved tensors."""
+    tied: list[int] = field(default_factory=list)
+    """GB of its tied gradients that wait in host memory, window by window."""
 
 
 class Columns:
@@ -162,6 +164,7 @@ class Columns:
         names = ["uA", "uW", "dA"] if p.host_gb else []
         if p.host_gb and p.rates.adam:
             names.append("dG")
+        names += ["uT", "dT"] if p.host_gb and window.phase == "bwd" and any(u.tied_gb for u in p.units) else []
         names += ["uS", "dS", "uQ", "dQ"] if p.brings_states else []
         names += ["uG"] if p.returns_grads else []
         if p.has_nvme and p.host_gb:

@@ -72,6 +72,8 @@ class Fractions:
 
     place: tuple[Mapping[int, float], ...]
     action: tuple[tuple[Mapping[str, float], ...], ...]
+    tied: tuple[float, ...]
+    """Of a unit's tied gradients, the largest share that waits in host memory."""
     step_s: float
 
 
@@ -145,6 +147,10 @@ def fractions(model: Model, solution: Solution) -> Fractions:
         place=tuple({k: v[c] for k, c in choice.place.items()} for choice in model.cols.choices),
         action=tuple(
             tuple(_actions(unit, choice, v, high))
+            for unit, choice in zip(model.problem.units, model.cols.choices, strict=True)
+        ),
+        tied=tuple(
+            max((v[c] for c in choice.tied), default=0.0) / (model.problem.turn * unit.tied_gb or 1.0)
             for unit, choice in zip(model.problem.units, model.cols.choices, strict=True)
         ),
         step_s=sum(v[c] * copies for c, copies in model.cols.tau),

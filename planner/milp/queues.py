@@ -38,6 +38,7 @@ def queues(cols: Columns) -> Held:
     held = Held(*nothing)
     for b in range(len(cols.p.blocks)):
         _activations_of_block(cols, b, held)
+        _tied_of_block(cols, b, held)
     _parameters(cols, held)
     _updates(cols, held)
     return held
@@ -113,6 +114,37 @@ def _made_and_needed(cols: Columns, phase: str, u: int) -> tuple[Terms, Terms, T
 
     away, here = waiting("host", "nvme"), waiting("keep")
     return (away, here, [], []) if phase == "fwd" else ([], [], away, here)
+
+
+def _tied_of_block(cols: Columns, b: int, held: Held) -> None:
+    """Tied gradients of a turn's micro-batches, which may wait in host memory for their owner's backward.
+
+    `memory_rows` has them all on the device; each is there at the end of the op that makes it, and for its owner's.
+    """
+    p, lp = cols.p, cols.lp
+    backward = [s for s in cols.block_windows(b) if cols.windows[s].phase == "bwd"]
+    for u in (u for u, unit in enumerate(cols.units) if unit.tied_gb and p.host_gb):
+        at = {v: i for i, s in enumerate(backward) for v in cols.windows[s].units}
+        first, last = at[u], at[cols.units[u].fetched_from]
+        others_gb = (p.turn - 1) * cols.units[u].tied_gb
+        waiting: Terms = []
+        for s in backward[first : last + 1]:
+            gone = [*waiting, *cols.flow(s, "dT")]
+            waiting = cols.queue(waiting, cols.flow(s, "dT"), cols.flow(s, "uT"), "tied gradients")
+            cols.choices[u].tied += [column for _, column in waiting]
+            held.on_host[s] += waiting
+            if s == backward[first]:
+                lp.row(waiting, high=others_gb, family="tied gradients")
+            elif s == backward[last]:
+                ahead = lp.column(high=others_gb)
+                lp.row([*gone, (-1.0, ahead)], low=0.0, family="tied gradients")
+                held.at_start[s] += [(-1.0, ahead)]
+            else:
+                lp.row(gone, high=p.turn * cols.units[u].tied_gb, family="tied gradients")
+                held.at_start[s] += minus(gone)
+            if s != backward[last]:
+                held.at_end[s] += minus(waiting)
+        lp.row(waiting, low=0.0, high=0.0, family="tied gradients")
 
 
 def _parameters(cols: Columns, held: Held) -> None:

@@ -22,12 +22,15 @@ from tierplan.sim.step import Action
 
 Name = TypeVar("Name", int, str)
 DECIDED = 1e-6
+MOSTLY = 0.5
+"""Share of a unit's tied gradients from which on all wait in host memory."""
 
 
 def round_to_plan(problem: Problem, shares: Fractions, *, spares_device: bool = False) -> UnitwisePlan:
     """The plan nearest to the solution's shares, in the sense of the module's docstring.
 
-    With `spares_device`, units that are like no other have as little at home on the device as any of their shares has.
+    With `spares_device`, units that are like no other have as little at home on the device as any of their shares has,
+    and tied gradients wait in host memory if any do.
     """
     sizes = [(u.gparams, u.frozen_gb) for u in problem.units]
     places = shares.place
@@ -47,6 +50,11 @@ def round_to_plan(problem: Problem, shares: Fractions, *, spares_device: bool = 
         for u, name in zip(with_group, chosen, strict=True):
             actions[u].append(name)
     units = tuple(_unit_plan(problem, u, modes[u], actions[u]) for u in range(len(problem.units)))
+    least = DECIDED if spares_device else MOSTLY
+    units = tuple(
+        replace(choice, tied_grads="host") if share > least else choice
+        for choice, share in zip(units, shares.tied, strict=True)
+    )
     plan = UnitwisePlan(
         policy=PLANNER, units=units, semantics=problem.semantics, order=problem.order, sub_batches=problem.sub_batches
     )

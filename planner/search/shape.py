@@ -35,6 +35,7 @@ from tierplan.planner.search.local.moves import (
     with_brought_states,
     with_returned_grads,
     with_shape_of,
+    with_tied,
     with_windows,
 )
 from tierplan.planner.search.local.patterns import Patterns
@@ -82,6 +83,7 @@ def tried(
     goal_s = bound.searched_s * (1 + GOOD_FRAC)
     shape = p.shape
     found, simulate_plan = from_program.incumbents, from_program.simulate_plan
+    has_tied = any(unit.tied_gb for unit in p.units)
 
     def best_s() -> float:
         best = found.by_shape.get(shape)
@@ -90,8 +92,9 @@ def tried(
     def reshaped(others: Iterable[Candidate[UnitwisePlan]]) -> Iterator[float]:
         for other in others:
             same = with_shape_of(other.plan, p)
-            brought = [with_brought_states(loosened(same))] if p.brings_states else []
-            for changed in (same, loosened(same), *brought):
+            more = [with_brought_states(loosened(same))] if p.brings_states else []
+            more += [with_tied(loosened(same), p.workload, "host")] if p.turn > 1 and has_tied else []
+            for changed in (same, loosened(same), *more):
                 found.consider(simulate_plan(changed))
                 yield best_s()
 
@@ -184,6 +187,7 @@ def holding_least(p: Problem) -> Iterator[UnitwisePlan]:
         plan = UnitwisePlan(
             policy=PLANNER, units=units, semantics=p.semantics, order=p.order, sub_batches=p.sub_batches
         )
+        plan = with_tied(plan, p.workload, "host" if p.host_gb else "device")
         yield on_its_devices(with_windows(plan, (ahead, ahead, ahead)), p)
 
 

@@ -154,6 +154,10 @@ def random_plan(rng: random.Random, problem: Problem) -> UnitwisePlan:
     units = [
         replace(u, state_shards=also.choice((1, 2, 4))) if u.updates_here and u.states_travel else u for u in units
     ]
+    units = [
+        replace(choice, tied_grads=also.choice(("device", "host"))) if amounts.tied_gb else choice
+        for choice, amounts in zip(units, problem.units, strict=True)
+    ]
     return UnitwisePlan(
         policy="random",
         units=tuple(units),

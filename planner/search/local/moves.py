@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from tierplan.planner.milp.amounts import Problem, UnitAmounts
 from tierplan.planner.milp.modes import MODES, Mode
 from tierplan.planner.milp.rates import STATE_SHARDS
 from tierplan.planner.plan import PackPlan, Plan, Sharing, UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import ACTIONS, PLANNER, Place, UpdatePlace
+from tierplan.sim.workloads.workload import Workload
 
 WINDOWS = ((1, 1, 1), (2, 2, 2), (1, 2, 2), (2, 1, 1), (3, 4, 3), (0, 0, 1), (1, 1, 4))
 """Prefetch windows that are tried: parameters, activations, states, in units."""
@@ -22,6 +23,8 @@ OVER_UNITS = (1, 2, 3)
 """Turns of units over which updates are spread whose states come to the device."""
 LATE_WRITES = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 """Units whose states are written when all have been read."""
+TIED: tuple[Literal["host", "device"], ...] = ("host", "device")
+"""Where tied gradients may wait."""
 SHORT_CHAIN = 6
 BROUGHT_ONE_IN = (2, 3, 4, 6)
 """States of one in so many units come to the device: evenly spread, they are out of each other's way."""
@@ -140,6 +143,12 @@ def _host_shards(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
             yield some(u, more)
 
 
+def _tied(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
+    """Tied gradients wait elsewhere."""
+    for place in TIED if any(unit.tied_gb for unit in problem.units) and problem.host_gb else ():
+        yield lambda plan, place=place: with_tied(plan, problem.workload, place)  # type: ignore[misc]
+
+
 def _lateness(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
     """One update late, or no longer."""
 
@@ -221,6 +230,7 @@ FAMILIES: tuple[Callable[[Problem, UnitwisePlan], Iterator[Move]], ...] = (
     _windows,
     _shards,
     _host_shards,
+    _tied,
     _lateness,
     _swaps,
     _placements,
@@ -228,7 +238,7 @@ FAMILIES: tuple[Callable[[Problem, UnitwisePlan], Iterator[Move]], ...] = (
     _joint,
 )
 
-GENERAL_FAMILIES = (_loosened, _windows, _shards, _brought)
+GENERAL_FAMILIES = (_loosened, _windows, _shards, _tied, _brought)
 """Families whose moves change all units alike."""
 
 
@@ -358,9 +368,9 @@ def loosened(plan: UnitwisePlan) -> UnitwisePlan:
     return replace(plan, updates_in_flight=0, write_back="at once", **free)
 
 
-def untied(plan: Plan) -> Iterator[Plan]:
-    """The plan with the bits of plain training: as it is, or one micro-batch after the other where tied gradients of
-    all of them have no room beside each other."""
+def untied(plan: Plan, workload: Workload) -> Iterator[Plan]:
+    """The plan with the bits of plain training: as it is; or, where tied gradients of all micro-batches have no room
+    beside each other, with those in host memory, or one micro-batch after the other."""
     if not plan.sums_tied:
         yield plan
     elif isinstance(plan, PackPlan):
@@ -369,6 +379,7 @@ def untied(plan: Plan) -> Iterator[Plan]:
         yield replace(plan, sums_tied=False)
         units = tuple(replace(unit, grads="host") if unit.grads == "device" else unit for unit in plan.units)
         own: dict[str, Any] = {"policy": PLANNER, "options": {}}  # no system does that
+        yield replace(with_tied(plan, workload, "host"), sums_tied=False, **own)
         yield replace(plan, sums_tied=False, order="horizontal", units=units, **own)
 
 
@@ -414,6 +425,15 @@ def with_late_here(plan: UnitwisePlan, every: int) -> UnitwisePlan:
 def with_returned_grads(plan: UnitwisePlan, every: int = 1) -> UnitwisePlan:
     """The same with gradients that wait in host memory until then; nothing comes there ahead of its update."""
     return with_windows(with_brought_states(plan, every, "host"), (1, 1, 0))
+
+
+def with_tied(plan: UnitwisePlan, workload: Workload, place: Literal["device", "host"]) -> UnitwisePlan:
+    """The plan with all tied gradients waiting there."""
+    units = (
+        replace(choice, tied_grads=place) if unit.shares and unit.adds_to_shared else choice
+        for unit, choice in zip(workload.units, plan.units, strict=True)
+    )
+    return replace(plan, units=tuple(units))
 
 
 def with_windows(plan: UnitwisePlan, windows: tuple[int, int, int]) -> UnitwisePlan:

@@ -29,10 +29,8 @@ def test_less_of_a_lone_unit_is_on_the_device_and_others_stay_where_they_were() 
     groups = tuple(tuple({"keep": 1.0} for _ in unit.groups) for unit in p.units)
     for share in (0.6, 1.0):
         place = ({here: share, there: 1 - share}, *[{here: 0.5, there: 0.5}] * 8, {there: 1.0})
-        near, sparing = (
-            round_to_plan(p, Fractions(place=place, action=groups, step_s=1.0), spares_device=spares)
-            for spares in (False, True)
-        )
+        shares = Fractions(place=place, action=groups, tied=(0.0,) * len(place), step_s=1.0)
+        near, sparing = (round_to_plan(p, shares, spares_device=spares) for spares in (False, True))
         assert near.units[0].params == "device"
         assert sparing.units[0].params == ("host" if share < 1 else "device")  # what is decided stays
         assert sparing.units[1:] == near.units[1:]

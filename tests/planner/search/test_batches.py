@@ -238,7 +238,7 @@ def test_after_the_first_round_bounds_count_more_than_steps() -> None:
 def test_policies_are_compared_in_all_divisions_where_the_race_finds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Micro-batches of one sequence each fit in the other order alone; Fuyou runs with all sequences in one, with other
     numbers than the search is of, which here tries nothing else in its place."""
-    monkeypatch.setattr(compared, "untied", lambda plan: islice(untied(plan), 1))
+    monkeypatch.setattr(compared, "untied", lambda *of: islice(untied(*of), 1))
     monkeypatch.setattr(budget, "OPS_PER_S", 1000)  # little work, and time enough on any computer
     config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 60, "n_head": 2, "n_positions": 8, "vocab_size": 50_000}
     config |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
