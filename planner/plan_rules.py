@@ -382,9 +382,11 @@ def _check_pieces(plan: UnitwisePlan, workload: Workload) -> None:
             f"plan {plan.policy!r} sums tied gradients in {plan.order} order, where none waits for the next "
             "micro-batch's; use order='vertical' or leave out sums_tied"
         )
-    if any(choice.tied_grads != "device" for choice in plan.units) and (plan.sums_tied or plan.devices > 1):
-        what = "sums tied gradients, which the next micro-batch adds to" if plan.sums_tied else "is for several devices"
-        raise PlanError(f"plan {plan.policy!r} {what}, but has some wait off the device; leave out tied_grads")
+    if plan.sums_tied and any(choice.tied_grads != "device" for choice in plan.units):
+        raise PlanError(
+            f"plan {plan.policy!r} sums tied gradients, which the next micro-batch adds to, but has them wait off the "
+            "device; leave out sums_tied or tied_grads"
+        )
     if workload.training.per_device_train_batch_size % plan.sub_batches:
         raise PlanError(
             f"plan {plan.policy!r} cuts micro-batches of {workload.training.per_device_train_batch_size} sequences "

@@ -71,7 +71,8 @@ def _draw(workload: Workload, rng: random.Random) -> UnitwisePlan:
     semantics = "exact-clip" if clips else rng.choice(["in-backward", "in-backward", "exact-clip", "delayed-1"])
     segment_units = rng.choice([1, 1, 1, 2, 3])
     units = tuple(_draw_unit(unit, rng, semantics, segment_units) for unit in workload.units)
-    other = random.Random(str(units) + "link")  # of `rng`, others draw what they always have
+    said = str(units).replace(", tied_grads='device'", "")  # what it was when others began to draw
+    other = random.Random(said + "link")  # of `rng`, others draw what they always have
     by_link = GradientsByLink(
         waits=other.choice(["at the end", "in the last", "always"]),  # type: ignore[arg-type]
         returns_first=other.random() < 0.5,
@@ -92,7 +93,7 @@ def _draw(workload: Workload, rng: random.Random) -> UnitwisePlan:
         hold_updates=semantics == "exact-clip" and rng.random() < 0.5,
         by_link=by_link if rng.random() < 0.5 else None,
         segment_units=segment_units,
-        overtaking=random.Random(str(units)).random() < 0.5,  # of `rng`, others draw what they always have
+        overtaking=random.Random(said).random() < 0.5,  # of `rng`, others draw what they always have
     )
 
 

@@ -1,0 +1,72 @@
+"""What a tied head makes of the embedding's gradient waits for the embedding's backward: on the device or in host
+memory."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import replace
+
+import pytest
+
+from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
+from tierplan.hwmodels.names import DEVICE
+from tierplan.hwmodels.scaling import with_capacity
+from tierplan.planner.lowering import lower
+from tierplan.planner.plan import UnitPlan, UnitwisePlan
+from tierplan.planner.plan_rules import Order, PlanError
+from tierplan.planner.planning import plan
+from tierplan.planner.prediction import predict_plan
+from tierplan.planner.search.local.moves import untied, with_tied
+from tierplan.sim.workloads.workload import Workload
+
+TIED_MIB = 20
+"""Of the toy's embedding."""
+
+
+def least_mib(plan: UnitwisePlan, workload: Workload) -> int:
+    """Of device memory, with which the plan runs."""
+
+    def fits(mib: int) -> bool:
+        return predict_plan(plan, workload, with_capacity(toy_machine(), {"gpu0": mib * MIB})).fits
+
+    return bisect_left(range(1000), True, key=fits)
+
+
+@pytest.mark.parametrize(("order", "num", "fewer"), [("vertical", 4, 3), ("vertical", 2, 1), ("horizontal", 4, 0)])
+def test_a_turn_needs_room_for_one_on_the_device_where_they_wait_in_host_memory(
+    order: Order, num: int, fewer: int
+) -> None:
+    """Rather than for one of each micro-batch: at the head's backward the one it makes, at the embedding's its own."""
+    workload = toy_workload(3, gradient_accumulation_steps=num)
+    plan = uniform_plan(workload, UnitPlan(params="host", states="host", grads="host", acts="recompute"), order=order)
+    plan = replace(plan, prefetch_acts_units=0, prefetch_params_units=0)
+    in_host = with_tied(plan, workload, "host")
+    assert least_mib(plan, workload) - least_mib(in_host, workload) == pytest.approx(fewer * TIED_MIB, abs=1)
+    ops = [op.key for op in lower(in_host, workload, toy_machine()).ops if "tied" in op.key]
+    assert sorted(ops) == sorted(
+        key for m in range(num) for key in (f"offload_tied/embed/mb{m}/head", f"fetch_tied/embed/mb{m}")
+    )
+
+
+def test_where_they_cannot_wait_is_refused() -> None:
+    workload = toy_workload(2, gradient_accumulation_steps=2)
+    block = replace(uniform_plan(workload, UnitPlan()), units=(UnitPlan(tied_grads="host"),) * 4)
+    with pytest.raises(PlanError, match="'embed' has tied_grads='host', but makes no gradient of another unit's"):
+        lower(block, workload, toy_machine())
+    summed = uniform_plan(workload, UnitPlan(), order="vertical", sums_tied=True)
+    with pytest.raises(PlanError, match=r"sums tied gradients.* leave out sums_tied or tied_grads"):
+        lower(with_tied(summed, workload, "host"), workload, toy_machine())
+    first, in_host, _ = untied(summed, workload)
+    assert first == replace(summed, sums_tied=False)
+    assert in_host.units[-1].tied_grads == "host"  # type: ignore[union-attr]
+
+
+def test_the_planner_has_them_wait_in_host_memory_where_the_device_lacks_room() -> None:
+    """So that all micro-batches go through a unit at once, and its parameters and states come once."""
+    workload = toy_workload(6, gradient_accumulation_steps=6)
+    machine = with_capacity(toy_machine(), {DEVICE: 110 * MIB})
+    found = plan(workload, machine).plan
+    assert isinstance(found, UnitwisePlan)
+    assert found.order == "vertical"
+    assert found.units[-1].tied_grads == "host"
+    assert least_mib(with_tied(found, workload, "device"), workload) > 110 >= least_mib(found, workload)
