@@ -18,7 +18,7 @@ TRANSFER_COST = 3e-6
 """Seconds of objective per GB moved, against pointless transfers. `Model.step_bound_s` takes them out again."""
 PASSING = ("aQ", "uN", "dN", "uM", "dM")
 """Parts of other flows: of `aD`, GB of parameters that are not at home on the device; of `uS`, `dS`, what comes from
-NVMe and goes there, and of `uQ`, `dQ`. With clipping such updates are made all at once, and that waits somewhere."""
+NVMe and goes there, and of `uQ`, `dQ`. With clipping none is made before the norm is known: that waits somewhere."""
 BROUGHT = ("uS", "dS", "uQ", "dQ", "uG", "rS", "wS", "aD", *PASSING)
 """Flows that only updates have on the device of what comes there."""
 BLOCK_LAYERS = 6
@@ -175,9 +175,8 @@ class Columns:
         may_update = may_update or (p.semantics == "in-backward" and block.last and window.phase == "bwd")
         if p.rates.adam and may_update:
             names += ["aH", "aN", "aL", "uP", "dP", "rP", "acc"]
-            waits = p.semantics == "exact-clip"  # all are made when all norms are there, and before any forward
-            if p.brings_states and not (waits and window.first):
-                names += ["aD", "aQ"] if waits else ["aD"]
+            if p.brings_states:
+                names += ["aD", "aQ"] if p.semantics == "exact-clip" else ["aD"]
         elif p.rates.adam and block.last:
             names += ["dP", "rP", "acc"]
         elif p.rates.adam:

@@ -77,6 +77,22 @@ def test_no_plan_beats_the_bound_where_updates_of_some_units_take_longer(accumul
     assert num_ran > 20
 
 
+@pytest.mark.parametrize("link_mb_per_s", [50, 100, 200])
+@pytest.mark.parametrize("device_mb", [380, 520, 700])
+def test_no_late_updates_on_the_device_with_clipping_beat_the_bound(device_mb: int, link_mb_per_s: int) -> None:
+    """They are made within forward, so that their states come while it runs."""
+    made = chain(forward_s=[1.0] * 8, parameters=[10 * MB] * 8, saved_mb=[[1]] * 8)
+    workload = replace(made, training=replace(made.training, max_grad_norm=1.0))
+    machine = small_machine(device_mb=device_mb, host_mb=10**5, link_mb_per_s=link_mb_per_s, adam_m_per_s=0.05)
+    choice, steps_s = UnitPlan(states="host", update="device", state_shards=4), list[float]()
+    simulate_plan = PlanSimulator(workload, machine, Budget(1e9))
+    for num_late in range(9):
+        units = tuple(replace(choice, late_update=u >= 8 - num_late) for u in range(8))
+        late = UnitwisePlan(policy="late", units=units, semantics="exact-clip", prefetch_states_units=0)
+        steps_s += [step_s] if (step_s := simulate_plan(late).step_s) else []
+    assert lower_bound(problem(workload, machine, semantics="exact-clip")).step_s <= min(steps_s) * (1 + 1e-6)
+
+
 def test_updates_that_take_long_are_not_counted_as_the_quickest_ones_are() -> None:
     """Where hardly any of the states have room on the device, the host updates nearly all, block after block."""
     workload = of_matrices(1)
