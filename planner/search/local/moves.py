@@ -89,6 +89,8 @@ def _kept(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
 
 def _windows(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
     yield lambda plan: replace(plan, overtaking=not plan.overtaking)
+    for overtaking in (False, True) if plan.semantics != "in-backward" else ():
+        yield lambda plan, overtaking=overtaking: replace(turned(plan), overtaking=overtaking)  # type: ignore[misc]
     for windows in WINDOWS:
         yield lambda plan, windows=windows: with_windows(plan, windows)  # type: ignore[misc]
     for num in OVER_UNITS if any(choice.update == "device" for choice in plan.units) else ():
@@ -98,6 +100,11 @@ def _windows(problem: Problem, plan: UnitwisePlan) -> Iterator[Move]:
     if problem.devices > 1 and problem.divided == "all":
         yield lambda plan: replace(plan, sharing=reducing(plan.sharing))
         yield lambda plan: replace(plan, sharing=gathering(plan.sharing))
+
+
+def turned(plan: UnitwisePlan) -> UnitwisePlan:
+    """The plan with its updates behind backward in the opposite order."""
+    return replace(plan, update_order="backward" if plan.update_order == "forward" else "forward")
 
 
 def may_write_late(plan: UnitwisePlan) -> bool:
@@ -231,6 +238,7 @@ FAMILIES: tuple[Callable[[Problem, UnitwisePlan], Iterator[Move]], ...] = (
     _shards,
     _host_shards,
     _tied,
+    _brought,
     _lateness,
     _swaps,
     _placements,
@@ -413,12 +421,15 @@ def with_brought_states(plan: UnitwisePlan, every: int = 1, grads: Place = "devi
 
 
 def with_late_here(plan: UnitwisePlan, every: int) -> UnitwisePlan:
-    """The plan with one late in so many of the updates on the device whose states come there, and no others."""
+    """The plan with one late in so many of the updates on the device whose states come there, and no others: evenly
+    spread, or where all come behind backward those whose forward comes last."""
     if plan.semantics == "delayed-1":
         return plan
     units, brought = list(plan.units), [u for u, choice in enumerate(plan.units) if choice.update == "device"]
+    in_time = len(brought) - (round(len(brought) / every) if every else 0)
     for k, u in enumerate(brought):
-        units[u] = replace(units[u], late_update=every > 0 and k % every == every - 1)
+        is_spread = every > 0 and k % every == every - 1
+        units[u] = replace(units[u], late_update=k >= in_time if plan.semantics == "exact-clip" else is_spread)
     return replace(plan, units=tuple(units))
 
 

@@ -328,6 +328,9 @@ class Patterns:
             {"update_over_units": self.rng.choice(OVER_UNITS)},
             {"updates_in_flight": self.rng.choice(IN_FLIGHT), "late_writes": 0},
         ]
+        if self.plan.semantics != "in-backward":
+            overtaking, is_turned = (self.rng.random() < 0.5 for _ in range(2))
+            changes.append({"overtaking": overtaking, "update_order": "backward" if is_turned else "forward"})
         if may_write_late(self.plan):
             changes.append({"updates_in_flight": 0, "late_writes": self.rng.choice(LATE_WRITES)})
         if self.problem.devices > 1 and self.problem.divided == "all":
