@@ -222,6 +222,12 @@ class Problem:
         """Whether gradients may leave the device and come back for the update: where they wait for their norm."""
         return self.brings_states and self.semantics == "exact-clip" and not self.keeps_grads
 
+    @cached_property
+    def clip_s(self) -> float:
+        """Seconds between the last norm and the first update, of what makes the coefficient of clipping."""
+        clips = self.semantics == "exact-clip" and self.workload.training.max_grad_norm is not None
+        return self.machine.cost(HOST_ADAM, {}).alone_s if clips and self.rates.adam else 0.0
+
     def moved_frac(self, flow: str) -> float:
         """Bytes that a flow moves, of those that it stands for: those of activations on the device."""
         return self.coded_frac if flow in ("uA", "dA", "rA", "wA") else 1.0

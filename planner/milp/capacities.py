@@ -58,7 +58,7 @@ def deadline_rows(cols: Columns) -> None:
                 lag += cols.share(u, through_host_s, lambda m: m.updated == "host" and m.params != "nvme")
                 fixed, extra = cols.compute(s)
                 idle: Terms = [(1.0, cols.tau[s][0]), *minus(extra)]
-                lp.row([*passed, *idle, *minus(lag)], low=fixed, family="from gradient to next forward")
+                lp.row([*passed, *idle, *minus(lag)], low=fixed + p.clip_s, family="from gradient to next forward")
         spent = cols.carry(spent, [*cols.updates(s), *cols.updates(then)])
         on_device = cols.carry(on_device, [*cols.flow(s, "aD"), *cols.flow(then, "aD")])
         sent = cols.carry(sent, [*cols.flow(s, "uP"), *cols.flow(then, "uP")])
