@@ -157,7 +157,12 @@ def test_with_clipping_compute_waits_for_states_that_come_to_be_updated_and_had_
         forward_s=[1.0] * 4, parameters=[10 * MB] * 4, saved_mb=[[1]] * 4, border_mb=0.1, max_grad_norm=1.0
     )
     machine = small_machine(
-        device_mb=200, host_mb=host_mb, link_mb_per_s=rate_mb_per_s, read_mb_per_s=50, write_mb_per_s=50, adam_m_per_s=0.001
+        device_mb=200,
+        host_mb=host_mb,
+        link_mb_per_s=rate_mb_per_s,
+        read_mb_per_s=50,
+        write_mb_per_s=50,
+        adam_m_per_s=0.001,
     )
     room_mb = 200 + (host_mb if home == "nvme" else 0)
     passes_s = (4 * 120 - room_mb) / rate_mb_per_s
