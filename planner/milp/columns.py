@@ -38,8 +38,8 @@ class UnitColumns:
     tensor goes where is settled afterwards (`model.fractions`)."""
     saved: dict[str, int] = field(default_factory=dict)
     """The same of all other saved tensors."""
-    tied: list[int] = field(default_factory=list)
-    """GB of its tied gradients that wait in host memory, window by window."""
+    tied: int | None = None
+    """GB of its tied gradients that wait in host memory."""
 
 
 class Columns:
@@ -85,6 +85,8 @@ class Columns:
         place = {k: lp.column(high=1.0, optional=MODES[k].updated == "brought") for k in self.p.modes(u)}
         lp.row([(1.0, c) for c in place.values()], low=1.0, high=1.0, family="one placement per unit")
         found = UnitColumns(place)
+        if unit.tied_gb and self.p.host_gb:
+            found.tied = lp.column(high=self.p.turn * unit.tied_gb)
         for g, group in enumerate(unit.groups):
             if group.recomputable or (group.slots and unit.is_block):
                 found.recompute[g] = lp.column(high=1.0)

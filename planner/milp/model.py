@@ -73,7 +73,7 @@ class Fractions:
     place: tuple[Mapping[int, float], ...]
     action: tuple[tuple[Mapping[str, float], ...], ...]
     tied: tuple[float, ...]
-    """Of a unit's tied gradients, the largest share that waits in host memory."""
+    """Of a unit's tied gradients, the share that waits in host memory."""
     step_s: float
 
 
@@ -150,7 +150,7 @@ def fractions(model: Model, solution: Solution) -> Fractions:
             for unit, choice in zip(model.problem.units, model.cols.choices, strict=True)
         ),
         tied=tuple(
-            max((v[c] for c in choice.tied), default=0.0) / (model.problem.turn * unit.tied_gb or 1.0)
+            0.0 if choice.tied is None else v[choice.tied] / (model.problem.turn * unit.tied_gb)
             for unit, choice in zip(model.problem.units, model.cols.choices, strict=True)
         ),
         step_s=sum(v[c] * copies for c, copies in model.cols.tau),

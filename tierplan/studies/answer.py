@@ -326,7 +326,8 @@ def placements(result: PlanResult) -> list[tuple[str, str]]:
         in_host = f", {format_frac(unit.host_frac)} of them host" if unit.host_shards else ""
         frozen = f", frozen {unit.frozen}" if unit.frozen not in (None, unit.params) else ""
         update = ", updated on the device" * (unit.updated == "brought") + " (late)" * unit.late_update
-        places[f"params {unit.params}{frozen}, states {unit.states}{in_host}{update}"] += 1
+        tied = ", tied gradients host" * (unit.tied_grads == "host")
+        places[f"params {unit.params}{frozen}, states {unit.states}{in_host}{update}{tied}"] += 1
     rows = [("units" if k == 0 else "", f"{count} x {name}") for k, (name, count) in enumerate(places.most_common())]
     acts = _activations(result)
     kept = ", ".join(f"{format_frac(part)} {name}" for name, part in acts.items() if part >= 0.005)
@@ -361,7 +362,7 @@ def _decisions(result: PlanResult) -> dict[str, object]:
 
 def _decided(unit: UnitPlan) -> dict[str, object]:
     """Where a unit has what, and who updates it."""
-    names = ("params", "frozen", "states", "host_frac", "late_update")
+    names = ("params", "frozen", "states", "tied_grads", "host_frac", "late_update")
     where = "host" if unit.updated == "host" else "device"
     return {**{name: getattr(unit, name) for name in names}, "frozen": unit.frozen or unit.params, "updated": where}
 
