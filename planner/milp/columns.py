@@ -55,6 +55,8 @@ class Columns:
         """Per unit. Alike units inside a window's run, which stand in sums only, have theirs in common."""
         self.only_bounds: list[int] = []
         """Columns that only a bound may use."""
+        self.only_plans: list[int] = []
+        """Columns that a bound has no use for, since it has others that may do more."""
         self.in_bounds: dict[int, float] = {}
         """Row -> what it allows in a bound: there small tensors may move, and gradients of a vertical turn leave one by
         one, to be added up in host memory."""
@@ -86,7 +88,9 @@ class Columns:
         lp.row([(1.0, c) for c in place.values()], low=1.0, high=1.0, family="one placement per unit")
         found = UnitColumns(place)
         if unit.tied_gb and self.p.host_gb:
-            found.tied = lp.column(high=self.p.turn * unit.tied_gb)
+            moves = 0 if self.elastic else 2 * sum(block.copies for block in self.p.blocks)
+            found.tied = lp.column(cost=moves * TRANSFER_COST, high=self.p.turn * unit.tied_gb)
+            self.only_plans.append(found.tied)
         for g, group in enumerate(unit.groups):
             if group.recomputable or (group.slots and unit.is_block):
                 found.recompute[g] = lp.column(high=1.0)
@@ -166,7 +170,6 @@ class Columns:
         names = ["uA", "uW", "dA"] if p.host_gb else []
         if p.host_gb and p.rates.adam:
             names.append("dG")
-        names += ["uT", "dT"] if p.host_gb and window.phase == "bwd" and any(u.tied_gb for u in p.units) else []
         names += ["uS", "dS", "uQ", "dQ"] if p.brings_states else []
         names += ["uG"] if p.returns_grads else []
         if p.has_nvme and p.host_gb:

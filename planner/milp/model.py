@@ -112,6 +112,7 @@ def with_margins(model: Model, margins: Margins) -> Model:
     high, row_high, values = bare.high.copy(), bare.row_high.copy(), bare.values.copy()
     if margins.relaxed:
         row_high[list(model.cols.in_bounds)] = list(model.cols.in_bounds.values())
+        high[model.cols.only_plans] = 0.0
     else:
         high[list(model.cols.only_bounds)] = 0.0
     row_high[bare.rows_of("device memory")] -= margins.device_gb

@@ -119,37 +119,26 @@ def _made_and_needed(cols: Columns, phase: str, u: int) -> tuple[Terms, Terms, T
 def _tied_of_block(cols: Columns, b: int, held: Held) -> None:
     """Tied gradients of a turn's micro-batches, which may wait in host memory for their owner's backward.
 
-    `memory_rows` has them all on the device; each is there at the end of the op that makes it, and for its owner's. As
-    many wait there throughout; in bounds, more in one window than in others.
+    `memory_rows` has them all on the device. A plan has as many in host memory throughout, but for the one that is on
+    the device at the end of its own op, and for its owner's; a bound has more in one window than in others.
     """
-    p, lp = cols.p, cols.lp
+    p = cols.p
     backward = [s for s in cols.block_windows(b) if cols.windows[s].phase == "bwd"]
     for unit, choice in zip(cols.units, cols.choices, strict=True):
         if choice.tied is None:
             continue
         at = {cols.units[v].name: i for i, s in enumerate(backward) for v in cols.windows[s].units}
         first, last = at[unit.name], at[cols.units[unit.fetched_from].name]
-        all_gb, others_gb = p.turn * unit.tied_gb, (p.turn - 1) * unit.tied_gb
-        waiting: Terms = []
         for s in backward[first : last + 1]:
-            gone = [*waiting, *cols.flow(s, "dT")]
-            waiting = cols.queue(waiting, cols.flow(s, "dT"), cols.flow(s, "uT"), "tied gradients")
-            held.on_host[s] += waiting
-            if s == backward[first]:
-                lp.row(waiting, high=others_gb, family="tied gradients")
-            elif s == backward[last]:
-                ahead = lp.column(high=others_gb)
-                lp.row([*gone, (-1.0, ahead)], low=0.0, family="tied gradients")
-                held.at_start[s] += [(-1.0, ahead)]
-            else:
-                lp.row(gone, high=all_gb, family="tied gradients")
-                held.at_start[s] += minus(gone)
-                for sign in (1.0, -1.0):
-                    as_many = lp.row([(-sign, choice.tied), *times(sign, waiting)], high=0.0, family="tied gradients")
-                    cols.in_bounds[as_many] = all_gb
+            is_between = backward[first] < s < backward[last]
+            num = p.turn if is_between else p.turn - 1
+            waiting: Terms = [(num / p.turn, choice.tied), (1.0, cols.lp.column(high=num * unit.tied_gb))]
+            cols.only_bounds.append(waiting[1][1])
+            if s != backward[first]:
+                held.at_start[s] += minus(waiting)
             if s != backward[last]:
                 held.at_end[s] += minus(waiting)
-        lp.row(waiting, low=0.0, high=0.0, family="tied gradients")
+                held.on_host[s] += waiting
 
 
 def _parameters(cols: Columns, held: Held) -> None:

@@ -98,9 +98,6 @@ def decided(p: Problem, plan: UnitwisePlan) -> Model:
             if choice.states != "nvme":
                 in_host = {mode: 1.0}
             low[column] = high[column] = in_host.get(MODES[k], 0.0) if unit.gparams else 1.0
-        if columns.tied is not None:
-            gb = p.turn * unit.tied_gb if choice.tied_grads == "host" else 0.0
-            low[columns.tied] = high[columns.tied] = gb
     return replace(model, program=replace(model.program, low=low, high=high))
 
 
