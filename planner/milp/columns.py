@@ -159,6 +159,11 @@ class Columns:
                 lp.row([(1.0, amount), *parts], low=0.0, high=0.0, family="one action per tensor")
         return found
 
+    def for_bound(self, high: float) -> int:
+        """A column that only a bound may use."""
+        self.only_bounds.append(self.lp.column(high=high))
+        return self.only_bounds[-1]
+
     # ---- windows ----
 
     def _window(self, window: Window) -> None:

@@ -117,26 +117,33 @@ def _made_and_needed(cols: Columns, phase: str, u: int) -> tuple[Terms, Terms, T
 
 
 def _tied_of_block(cols: Columns, b: int, held: Held) -> None:
-    """Tied gradients of a turn's micro-batches, which may wait in host memory for their owner's backward.
+    """Tied gradients of a turn's micro-batches, which may wait in host memory for what is added to them next.
 
     `memory_rows` has them all on the device. A plan has as many in host memory throughout, but for the one that is on
-    the device at the end of its own op, and for its owner's; a bound has more in one window than in others.
+    the device at the end of its own op, and for the next one. A bound has more in one window than in others: when its
+    op starts, those that were there when the one before ended, and as many more as leave in between.
     """
-    p = cols.p
+    p, lp = cols.p, cols.lp
     backward = [s for s in cols.block_windows(b) if cols.windows[s].phase == "bwd"]
-    for unit, choice in zip(cols.units, cols.choices, strict=True):
+    window_of = {u: s for s in backward for u in cols.windows[s].units}
+    for u, (unit, choice) in enumerate(zip(cols.units, cols.choices, strict=True)):
         if choice.tied is None:
             continue
-        at = {cols.units[v].name: i for i, s in enumerate(backward) for v in cols.windows[s].units}
-        first, last = at[unit.name], at[cols.units[unit.fetched_from].name]
-        for s in backward[first : last + 1]:
-            is_between = backward[first] < s < backward[last]
-            num = p.turn if is_between else p.turn - 1
-            waiting: Terms = [(num / p.turn, choice.tied), (1.0, cols.lp.column(high=num * unit.tied_gb))]
-            cols.only_bounds.append(waiting[1][1])
-            if s != backward[first]:
-                held.at_start[s] += minus(waiting)
-            if s != backward[last]:
+        following = max(v for v in range(u) if cols.units[v].fetched_from == unit.fetched_from)
+        first, last = window_of[u], window_of[following]
+        before = cols.for_bound(0.0)
+        for s in (s for s in backward if first <= s <= last):
+            num = p.turn if first < s < last else p.turn - 1
+            if s != first:
+                fixed, extra = cols.compute(s)
+                at_start, idle_gb = cols.for_bound(num * unit.tied_gb), p.rates.down["grads"]
+                leaving = [(-idle_gb, cols.tau[s][0]), *times(idle_gb, extra)]
+                row = [(1.0, at_start), (-1.0, before), *leaving]
+                lp.row(row, high=-idle_gb * fixed, family="tied gradients")
+                held.at_start[s] += [(-num / p.turn, choice.tied), (-1.0, at_start)]
+            if s != last:
+                before = cols.for_bound(num * unit.tied_gb)
+                waiting: Terms = [(num / p.turn, choice.tied), (1.0, before)]
                 held.at_end[s] += minus(waiting)
                 held.on_host[s] += waiting
 
