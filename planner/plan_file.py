@@ -102,13 +102,13 @@ def load_plan(
     try:
         record = decode(_Record, schedule.meta[PLAN_KEY], "the plan's record")
         if record.version != VERSION:
-            raise RecordError(f"has plan version {record.version!r}, this reader takes {VERSION}; plan again")
+            raise RecordError(f"has plan version {record.version!r}, this reader takes {VERSION}")
         kind = KINDS.get(str(record.plan.get("kind")))
         if kind is None:
             raise RecordError(f"the plan's kind is {record.plan.get('kind')!r}; it must be {' or '.join(KINDS)}")
         plan = decode(kind, {name: value for name, value in record.plan.items() if name != "kind"}, "the plan")
     except RecordError as error:
-        raise PlanFileError(f"{path}: {error}") from None
+        raise PlanFileError(f"{path}: {error}; plan again") from None
     if not is_as_written(schedule):
         raise PlanFileError(changed_text(path))
     meta = {name: value for name, value in schedule.meta.items() if name not in (PLAN_KEY, SEAL_KEY)}

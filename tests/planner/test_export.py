@@ -68,6 +68,13 @@ def test_another_machine_or_model_is_refused(path, planned):
         load_plan(path, workload=toy_workload(3, per_device_train_batch_size=2), machine=machine)
 
 
+def test_a_file_whose_plan_says_less_than_plans_do_now_is_to_be_planned_again(path):
+    """As one written before tied gradients could wait elsewhere."""
+    edited(path, lambda r: [unit.pop("tied_grads") for unit in r["meta"][PLAN_KEY]["plan"]["units"]])
+    with pytest.raises(PlanFileError, match="lacks the field 'tied_grads', which must be there; plan again"):
+        load_plan(path)
+
+
 def edited(path, change):
     record = json.loads(path.read_text())
     change(record)
