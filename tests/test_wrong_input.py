@@ -280,7 +280,7 @@ def test_clipping_by_updates_that_know_no_norm_is_refused_of_every_system(capsys
 def test_a_batch_that_fits_nothing_is_answered_with_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *SCENARIO, "--batch", "4096"]) == 3
     said = " ".join(capsys.readouterr().out.split())
-    assert "device memory is short by at least 85.8 GiB" in said  # with the micro-batch cut
+    assert "device memory is short by at least 54.9 GiB" in said  # with the micro-batch cut, tied gradients away
     fits = int(re.search(r"sequences per micro-batch that fit: (?:up to )?(\d+)", said)[1])  # type: ignore[index]
     point = Point(model="gpt-13b", machine="desktop-4090", policy="fuyou", batch=fits)
     assert predict_point(point).fits, "the largest batch that is named does fit"
