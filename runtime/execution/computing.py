@@ -14,7 +14,13 @@ from tierplan.runtime.autograd.flow import Flow, flow_of
 from tierplan.runtime.autograd.micro_batch import MicroBatchRun
 from tierplan.runtime.autograd.plain_values import PlainState
 from tierplan.runtime.autograd.units import ModelUnit, first_trained
-from tierplan.runtime.execution.gradients import WithoutGradient, WrittenGradient, begin_gradients, end_gradients
+from tierplan.runtime.execution.gradients import (
+    WithoutGradient,
+    WrittenGradient,
+    begin_gradients,
+    end_gradients,
+    refuse_left,
+)
 from tierplan.runtime.execution.instances import Call, Instance
 from tierplan.runtime.execution.values import (
     REMEDY,
@@ -274,6 +280,8 @@ class Computing:
         looks = begin_gradients(written)
         batch_run.run_backward(index)
         self.without.note(call.step, end_gradients(written, looks))
+        if (owner := self.units[index].shares) is not None:
+            refuse_left(call.op.unit, self._unit(owner))
         for instance, _ in self._writes(call, InputGradient):
             begin_input(instance, batch_run.runs[index].leaves, is_gradient=True)
         if index == max(self._first_trained, units.start):

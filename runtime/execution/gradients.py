@@ -202,3 +202,14 @@ def end_gradients(written: Iterable[WrittenGradient], looks: Iterable[Looks]) ->
         if is_whole and (own.gradients is None or without[unit.name]):
             _complete(own, unit)
     return without
+
+
+def refuse_left(name: str, owner: ModelUnit) -> None:
+    """Raises `ModelError` where backward of a unit of this name has made gradients of another one's parameters that no
+    buffer took: the next ones would be put in their place, or added to them in another order."""
+    if (left := next((name for name, p in owner.parameters if p.grad is not None), None)) is not None:
+        raise ModelError(
+            f"the backward of unit {name!r} has made a gradient of {left!r}, a parameter of unit {owner.name!r}, for "
+            f"which its op in the schedule writes no tied/{owner.name} buffer: the schedule is of a model in which "
+            f"unit {name!r} does not train it. Make the schedule from this model"
+        )

@@ -207,7 +207,9 @@ def observed_workload(model: nn.Module, batch: dict[str, torch.Tensor], training
 def tied_of(units: list[ModelUnit], unit: ModelUnit, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """The output matrix, where another unit owns it."""
     owner = next(u for u in units if u.name == unit.shares)
-    tied = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if "head" in name or "decoder" in name}
+    heads = ("head", "predictions.decoder")
+    named = model.named_parameters(remove_duplicate=False)
+    tied = {id(p) for name, p in named if any(head in name for head in heads)}
     return [(name, p) for name, p in owner.all_parameters if id(p) in tied]
 
 

@@ -27,9 +27,7 @@ from tests.toys import uniform_plan
 from tierplan.hwmodels.machine import Machine
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
-from tierplan.planner.plan_rules import Order
 from tierplan.planner.prediction import predict_plan
-from tierplan.planner.search.local.moves import with_tied
 from tierplan.runtime.autograd.units import ModelError
 from tierplan.runtime.execution.placement import TrainingError
 from tierplan.runtime.execution.rules import TierFullError
@@ -40,7 +38,6 @@ from tierplan.runtime.reference import same_weights, train_plainly
 from tierplan.runtime.run_result import RunResult
 from tierplan.runtime.tracing.trace import trace_config, trace_module
 from tierplan.runtime.trainer import Trainer, train
-from tierplan.sim.analysis.completion import smallest_capacity_bytes
 from tierplan.sim.pricing import simulate_on
 from tierplan.sim.schedule import Schedule
 from tierplan.sim.workloads.workload import Training, Workload, WorkloadError
@@ -405,26 +402,6 @@ def test_tied_gradients_of_sub_batches_are_held_once(tmp_path: Path) -> None:
     result = train(lower(once, workload, between), model, batches, steps=STEPS, nvme_dir=tmp_path)
     assert result.losses == pytest.approx(tuple(expected), rel=1e-6)
     assert result.peak_bytes["gpu0"] <= sum(peaks) // 2
-
-
-@pytest.mark.parametrize("order", ["vertical", "horizontal"])
-def test_tied_gradients_that_wait_in_host_memory_are_those_of_plain_training(order: Order, tmp_path: Path) -> None:
-    """One of each micro-batch: in vertical order the device trains where all of them do not fit."""
-    model = make_model("gpt2")
-    raw = {**model.config.to_dict(), "architectures": [type(model).__name__]}  # type: ignore[union-attr, operator]
-    workload = trace_config("gpt2", raw, replace(CPU, gradient_accumulation_steps=4))
-    here = uniform_plan(workload, UnitPlan(grads="host", states="host", acts="recompute"), order=order)
-    away = with_tied(replace(here, prefetch_acts_units=0), workload, "host")
-    least_bytes = smallest_capacity_bytes(lower(away, workload, machine()), "gpu0")
-    assert least_bytes is not None
-    small = machine(device_bytes=least_bytes)
-    assert predict_plan(here, workload, small).fits == (order == "horizontal")
-    plain, batches = copy.deepcopy(model), make_batches(STEPS * 4)
-    expected = train_plainly(plain, batches, steps=STEPS, gradient_accumulation_steps=4)
-    result = train(lower(away, workload, small), model, batches, steps=STEPS, nvme_dir=tmp_path)
-    assert result.losses == tuple(expected)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-    assert result.peak_bytes["gpu0"] <= least_bytes
 
 
 def test_a_trainer_that_could_not_begin_leaves_the_model_alone(tmp_path: Path) -> None:
