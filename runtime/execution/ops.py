@@ -186,6 +186,9 @@ class Bodies:
         if isinstance(old.handle, SavedTensorsHandle) and target.buffer.tier == DEVICE:
             self._bring_back(old.handle, source, target)
             return
+        if target.buffer.tier == DEVICE and isinstance(content := content_of(source), TiedGradients):
+            self._bring_tied_back(old, self.unit_of(content), target)
+            return
         new = self.places.place(target)
         new.handle, new.coded, new.filled, new.is_absent = old.handle, old.coded, old.filled, old.is_absent
         new.strides = old.strides
@@ -220,6 +223,16 @@ class Bodies:
         _copy_each(arrived, parts)
         self.device.lend(arrived, COMPUTE)
         target.value = BufferValue(handle=handle, arrived=arrived)
+
+    def _bring_tied_back(self, old: BufferValue, unit: ModelUnit, target: Instance) -> None:
+        """Tied gradients return as autograd made them: in flat memory there would be room for those of parameters that
+        have none yet, which backward makes beside it."""
+        views, device = gradients_of(old, unit), self.device.torch_device
+        arrived = [None if view is None else torch.empty_like(view, device=device) for view in views]
+        there = [gradient for gradient in arrived if gradient is not None]
+        _copy_each(there, [view for view in views if view is not None])
+        self.device.lend(there, COMPUTE)
+        target.value = BufferValue(gradients=arrived)
 
     def _encode(self, call: Call) -> None:
         """Activations that leave the device, in codes."""

@@ -29,7 +29,7 @@ from tierplan.runtime.execution.instances import ExecutionError, Instance
 from tierplan.runtime.memory.arena import Block, Pool, map_host
 from tierplan.runtime.memory.store import Extent, Store
 from tierplan.runtime.optim.adam import NonFiniteGradientError
-from tierplan.sim.contents import Content, SavedActs, States, parse_content
+from tierplan.sim.contents import Content, SavedActs, States, TiedGradients, parse_content
 from tierplan.sim.ranks import COLLECTIVES, SEND
 from tierplan.sim.schedule import Op
 
@@ -294,7 +294,7 @@ IN_BLOCKS = ("copy", "accumulate", "cast", "update", SEND, *COLLECTIVES)
 def _is_autograd_s(kind: str, text: str) -> bool:
     """Whether a buffer of this content, that an op of this kind writes on the device, is no block of the pool."""
     content = parse_content(text)
-    is_moved = kind in IN_BLOCKS and not (kind == "copy" and isinstance(content, SavedActs))
+    is_moved = kind in IN_BLOCKS and not (kind == "copy" and isinstance(content, SavedActs | TiedGradients))
     return not is_moved and not getattr(content, "is_coded", False)
 
 

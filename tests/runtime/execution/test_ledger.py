@@ -28,7 +28,9 @@ from tests.runtime.test_trainer import machine
 from tests.toys import uniform_plan
 from tierplan.planner.lowering import lower
 from tierplan.planner.plan import Plan, UnitPlan
+from tierplan.planner.plan_rules import Order
 from tierplan.planner.policies import decide
+from tierplan.planner.search.local.moves import with_tied
 from tierplan.runtime.data.synthetic import random_batches
 from tierplan.runtime.execution.device import Device
 from tierplan.runtime.execution.rules import TierFullError
@@ -252,6 +254,21 @@ def test_peaks_are_the_ledgers(name: str, dtype: str, tmp_path: Path) -> None:
     least = 0.99 if name in ONE_AFTER_ANOTHER else 0.5
     assert least * peaks["gpu0"] <= device.peak_bytes <= 1.01 * peaks["gpu0"]
     assert least * peaks["host"] <= host.peak_bytes <= 1.01 * peaks["host"] + num_buffers * PAGE_BYTES
+
+
+@pytest.mark.parametrize(("order", "num"), [("vertical", 3), ("horizontal", 1)])
+def test_peaks_are_the_ledgers_where_tied_gradients_come_back(order: Order, num: int, tmp_path: Path) -> None:
+    """The embedding has as many positions as words: nobody has made a gradient of those, and one is not beside it."""
+    config = {**CONFIG, "vocab_size": 4096, "n_positions": 4096, "n_layer": 2}
+    training = training_of(dtype="fp32", gradient_accumulation_steps=num, per_device_train_batch_size=2)
+    choice = UnitPlan(params="host", grads="host", states="nvme", acts="recompute", update="device")
+
+    def plan_of(workload: Workload) -> Plan:
+        plan = replace(uniform_plan(workload, choice, order=order), prefetch_acts_units=0, prefetch_params_units=0)
+        return with_tied(plan, workload, "host")
+
+    device, _, peaks, _ = compared(config, training, plan_of, tmp_path)
+    assert 0.8 * peaks["gpu0"] <= device.peak_bytes <= 1.01 * peaks["gpu0"]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
