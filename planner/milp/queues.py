@@ -133,7 +133,8 @@ def _tied_of_block(cols: Columns, b: int, held: Held) -> None:
         first, last = window_of[u], window_of[following]
         before = cols.for_bound(0.0)
         for s in (s for s in backward if first <= s <= last):
-            num = p.turn if first < s < last else p.turn - 1
+            is_own = (s == first and cols.windows[s].last == u) or (s == last and cols.windows[s].first == following)
+            num = p.turn - is_own  # one is there at the end of the op that makes it, and for the next one
             if s != first:
                 fixed, extra = cols.compute(s)
                 at_start, idle_gb = cols.for_bound(num * unit.tied_gb), p.rates.down["grads"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -12,6 +13,8 @@ from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
 from tierplan.hwmodels.names import DEVICE
 from tierplan.hwmodels.scaling import with_capacity
 from tierplan.planner.lowering import lower
+from tierplan.planner.milp.amounts import problem
+from tierplan.planner.milp.bounds import lower_bound
 from tierplan.planner.plan import UnitPlan, UnitwisePlan
 from tierplan.planner.plan_rules import Order, PlanError
 from tierplan.planner.planning import plan
@@ -69,3 +72,36 @@ def test_the_planner_has_them_wait_in_host_memory_where_the_device_lacks_room() 
     assert isinstance(found, UnitwisePlan)
     assert found.units[-1].tied_grads == "host"
     assert least_mib(with_tied(found, workload, "device"), workload) > 110 >= least_mib(found, workload)
+
+
+def with_second_sharer(*, shares: bool = True, work_mib: int = 1) -> Workload:
+    """As in T5, an embedding of the decoder's between blocks; those before it have this work space."""
+    embed, *blocks, head = toy_workload(6, gradient_accumulation_steps=6).units
+    before = [replace(unit, backward_work_bytes=work_mib * MIB) for unit in blocks[:4]]
+    used = head.shares if shares else None
+    between = replace(head, name="between", kind="block", shares=used, saved=(), output_bytes=MIB)
+    units = (embed, *before, between, *blocks[4:], head)
+    return replace(toy_workload(6, gradient_accumulation_steps=6), units=units)
+
+
+def bound_s(workload: Workload, mib: int) -> float:
+    machine = with_capacity(toy_machine(), {DEVICE: mib * MIB})
+    return lower_bound(problem(workload, machine, semantics="in-backward", order="vertical")).step_s
+
+
+def test_plans_whose_decoder_uses_the_embedding_too_are_above_the_bound() -> None:
+    workload = with_second_sharer()
+    choice = UnitPlan(params="host", states="host", grads="host", acts="recompute")
+    plan = uniform_plan(workload, choice, order="vertical", prefetch_acts_units=0, prefetch_params_units=0)
+    in_host = with_tied(plan, workload, "host")
+    least = least_mib(in_host, workload)
+    step_s = predict_plan(in_host, workload, with_capacity(toy_machine(), {DEVICE: least * MIB})).step_s
+    assert step_s is not None
+    assert bound_s(workload, least) <= step_s
+
+
+def test_the_bound_has_no_more_room_where_two_units_use_the_embedding() -> None:
+    """Each micro-batch has one sum of tied gradients that waits, to which the second unit adds."""
+    at_least_s, has_s = (bound_s(with_second_sharer(shares=shares, work_mib=60), 90) for shares in (False, True))
+    assert has_s >= at_least_s * (1 - 1e-6)
+    assert bound_s(with_second_sharer(work_mib=60), 70) == inf

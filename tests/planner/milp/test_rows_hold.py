@@ -111,6 +111,14 @@ def test_rows_hold_where_activations_leave_in_codes(semantics: Semantics) -> Non
     assert num_that_hold(semantics, None, range(60), form="fp8") > 20
 
 
+@pytest.mark.parametrize(("semantics", "runs"), [("in-backward", None), ("exact-clip", RUNS)])
+def test_rows_hold_where_two_units_use_the_embeddings_parameters(
+    semantics: Semantics, runs: Sequence[range] | None
+) -> None:
+    """As in T5, whose decoder has an embedding of its own beside the head."""
+    assert num_that_hold(semantics, runs, range(60), shared_twice=True) > 20
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("runs", [None, RUNS])
 @pytest.mark.parametrize("semantics", ["in-backward", "exact-clip", "delayed-1"])
@@ -126,6 +134,15 @@ def in_codes(workload: Workload, form: str) -> Workload:
         for k, u in enumerate(workload.units)
     )
     return replace(workload, units=units, training=replace(workload.training, activation_format=form))
+
+
+def with_second_sharer(workload: Workload) -> Workload:
+    """The head and the unit in the middle use the embedding's parameters, which take most of the device."""
+    units = list(workload.units)
+    units[0] = replace(units[0], num_parameters=50 * MB)
+    for u in (len(units) // 2, len(units) - 1):
+        units[u] = replace(units[u], shares=units[0].name)
+    return replace(workload, units=tuple(units))
 
 
 def with_one_in_each_group(plan: UnitwisePlan, p: Problem) -> UnitwisePlan:
@@ -159,7 +176,9 @@ def test_the_bound_holds_where_each_tensor_is_decided_by_itself(semantics: Seman
     assert num > 5
 
 
-def num_that_hold(semantics: Semantics, runs: Sequence[range] | None, seeds: range, form: str = "") -> int:
+def num_that_hold(
+    semantics: Semantics, runs: Sequence[range] | None, seeds: range, *, form: str = "", shared_twice: bool = False
+) -> int:
     """How many of the random plans of these seeds ran; each had to hold every row."""
     num_ran = 0
     for seed in seeds:
@@ -168,6 +187,8 @@ def num_that_hold(semantics: Semantics, runs: Sequence[range] | None, seeds: ran
         workload = varied(rng, rng.choice((1, 1, 2, 4)))
         if form:
             workload = in_codes(workload, form)
+        if shared_twice:
+            workload = with_second_sharer(workload)
         if semantics == "exact-clip":
             workload = replace(workload, training=replace(workload.training, max_grad_norm=1.0))
         roomy = small_machine(
