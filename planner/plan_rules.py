@@ -242,7 +242,8 @@ def check_unitwise(plan: UnitwisePlan, workload: Workload) -> None:
         )
     seen = set()
     for unit, choice in zip(workload.units, plan.units, strict=True):
-        if (alike := (unit.kind, unit.shares, len(unit.saved), unit.is_frozen, choice)) not in seen:
+        alike = (unit.kind, unit.shares, unit.adds_to_shared, len(unit.saved), unit.is_frozen, choice)
+        if alike not in seen:
             seen.add(alike)
             _check_unit(unit, choice)
             _check_update(plan, unit, choice)
