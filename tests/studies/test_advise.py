@@ -384,7 +384,7 @@ def test_what_fits_and_wears_the_drives_is_not_said_not_to_fit(point: Point) -> 
 @pytest.mark.parametrize(
     ("machine", "changes", "largest", "larger"),
     [
-        ("laptop", {}, "gpt-100b", "gpt-135b"),  # by a policy 30b
+        ("laptop", {}, "gpt-135b", "gpt-175b"),  # by a policy 30b
         pytest.param(  # by a policy 65b
             "desktop-4090", {"host.capacity": "32 GiB"}, "gpt-135b", "gpt-175b", marks=pytest.mark.nightly
         ),

@@ -255,7 +255,7 @@ def test_megatron_sends_a_tied_heads_gradient_once_a_step(accumulation: int) -> 
     assert (ours.plan.sums_tied, own.plan.sums_tied) == (True, False)
     assert other_numbers(ours.plan, None)
     assert not other_numbers(own.plan, None)
-    (each,) = untied_plans(ours.plan)
+    (each,) = untied_plans(ours.plan, tied)
     assert each == replace(ours.plan, packs=replace(ours.plan.packs, sums_tied=False))
     assert [sent_bytes(lower(p, tied, machine), "tied/embed/") for p in (ours.plan, each)] == [
         2 * num, 2 * num * accumulation
