@@ -24,6 +24,7 @@ from tierplan.planner.plan_rules import (
     Place,
     PlanError,
     Runs,
+    TiedPlace,
     UpdateOrder,
     UpdatePlace,
     WriteBack,
@@ -49,7 +50,7 @@ class UnitPlan:
     """Where gradients wait for the update (and accumulate). Backward makes them on the device.
 
     Where they come back for the update and one turn has those of all micro-batches, they accumulate there first."""
-    tied_grads: Literal["device", "host"] = "device"
+    tied_grads: TiedPlace = "device"
     """Where the gradients wait that it makes of parameters which it shares with an earlier unit (a tied head's, of the
     embedding's), until that one's backward."""
     states: Place = "device"

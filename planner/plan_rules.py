@@ -22,6 +22,7 @@ Order = Literal["horizontal", "vertical"]
 WriteBack = Literal["at once", "delayed", "awaited"]
 UpdateOrder = Literal["forward", "backward"]
 PackForm = Literal["data", "pipeline", "resident"]
+TiedPlace = Literal["device", "host"]
 UpdatePlace = Literal["home", "device"]
 Runs = tuple[tuple[int, int], ...]
 """Of units: the first one and the one after the last, of each run."""

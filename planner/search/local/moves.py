@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 from tierplan.planner.milp.amounts import Problem, UnitAmounts
 from tierplan.planner.milp.modes import MODES, Mode
 from tierplan.planner.milp.rates import STATE_SHARDS
 from tierplan.planner.plan import PackPlan, Plan, Sharing, UnitPlan, UnitwisePlan
-from tierplan.planner.plan_rules import ACTIONS, PLANNER, Place, UpdatePlace
+from tierplan.planner.plan_rules import ACTIONS, PLANNER, Place, TiedPlace, UpdatePlace
 from tierplan.sim.workloads.workload import Workload
 
 WINDOWS = ((1, 1, 1), (2, 2, 2), (1, 2, 2), (2, 1, 1), (3, 4, 3), (0, 0, 1), (1, 1, 4))
@@ -23,8 +23,8 @@ OVER_UNITS = (1, 2, 3)
 """Turns of units over which updates are spread whose states come to the device."""
 LATE_WRITES = (0, 1, 2, 3, 4, 6, 8, 12, 16)
 """Units whose states are written when all have been read."""
-TIED: tuple[Literal["host", "device"], ...] = ("host", "device")
-"""Where tied gradients may wait."""
+TIED: tuple[TiedPlace, ...] = ("host", "device")
+"""Where tied gradients may wait, in the order in which that is tried."""
 SHORT_CHAIN = 6
 BROUGHT_ONE_IN = (2, 3, 4, 6)
 """States of one in so many units come to the device: evenly spread, they are out of each other's way."""
@@ -438,7 +438,7 @@ def with_returned_grads(plan: UnitwisePlan, every: int = 1) -> UnitwisePlan:
     return with_windows(with_brought_states(plan, every, "host"), (1, 1, 0))
 
 
-def with_tied(plan: UnitwisePlan, workload: Workload, place: Literal["device", "host"]) -> UnitwisePlan:
+def with_tied(plan: UnitwisePlan, workload: Workload, place: TiedPlace) -> UnitwisePlan:
     """The plan with all tied gradients waiting there."""
     units = (
         replace(choice, tied_grads=place) if unit.shares and unit.adds_to_shared else choice
