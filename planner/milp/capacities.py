@@ -307,7 +307,8 @@ def _streams(p: Problem) -> Mapping[str, tuple[str, float]]:
     """
     r = p.rates
     ways = {"u": (H2D, r.up), "d": (D2H, r.down), "r": (NVME_READ, r.read), "w": (NVME_WRITE, r.write)}
-    kinds = {"A": "acts", "G": "grads", **dict.fromkeys("WPQ", "params"), **dict.fromkeys("OS", "states")}
+    letters = {"acts": "A", "grads": "GT", "params": "WPQ", "states": "OS"}
+    kinds = {letter: kind for kind, of_kind in letters.items() for letter in of_kind}
     moved = {way + what: (stream, of[kind]) for way, (stream, of) in ways.items() for what, kind in kinds.items()}
     return {**moved, "aH": (HOST_ADAM, r.adam), "aN": (HOST_ADAM, r.adam), "acc": (HOST_ADAM, 1.0)}
 

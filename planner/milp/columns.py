@@ -16,10 +16,9 @@ from tierplan.planner.milp.program import Draft, Terms
 
 TRANSFER_COST = 3e-6
 """Seconds of objective per GB moved, against pointless transfers. `Model.step_bound_s` takes them out again."""
-PASSING = ("aQ", "uN", "dN", "uM", "dM")
-"""Parts of other flows: of `aD`, GB of parameters that are not at home on the device; of `uS`, `dS`, what comes from
-NVMe and goes there, and of `uQ`, `dQ`. With clipping none is made before the norm is known: that waits somewhere."""
-BROUGHT = ("uS", "dS", "uQ", "dQ", "uG", "rS", "wS", "aD", *PASSING)
+STAGED = ("uN", "dN", "uM", "dM")
+"""Parts of `uS`, `dS`, `uQ`, `dQ`: what comes from NVMe and goes there, and is in host memory between its two ways."""
+BROUGHT = ("uS", "dS", "uQ", "dQ", "uG", "rS", "wS", "aD", "aQ", *STAGED)
 """Flows that only updates have on the device of what comes there."""
 BLOCK_LAYERS = 6
 """Identical neighbouring units whose activation choices are counted together in integers."""
@@ -159,9 +158,9 @@ class Columns:
                 lp.row([(1.0, amount), *parts], low=0.0, high=0.0, family="one action per tensor")
         return found
 
-    def for_bound(self, high: float) -> int:
+    def for_bound(self, high: float, *, cost: float = 0.0) -> int:
         """A column that only a bound may use."""
-        self.only_bounds.append(self.lp.column(high=high))
+        self.only_bounds.append(self.lp.column(high=high, cost=0.0 if self.elastic else cost))
         return self.only_bounds[-1]
 
     # ---- windows ----
@@ -179,7 +178,7 @@ class Columns:
         names += ["uG"] if p.returns_grads else []
         if p.has_nvme and p.host_gb:
             names += ["rS", "wS"] if p.brings_states else []
-            names += PASSING[1:] if p.brings_states and p.semantics == "exact-clip" else ()
+            names += STAGED if p.brings_states and self._counts_staged(window) else ()
             names += ["rA", "wA", "rW", "rO", "wO", "wP"]
         may_update = p.semantics == "delayed-1" or (block.first and window.phase == "fwd")
         may_update = may_update or (p.semantics == "in-backward" and block.last and window.phase == "bwd")
@@ -195,9 +194,15 @@ class Columns:
             names = [n for n in names if n not in ("aN", "rP")]
         if p.workload.training.has_master:
             names = [n for n in names if n not in ("dP", "rP", "uQ", "uM")]
-        cost, costs = charged * TRANSFER_COST * block.copies, dict.fromkeys(("aD", *PASSING), 0.0)
+        cost, costs = charged * TRANSFER_COST * block.copies, dict.fromkeys(("aD", "aQ", *STAGED), 0.0)
         self.flows.append({n: lp.column(cost=costs.get(n, cost), optional=n in BROUGHT) for n in names})
         self.early.append({n: lp.column() for n in ("uA", "uW", "d") if p.host_gb})
+
+    def _counts_staged(self, window: Window) -> bool:
+        """Whether what is on its way between drives and the device is counted after this window: after each where all
+        of it waits for the norm, else at the end of forward and of backward, which bounds hardly less."""
+        is_phase_end = window.first == 0 if window.phase == "bwd" else window.last == len(self.units) - 1
+        return is_phase_end or self.p.semantics == "exact-clip"
 
     def block_windows(self, b: int) -> list[int]:
         return [s for s, w in enumerate(self.windows) if w.block == b]

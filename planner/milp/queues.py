@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from math import inf
 
 from tierplan.planner.milp.amounts import Window
 from tierplan.planner.milp.columns import TRANSFER_COST, Columns, minus, times
@@ -121,32 +122,41 @@ def _tied_of_block(cols: Columns, b: int, held: Held) -> None:
 
     `memory_rows` has them all on the device. A plan has as many in host memory throughout, but for the one that is on
     the device at the end of its own op, and for the next one. A bound has more in one window than in others: when its
-    op starts, those that were there when the one before ended, and as many more as leave in between.
+    op starts, those that were there when the one before ended, and as many more as leave in between; and it has the
+    copies either way.
     """
     p, lp = cols.p, cols.lp
     backward = [s for s in cols.block_windows(b) if cols.windows[s].phase == "bwd"]
     window_of = {u: s for s in backward for u in cols.windows[s].units}
+    gained: dict[int, Terms] = {}  # window -> what more waits in host memory after it
     for u, (unit, choice) in enumerate(zip(cols.units, cols.choices, strict=True)):
         if choice.tied is None:
             continue
         following = max(v for v in range(u) if cols.units[v].fetched_from == unit.fetched_from)
         first, last = window_of[u], window_of[following]
-        before = cols.for_bound(0.0)
+        before: Terms = []
         for s in (s for s in backward if first <= s <= last):
             is_own = (s == first and cols.windows[s].last == u) or (s == last and cols.windows[s].first == following)
             num = p.turn - is_own  # one is there at the end of the op that makes it, and for the next one
+            after: Terms = [] if s == last else [(1.0, cols.for_bound(num * unit.tied_gb))]
+            gained.setdefault(s, []).extend([*after, *minus(before)])
             if s != first:
                 fixed, extra = cols.compute(s)
                 at_start, idle_gb = cols.for_bound(num * unit.tied_gb), p.rates.down["grads"]
                 leaving = [(-idle_gb, cols.tau[s][0]), *times(idle_gb, extra)]
-                row = [(1.0, at_start), (-1.0, before), *leaving]
+                row = [(1.0, at_start), *minus(before), *leaving]
                 lp.row(row, high=-idle_gb * fixed, family="tied gradients")
                 held.at_start[s] += [(-num / p.turn, choice.tied), (-1.0, at_start)]
             if s != last:
-                before = cols.for_bound(num * unit.tied_gb)
-                waiting: Terms = [(num / p.turn, choice.tied), (1.0, before)]
+                waiting: Terms = [(num / p.turn, choice.tied), *after]
                 held.at_end[s] += minus(waiting)
                 held.on_host[s] += waiting
+            before = after
+    for s, gain in gained.items():
+        for name in ("dT", "uT"):
+            cols.flows[s][name] = cols.for_bound(inf, cost=TRANSFER_COST * p.blocks[b].copies)
+        copied = [*cols.flow(s, "dT"), *minus(cols.flow(s, "uT"))]
+        lp.row([*gain, *minus(copied)], low=0.0, high=0.0, family="tied gradients")
 
 
 def _parameters(cols: Columns, held: Held) -> None:
@@ -207,12 +217,14 @@ def _updates(cols: Columns, held: Held) -> None:
         for flows in cols.flows:
             flows[name] = lp.column(cost=TRANSFER_COST)
     param_gb = float(p.workload.training.param_bytes)
-    num_passing = (4 if p.has_nvme else 2) if "aQ" in cols.flows[0] else 0
+    num_passing = 2 if "aQ" in cols.flows[0] else 0
+    num_staged = 2 if p.brings_states and p.has_nvme else 0
     num_brought = (3 if p.brings_states else 0) + p.returns_grads
-    link = _BlockLink(cols, 6, num_optional=num_brought + num_passing)
+    link = _BlockLink(cols, 6, num_optional=num_brought + num_passing + num_staged)
     for b in range(len(p.blocks)):
         leaving, due, waiting, read, written, new, *optional = link.start(b)
-        brought, passing = optional[:num_brought], optional[num_brought:]
+        brought, passing = optional[:num_brought], optional[num_brought : num_brought + num_passing]
+        staged, since = optional[num_brought + num_passing :], list[int]()
         for s in cols.block_windows(b):
             window = cols.windows[s]
             each = [_gradients_made(cols, window, u) for u in window.units]
@@ -224,6 +236,9 @@ def _updates(cols: Columns, held: Held) -> None:
                 brought = _brought(cols, s, held, brought, (due_here, stay), each[-1][2:])
             if passing:
                 passing = _passing(cols, s, held, passing)
+            since.append(s)
+            if staged and cols.flow(s, "uN"):
+                staged, since = _staged(cols, since, held, staged), []
             updated = cols.updates(s)
             leaving = cols.queue(leaving, made, cols.flow(s, "dG"), "gradients leaving")
             others = [*leaving, *minus(made_last)]
@@ -247,7 +262,7 @@ def _updates(cols: Columns, held: Held) -> None:
             going = [*cols.flow(s, "uP"), *cols.flow(s, "wP")]
             new = cols.queue(new, homeless, going, "new parameters")
             held.on_host[s] += new
-        link.end(b, [leaving, due, waiting, read, written, new, *brought, *passing])
+        link.end(b, [leaving, due, waiting, read, written, new, *brought, *passing, *staged])
     link.close()
     _once_per_step(cols, parked)
 
@@ -286,33 +301,39 @@ def _brought(
 
 
 def _passing(cols: Columns, s: int, held: Held, queues: list[Terms]) -> list[Terms]:
-    """Beside such updates with clipping: on the device, old parameters that have come and new ones that leave; in host
-    memory what has been read from NVMe for them and what is to be written there, after window s."""
-    come, left, *staged = queues
-    made, has_old = cols.flow(s, "aQ"), bool(cols.flow(s, "uQ"))
+    """Beside such updates with clipping: on the device, old parameters that have come and new ones that leave, after
+    window s. None is made before the norm is known, so they wait somewhere."""
+    come, left = queues
+    made = cols.flow(s, "aQ")
     param_gb = max((u.params_gb / u.gparams for u in cols.units if u.gparams), default=0.0)
-    parts: list[tuple[Terms, Terms]] = [(cols.flow(s, "aD", param_gb), made)]
+    if made:
+        cols.lp.row([*cols.flow(s, "aD", param_gb), *minus(made)], low=0.0, family="states brought")
     held.at_start[s] += [*left, *minus(cols.flow(s, "dQ"))]
     left = cols.queue(left, made, cols.flow(s, "dQ"), "parameters brought")
-    if has_old:
+    if cols.flow(s, "uQ"):
         held.at_start[s] += [*come, *minus(made)]
         come = cols.queue(come, cols.flow(s, "uQ"), made, "parameters brought")
-    held.at_end[s] += [*left, *(come if has_old else [])]
-    if staged:
-        read, written = staged
-        gone, came = ([*cols.flow(s, way + "N"), *cols.flow(s, way + "M")] for way in "ud")
-        read = cols.queue(read, cols.flow(s, "rS"), gone, "states brought")
-        written = cols.queue(written, came, cols.flow(s, "wS"), "states brought")
-        held.on_host[s] += [*read, *written]
-        staged = [read, written]
-        parts += [
-            (cols.flow(s, whole), cols.flow(s, part))
-            for whole, part in (("uS", "uN"), ("dS", "dN"), ("uQ", "uM"), ("dQ", "dM"))
-        ]
-    for whole, part in parts:
-        if part:
-            cols.lp.row([*whole, *minus(part)], low=0.0, family="states brought")
-    return [come, left, *staged]
+        held.at_end[s] += come
+    held.at_end[s] += left
+    return [come, left]
+
+
+def _staged(cols: Columns, since: list[int], held: Held, queues: list[Terms]) -> list[Terms]:
+    """What is in host memory, after the last of these windows, of what has been read from NVMe for updates on the
+    device and of what is to be written there. The windows together: so much that the program stays small."""
+
+    def moved(name: str) -> Terms:
+        return [t for s in since for t in cols.flow(s, name)]
+
+    read, written = queues
+    gone, came = ([*moved(way + "N"), *moved(way + "M")] for way in "ud")
+    read = cols.queue(read, moved("rS"), gone, "states brought")
+    written = cols.queue(written, came, moved("wS"), "states brought")
+    held.on_host[since[-1]] += [*read, *written]
+    for whole, part in (("uS", "uN"), ("dS", "dN"), ("uQ", "uM"), ("dQ", "dM")):
+        if moved(part):
+            cols.lp.row([*moved(whole), *minus(moved(part))], low=0.0, family="states brought")
+    return [read, written]
 
 
 def _gradients_made(cols: Columns, window: Window, u: int) -> tuple[Terms, Terms, Terms, Terms]:
@@ -360,7 +381,8 @@ def _once_per_step(cols: Columns, parked: Terms) -> None:
     totals.append(("acc", added, "gradients added on the host"))
     brought = (("uQ", moved), ("dQ", moved), ("rS", states if training.has_master else stored), ("wS", stored))
     passing = (("aQ", moved), ("uN", states), ("dN", states), ("uM", on_drives), ("dM", on_drives))
-    totals += [(name, amount, "states brought") for name, amount in (*brought, *passing) if name in cols.flows[0]]
+    moving = {name for flows in cols.flows for name in flows}
+    totals += [(name, amount, "states brought") for name, amount in (*brought, *passing) if name in moving]
     totals += [(name, parked, "gradients on NVMe") for name in ("wG", "rG") if parked]
     for name, amount, family in totals:
         cols.lp.row([*cols.over_step(name), *minus(amount)], low=0.0, high=0.0, family=family)

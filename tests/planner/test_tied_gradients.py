@@ -10,8 +10,9 @@ from math import inf
 import pytest
 
 from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
-from tierplan.hwmodels.names import DEVICE
-from tierplan.hwmodels.scaling import with_capacity
+from tierplan.hwmodels.machine import Machine
+from tierplan.hwmodels.names import D2H, DEVICE
+from tierplan.hwmodels.scaling import with_capacity, with_faster
 from tierplan.planner.lowering import lower
 from tierplan.planner.milp.amounts import problem
 from tierplan.planner.milp.bounds import lower_bound
@@ -84,9 +85,20 @@ def with_second_sharer(*, shares: bool = True, work_mib: int = 1) -> Workload:
     return replace(toy_workload(6, gradient_accumulation_steps=6), units=units)
 
 
-def bound_s(workload: Workload, mib: int) -> float:
-    machine = with_capacity(toy_machine(), {DEVICE: mib * MIB})
+def bound_s(workload: Workload, mib: int, *, of: Machine | None = None) -> float:
+    machine = with_capacity(of or toy_machine(), {DEVICE: mib * MIB})
     return lower_bound(problem(workload, machine, semantics="in-backward", order="vertical")).step_s
+
+
+def test_the_bound_has_the_time_of_their_copies() -> None:
+    """Where the device has room for one of them, a further micro-batch takes the link at least its copy's time."""
+    slow = with_faster(toy_machine(), [D2H], 0.005)
+    copy_s, least_s = TIED_MIB * MIB / slow.stream(D2H).rates["bytes"].points[0][1], list[float]()
+    for num in (2, 4):
+        workload = toy_workload(3, gradient_accumulation_steps=num)
+        each_s = [bound_s(workload, mib, of=slow) for mib in range(40, 50)]
+        least_s.append(next(s for s in each_s if s < inf))
+    assert least_s[1] - least_s[0] >= 2 * copy_s
 
 
 def test_plans_whose_decoder_uses_the_embedding_too_are_above_the_bound() -> None:

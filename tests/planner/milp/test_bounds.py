@@ -23,7 +23,7 @@ from tests.planner.instances import (
 from tests.random_plans import with_updates_here
 from tests.toys import MIB, toy_machine, toy_workload, uniform_plan
 from tierplan.hwmodels import load_machine
-from tierplan.hwmodels.names import DEVICE, HOST_ADAM
+from tierplan.hwmodels.names import DEVICE, HOST_ADAM, NVME_READ, NVME_WRITE
 from tierplan.hwmodels.scaling import with_capacity, with_faster
 from tierplan.planner.milp.amounts import Problem, problem
 from tierplan.planner.milp.bounds import compute_s, lower_bound, shortages
@@ -144,6 +144,19 @@ def test_gradients_that_leave_one_by_one_are_not_added_up_on_the_device() -> Non
     bound = lower_bound(problem(workload, tight, semantics="in-backward", order="vertical"))
     assert bound.feasible
     assert bound.step_s <= step_s
+
+
+@pytest.mark.parametrize(("device_mib", "host_mib"), [(80, 150), (80, 200)])
+def test_states_that_pass_host_memory_have_no_more_room_there_than_it_has(device_mib: int, host_mib: int) -> None:
+    """In horizontal order no update is made between the first backward and the last one. Meanwhile drives write what
+    waits in host memory, and the rest of the states' way is beside the first and the last micro-batch."""
+    num = 12
+    workload = toy_workload(6, tied=False, gradient_accumulation_steps=num)
+    machine = toy_machine(device_bytes=device_mib * MIB, host_bytes=host_mib * MIB)
+    p = problem(workload, with_faster(machine, [NVME_READ, NVME_WRITE], 0.1), semantics="in-backward")
+    write_gb_per_s, in_memory_gb = 0.1, (device_mib + host_mib) * MIB / 1e9
+    written_gb = sum(u.states_gb for u in p.units) - in_memory_gb
+    assert lower_bound(p).step_s > (num - 2) / num * compute_s(p) + written_gb / write_gb_per_s > 1.05 * compute_s(p)
 
 
 @pytest.mark.parametrize(("home", "host_mb", "rate_mb_per_s"), [("host", 800, 50), ("nvme", 100, 50)])
