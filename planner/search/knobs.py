@@ -55,6 +55,8 @@ MARGINS = (
     (2.0, 32.0), (6.0, 32.0), (3.0, 1.0), (5.0, 1.0), (0.0, 2.0), (0.0, 0.5), (0.0, 0.0),
 )  # fmt: skip
 """In device and host memory, as they are tried until a plan fits."""
+FRUGAL = (((2, 2, 2), 4), ((1, 1, 1), 4), ((0, 0, 1), 4), ((0, 0, 1), max(STATE_SHARDS)))
+"""Windows and shards that are tried with each: they need less and less memory."""
 FEW_MARGINS = 3
 """So many are tried before others are made of what a plan lacks; none where plans must have states that come."""
 MENDED, ROOMIER = 3, 1.1
@@ -181,9 +183,9 @@ def _first_that_fits(
                 yield mended
             if mended is not None:
                 return
-        for windows in ((2, 2, 2), (1, 1, 1), (0, 0, 1)):
+        for windows, shards in FRUGAL:
             for stretch in dict.fromkeys((first_stretch, INF)):
-                knobs = Knobs(device=device, host=host, stretch=stretch, windows=windows)
+                knobs = Knobs(device=device, host=host, stretch=stretch, windows=windows, shards=shards)
                 tried = trial(knobs)
                 if tried is not None and tried.step_s is not None:
                     yield knobs, tried.step_s

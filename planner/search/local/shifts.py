@@ -27,6 +27,7 @@ from tierplan.planner.search.local.moves import (
     Placement,
     acting,
     in_shards,
+    more_gb,
     placed,
     placement_of,
     spread,
@@ -390,7 +391,7 @@ class _Descent:
     def _with_filled(
         self, best: Candidate[UnitwisePlan], tried: Candidate[UnitwisePlan]
     ) -> Iterator[Candidate[UnitwisePlan]]:
-        """The better one. What it has freed in host memory is filled with shards of states, if that may make it pay."""
+        """The better one. What it has freed in host memory is filled from drives, if that may make it pay."""
         better = self._better(best, tried)
         yield better
         if better is not best or not tried.fits:
@@ -473,8 +474,15 @@ class _Descent:
 
 
 def with_more_in_host(plan: UnitwisePlan, problem: Problem, room_gb: float) -> UnitwisePlan | None:
-    """The plan with as many shards of states from NVMe in host memory as there is room for; None for none."""
+    """The plan with as much from NVMe in host memory as there is room for; None for nothing. Parameters come first,
+    which drives read twice and write, and then states in shards."""
     choices = list(plan.units)
+    for u in ORDERS[0]([u for u, choice in enumerate(choices) if choice.params == "nvme"]):
+        wanted = ("host", *placement_of(choices[u])[1:])
+        mode = next((MODES[k] for k in problem.modes(u) if placement_of(MODES[k]) == wanted), None)
+        if mode is not None and (gb := more_gb(problem.units[u], choices[u], mode, "host")) <= room_gb:
+            room_gb -= gb
+            choices[u] = placed(plan, choices[u], mode)
     for u in ORDERS[0]([u for u, choice in enumerate(choices) if choice.states == "nvme" != choice.grads]):
         choice = choices[u]
         shard_gb = problem.units[u].states_gb / choice.state_shards

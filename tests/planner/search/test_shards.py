@@ -80,3 +80,25 @@ def test_room_in_host_memory_is_filled_with_shards() -> None:
     every = with_more_in_host(plan, p, 1e9)
     assert every is not None
     assert {unit.states for unit in every.units} == {"host"}
+
+
+def test_room_in_host_memory_is_filled_with_parameters_first() -> None:
+    """Drives read them twice and write them, states are read once and written."""
+    workload = toy_workload(3, tied=False)
+    p = problem(workload, toy_machine(), semantics="in-backward")
+    plan = with_shards(uniform_plan(workload, UnitPlan(params="nvme", grads="host", states="nvme")), 4)
+    params_gb = sum(unit.params_gb for unit in p.units)
+    all_params = with_more_in_host(plan, p, params_gb * 1.001)
+    assert all_params is not None
+    assert {unit.params for unit in all_params.units} == {"host"}
+    assert {(unit.states, unit.host_shards) for unit in all_params.units[:-1]} == {("nvme", 0)}
+    more = with_more_in_host(plan, p, params_gb + p.units[0].states_gb / 2 * 1.001)
+    assert more is not None
+    assert sum(unit.host_shards for unit in more.units) > 0
+    parked = with_shards(
+        uniform_plan(workload, UnitPlan(params="nvme", grads="nvme", states="nvme"), semantics="exact-clip"), 4
+    )
+    clipped = problem(workload, toy_machine(), semantics="exact-clip")
+    filled = with_more_in_host(parked, clipped, 1e9)
+    assert filled is not None
+    assert {(unit.params, unit.grads, unit.states) for unit in filled.units} == {("host", "nvme", "nvme")}
