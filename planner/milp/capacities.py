@@ -102,11 +102,13 @@ def memory_rows(cols: Columns, held: Held) -> None:
     resident, on_host, on_drive = map(stored, PLACES)
     accumulated: Terms = []
     host_grads: Terms = []
+    adding_up: Terms = []
     all_grads: Terms = []
     if p.semantics == "delayed-1":
         all_grads = cols.over_units(lambda u: cols.away(u, "states", units[u].grads_gb))
     if several:
         host_grads = cols.over_units(lambda u: cols.placed(u, "grads", "host", units[u].grads_gb))
+        adding_up = cols.over_units(lambda u: cols.away(u, "grads", units[u].grads_gb))  # wherever they wait then
         accumulated = cols.over_units(lambda u: cols.placed(u, "grads", "device", units[u].grads_gb))
     over_device, over_host, over_drive = ([(-1.0, cols.excess[t])] if t in cols.excess else [] for t in PLACES)
     _update_rows(cols, on_host, over_host, resident, over_device)
@@ -131,7 +133,7 @@ def memory_rows(cols: Columns, held: Held) -> None:
             continue
         in_host = [*on_host, *held.on_host[s], *all_grads]
         if several and not (block.first and window.phase == "fwd") and not (block.last and window.phase == "bwd"):
-            in_host += host_grads if not block.first or window.last == 0 else []
+            in_host += adding_up if not block.first or window.last == 0 else []
         if several and block.last and window.phase == "bwd" and window.last == 0 and p.semantics == "exact-clip":
             in_host += host_grads
         for read in ([], held.read[s]) if held.read[s] else ([],):
@@ -279,7 +281,8 @@ def _step_rows(cols: Columns, streams: Mapping[str, tuple[str, float]]) -> None:
 
     if has_host and (on_host := also("host", host_s)):
         busy = [(c / streams[name][1], t) for name in ("aH", "aN", "acc") for c, t in cols.over_step(name)]
-        cols.lp.row([*busy, *on_host, *minus(cols.step())], high=0.0, family=HOST_ADAM)
+        idle = [(1.0, cols.tau[s][0]) for s in _before_gradients(cols)]
+        cols.lp.row([*busy, *on_host, *idle, *minus(cols.step())], high=-p.clip_s, family=HOST_ADAM)
     on_device = also("brought", p.slower_update_s) if has_host else []
     if on_device or p.waits:
         fixed_s, added = 0.0, times(1.0 / rates.update, cols.over_step("aD"))
@@ -288,6 +291,14 @@ def _step_rows(cols: Columns, streams: Mapping[str, tuple[str, float]]) -> None:
             fixed_s += copies * window_s
             added += times(float(copies), decided)
         cols.lp.row([*cols.step(), *minus(added), *minus(on_device)], low=fixed_s, family=COMPUTE)
+
+
+def _before_gradients(cols: Columns) -> list[int]:
+    """The window of the last unit's backward, where clipping waits for norms: until it ends there is no gradient to
+    take one of, and the step before has updated all by that unit's forward."""
+    if cols.p.semantics != "exact-clip" or len(cols.p.blocks) > 1:
+        return []
+    return [next(s for s, window in enumerate(cols.windows) if window.phase == "bwd")]
 
 
 def endurance_row(cols: Columns) -> None:

@@ -130,6 +130,22 @@ def test_gradients_that_wait_on_the_drive_take_no_room_in_the_host():
     assert lower_bound(p).step_s <= step_s
 
 
+def test_gradients_that_will_wait_on_the_drive_add_up_in_host_memory_before() -> None:
+    """In horizontal order each micro-batch's is added to those of the ones before, in memory: all of them at once."""
+    chained = chain(
+        forward_s=[0.01] * 8,
+        parameters=[10 * MB] * 8,
+        saved_mb=[[1]] * 8,
+        border_mb=0.1,
+        accumulation=3,
+    )
+    grads_mb = 8 * 10 * chained.training.grad_bytes
+    for spare_mb, fits in ((-20, False), (200, True)):
+        machine = small_machine(device_mb=70, host_mb=grads_mb - 70 + spare_mb)
+        p = problem(chained, machine, semantics="exact-clip")
+        assert lower_bound(p).feasible == fits
+
+
 def test_gradients_that_leave_one_by_one_are_not_added_up_on_the_device() -> None:
     """No plan was said to fit into memory in which this one runs: room was asked for beside sums that it has not."""
     workload = workload_of("x", config_of("gpt2"), Training(gradient_accumulation_steps=2, sequence_length=16))
