@@ -45,6 +45,8 @@ BEHIND = 1.05
 """Where all steps of the race are so many times one that is known, it does not go on."""
 S_PER_DIVISION = 1.0
 """On several devices: of a time limit, for each division that is compared and not searched."""
+FAR_FROM_KNOWN = 1.1
+"""Instead of `FAR`, where the answer of a lesser machine is known: a better machine's is mostly near that one."""
 TOO_SLOW = 1.5
 """Plans with one micro-batch after the other that take so many times the best step are no start of a search."""
 
@@ -112,8 +114,7 @@ def plan_sequences(
     budget = budget_of(time_limit_s, by_clock=by_clock, divides=True)
     question = (digest(one_by_one), sequences, budget.num_ops, *asked.values())
     known = known_of_lesser(one_by_one, machine, question, planned_for, known)
-    if known is not None:
-        budget.more_ops = 0.0  # a better machine's answer is near the lesser one's
+    far = FAR if known is None else FAR_FROM_KNOWN
     solver = Solver(seed=seed)
     searches: list[Search] = []
 
@@ -139,7 +140,7 @@ def plan_sequences(
             (alone if to_the_end else racing).append(search)
         if not compared and (known is None or not known.is_cut):
             if racing:  # none whose bound is above what systems reach that share micro-batches
-                _raced(racing, budget, min([beat_s, *(s.best_s for s in alone)]))
+                _raced(racing, budget, min([beat_s, *(s.best_s for s in alone)]), far)
             if not any(s.is_interrupted for s in racing):
                 _one_by_one(alone, min([beat_s, *(s.best_s for s in racing)]))
         return [*racing, *alone]
@@ -238,8 +239,9 @@ def _one_by_one(searches: list[Search], beat_s: float) -> None:
             return
 
 
-def _raced(searches: list[Search], budget: Budget, beat_s: float) -> None:
-    """The race for one budget: in it, divisions are racers; searches for another order of micro-batches join."""
+def _raced(searches: list[Search], budget: Budget, beat_s: float, far: float) -> None:
+    """The race for one budget: in it, divisions are racers; searches for another order of micro-batches join. Beyond
+    the budget it goes on while the best step is more than `far` times the bound, as long as that pays."""
     budget.restart()
     known_s, beat_s, num = beat_s, min(beat_s, *(s.best_s for s in searches)), len(searches)
 
@@ -262,7 +264,7 @@ def _raced(searches: list[Search], budget: Budget, beat_s: float) -> None:
         if budget.ops_left > 0 or budget.is_out_of_time:
             return budget.is_out_of_time
         bound_s = min(r.bound_s for r in all_racers)
-        is_near = min(beat_s, best_s) <= FAR * bound_s
+        is_near = min(beat_s, best_s) <= far * bound_s
         is_behind = best_s > BEHIND * known_s
         return is_near or is_behind or budget.is_stale(bound_s) or budget.ops_left <= -budget.more_ops
 
