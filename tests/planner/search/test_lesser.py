@@ -186,7 +186,7 @@ def test_a_part_is_above_0_and_at_most_1(gpt: Workload) -> None:
 
 def test_more_of_what_the_catalog_has_is_never_slower(gpt: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "OPS_PER_S", 600)
-    base = load_machine("laptop", ["host.capacity=10 GB", "gpu.capacity=3.5 GB"])
+    base = load_machine("laptop", ["host.capacity=10 GB", "gpu.capacity=3 GB"])
     base_s = plan(gpt, base, time_limit_s=50).step_s
     more = with_faster(base, ["nvme.read"], 1.5)
     found = plan(gpt, more, time_limit_s=100)
