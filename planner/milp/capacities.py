@@ -132,8 +132,7 @@ def memory_rows(cols: Columns, held: Held) -> None:
         if not p.host_gb:
             continue
         in_host = [*on_host, *held.on_host[s], *all_grads]
-        if several and not (block.first and window.phase == "fwd") and not (block.last and window.phase == "bwd"):
-            in_host += adding_up if not block.first or window.last == 0 else []
+        in_host += adding_up if cols.adds_up_on_host(window) else []
         if several and block.last and window.phase == "bwd" and window.last == 0 and p.semantics == "exact-clip":
             in_host += host_grads
         for read in ([], held.read[s]) if held.read[s] else ([],):
@@ -298,7 +297,8 @@ def _before_gradients(cols: Columns) -> list[int]:
     take one of, and the step before has updated all by that unit's forward."""
     if cols.p.semantics != "exact-clip" or len(cols.p.blocks) > 1:
         return []
-    return [next(s for s, window in enumerate(cols.windows) if window.phase == "bwd")]
+    first = next(s for s, window in enumerate(cols.windows) if window.phase == "bwd")
+    return [first] if len(cols.windows[first].units) == 1 else []
 
 
 def endurance_row(cols: Columns) -> None:

@@ -201,8 +201,15 @@ class Columns:
     def _counts_staged(self, window: Window) -> bool:
         """Whether what is on its way between drives and the device is counted after this window: after each where all
         of it waits for the norm, else at the end of forward and of backward, which bounds hardly less."""
-        is_phase_end = window.first == 0 if window.phase == "bwd" else window.last == len(self.units) - 1
-        return is_phase_end or self.p.semantics == "exact-clip"
+        last = 0 if window.phase == "bwd" else len(self.units) - 1
+        return window.last == last or self.p.semantics == "exact-clip"
+
+    def adds_up_on_host(self, window: Window) -> bool:
+        """Whether at its end all gradients that leave the device add up in host memory, but for what is on its way."""
+        block = self.p.blocks[window.block]
+        if len(self.p.blocks) == 1 or (block.last and window.phase == "bwd"):
+            return False
+        return not block.first or (window.phase == "bwd" and window.last == 0)
 
     def block_windows(self, b: int) -> list[int]:
         return [s for s, w in enumerate(self.windows) if w.block == b]

@@ -243,6 +243,7 @@ def _updates(cols: Columns, held: Held) -> None:
             leaving = cols.queue(leaving, made, cols.flow(s, "dG"), "gradients leaving")
             others = [*leaving, *minus(made_last)]
             held.at_end[s] += others
+            held.on_host[s] += minus(leaving) if cols.adds_up_on_host(window) else []
             if made_last:
                 lp.row(others, low=0.0, family="gradients leaving")
             due = cols.queue(due, released, updated, "updates due")
